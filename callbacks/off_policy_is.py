@@ -1,0 +1,69 @@
+r"""Off-policy importance sampling: weigh each token by how much likelier the policy being trained makes it.
+
+.. math::
+    w_{b,t} = \operatorname{sg}\Bigl[\operatorname{clip}\Bigl(
+    \frac{\pi_\theta(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})},\
+    w_{\min},\ w_{\max}\Bigr)\Bigr]
+
+The gradient flows only through the loss that the weight multiplies. On a ``reinforce`` base this is CISPO anchored on
+the rollout. On a base that carries the ratio :math:`\pi_\theta / \pi_{\text{old}}` itself it would count
+:math:`\pi_\theta` twice, so the two are refused together. The denominator of the loss does not change.
+
+Source: MiniMax 2025 (CISPO), arXiv:2506.13585, eq. 4, anchored on the policy that sampled.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.signal.corrections import clipped_weight
+from lightning_rl.signal.losses import policy_ratio
+
+
+class OffPolicyIS(RLCallback):
+    """Corrects a loss without a ratio for samples of another policy.
+
+    Logs ``off_policy_is/ratio`` and ``off_policy_is/ratio_max`` before any clip, ``off_policy_is/clipped``, the
+    fraction of tokens whose weight a bound changed, and the core's ``off_policy_is/weight_mean`` and
+    ``off_policy_is/ess``.
+
+    Args:
+        min_ratio: lower bound of the weight; 0 leaves it single-sided.
+        max_ratio: upper bound of the weight.
+
+    Raises:
+        ValueError: unless ``0 <= min_ratio <= 1 <= max_ratio``.
+    """
+
+    name = "off_policy_is"
+    reads_at_loss = ("rollout_logprobs",)
+    ratio = ("current", "rollout")
+    alternative = "TruncatedIS, whose ratio is old/rollout"
+
+    def __init__(self, min_ratio: float = 0.0, max_ratio: float = 2.0) -> None:
+        if not 0 <= min_ratio <= 1 <= max_ratio:
+            raise ValueError(f"expected 0 <= min_ratio <= 1 <= max_ratio, got {min_ratio} and {max_ratio}")
+        self.min_ratio = min_ratio
+        self.max_ratio = max_ratio
+
+    @classmethod
+    def from_eps(cls, eps_clip: float, eps_clip_high: float) -> "OffPolicyIS":
+        """The bounds ``1 - eps_clip`` and ``1 + eps_clip_high``; an ``eps_clip`` of 1 is single-sided."""
+        return cls(1 - eps_clip, 1 + eps_clip_high)
+
+    @override
+    def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:
+        rollout = view.required("rollout_logprobs")
+        return clipped_weight(view.logprobs, rollout, minimum=self.min_ratio, maximum=self.max_ratio)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        ratio = policy_ratio(view.logprobs.detach(), view.required("rollout_logprobs"))
+        clipped = (ratio < self.min_ratio) | (ratio > self.max_ratio)
+        raw = Stat.of(ratio, view.valid_tokens)
+        return {
+            "off_policy_is/ratio": raw,
+            "off_policy_is/ratio_max": raw.maximum(),
+            "off_policy_is/clipped": Stat.of(clipped, view.valid_tokens),
+        }

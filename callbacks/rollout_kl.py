@@ -1,0 +1,61 @@
+r"""Rollout KL: pull the policy being trained back to the policy that generated the samples.
+
+.. math::
+    \ell_{b,t} = \operatorname{estimator}\bigl(\log \pi_\theta(o_{b,t}),\ \log \pi_{\text{rollout}}(o_{b,t})\bigr)
+
+Added to the loss, reduced over all valid tokens; masks and weights of other corrections do not touch it. The default,
+``k2``, has the gradient :math:`\log \pi_\theta - \log \pi_{\text{rollout}}`, which grows with the drift and never dies.
+``k1`` has a constant gradient: on samples of the engine, minimising it drives the two policies apart.
+
+Source: Schulman 2020, "Approximating KL Divergence"; as a loss: Tang and Munos 2025, arXiv:2506.09477.
+"""
+
+import warnings
+
+from typing_extensions import override
+
+from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.signal.kl import kl_estimator
+
+
+class RolloutKL(RLCallback):
+    """Adds a KL between trainer and engine to the loss.
+
+    Logs ``rollout_kl/estimate``, the raw estimate of each valid token, ``rollout_kl/drifted``, the fraction of tokens
+    whose two log-probabilities differ at all, and the core's ``rollout_kl/loss``.
+
+    Args:
+        coef: what the term is multiplied with.
+        estimator: ``k1``, ``abs``, ``k2`` or ``k3``.
+
+    Raises:
+        ValueError: if the estimator is unknown or ``coef`` is negative.
+    """
+
+    name = "rollout_kl"
+    reads_at_loss = ("rollout_logprobs",)
+
+    def __init__(self, coef: float = 1e-3, *, estimator: str = "k2") -> None:
+        if coef < 0:
+            raise ValueError(f"expected coef >= 0, got {coef}")
+        self.coef = coef
+        self.estimator = kl_estimator(estimator)
+        if estimator in ("k1", "abs"):
+            warnings.warn(
+                f"RolloutKL with {estimator}: its gradient does not shrink with the drift, and on samples of the "
+                "engine that of k1 is minus the gradient of KL(rollout || policy), which drives the two apart; k2 "
+                "pulls them together",
+                stacklevel=2,
+            )
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        rollout = view.required("rollout_logprobs")
+        return LossTerm(per_token=self.estimator(view.logprobs, rollout), coef=self.coef)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        logprobs, rollout = view.logprobs.detach(), view.required("rollout_logprobs")
+        values = {"estimate": self.estimator(logprobs, rollout), "drifted": logprobs != rollout}
+        stats = Stat.many(values, view.valid_tokens)
+        return {f"rollout_kl/{what}": stat for what, stat in stats.items()}

@@ -1,0 +1,141 @@
+"""The Engine protocol: what the loop asks of whoever generates, and the states an engine can be in."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_rl.rollout import Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sample to draw. Its random numbers come from its own seed, so not from the batch that it is drawn in.
+
+    Args:
+        prefix_ids: the token ids to continue, at least one.
+        sample_id: identity of the sample, unchanged when it is retried.
+        seed: 31 bits, see :func:`request_seed`.
+        max_new_tokens: most tokens to draw.
+        temperature: what the logits are divided by; 0 takes the likeliest token.
+        eos_ids: ids that end the response and belong to it.
+        stop: strings that end the response; the token that completes one belongs to it.
+        turn: number of the turn in a conversation.
+    """
+
+    prefix_ids: tuple[int, ...]
+    sample_id: int
+    seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    eos_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks what every engine relies on."""
+        if not self.prefix_ids:
+            raise ValueError(f"expected a prompt of at least one token for sample {self.sample_id}, got none")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"expected max_new_tokens >= 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine drew for a request.
+
+    Args:
+        token_ids: the response, EOS included when it was sampled.
+        logprobs: log-probability of each under the distribution it was drawn from, float32; None if not asked for.
+        finish: why it ended, as the engine knows it.
+        version: of the weights, pinned before the request was sent.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: Float[Tensor, " L"] | None
+    finish: Finish
+    version: int
+
+
+class EngineState(Enum):
+    """Asleep: holds no memory. Awake: could generate, but from which weights? Synced: holds the trainer's weights."""
+
+    ASLEEP = "asleep"
+    AWAKE = "awake"
+    SYNCED = "synced"
+
+
+class Engine(ABC):
+    """Generates for the loop, and refuses to unless it holds the trainer's weights.
+
+    Attributes:
+        returns_logprobs: whether completions can carry log-probabilities.
+        state: asleep, awake or synced.
+        version: of the weights it holds.
+    """
+
+    returns_logprobs: bool = True
+
+    def __init__(self) -> None:
+        self.state = EngineState.ASLEEP
+        self.version = -1
+
+    @abstractmethod
+    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Builds what generates. Called after the process group exists, before the first sync."""
+
+    @abstractmethod
+    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads the full weights, one parameter at a time."""
+
+    @abstractmethod
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        """Draws one completion for each request, in their order."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes over the trainer's weights under a version number; afterwards the engine is synced."""
+        self.wake()
+        self._take(weights)
+        self.state, self.version = EngineState.SYNCED, version
+
+    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
+        """One completion for each request, in their order.
+
+        Raises:
+            RuntimeError: if the engine is not synced.
+        """
+        if self.state is not EngineState.SYNCED:
+            raise RuntimeError(
+                f"expected a synced engine, got one that is {self.state.value}: load_weights comes first"
+            )
+        return self._draw(requests, logprobs=logprobs)
+
+    def wake(self) -> None:
+        """Takes memory again after sleep; the weights it then holds count as unknown."""
+        self.state = EngineState.AWAKE
+
+    def sleep(self) -> None:
+        """Gives memory back; needs new weights before it generates again."""
+        self.state = EngineState.ASLEEP
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.state = EngineState.ASLEEP
+
+
+def request_seed(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:
+    """A 31-bit seed that depends on the request alone, equal in every process.
+
+    Example:
+        >>> request_seed(0, 0, 0) == request_seed(0, 0, 0), request_seed(0, 0, 0) == request_seed(0, 0, 1)
+        (True, False)
+    """
+    identity = repr((run_seed, rollout, sample_id, turn)).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest(), "big") >> 1

@@ -1,0 +1,202 @@
+"""TransformersEngine: decodes with the policy module itself, in an own loop over its forward with a KV cache.
+
+Each prompt is prefilled once for all of its samples, finished rows leave the batch, and every request samples with
+uniforms from its own generator (inverse CDF), so a sample does not depend on what else is in the batch.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rl.generation.engine import Completion, Engine, Request
+from lightning_rl.rollout import Finish
+
+COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped; 0.5 to 0.9 measure the same
+
+
+class TransformersEngine(Engine):
+    """The embedded engine. Needs no copy of the weights: a sync only takes note of the version.
+
+    Args:
+        max_rows: most rows that decode together; bounds the memory of the KV cache.
+
+    Raises:
+        ValueError: if ``max_rows`` is not positive.
+    """
+
+    def __init__(self, *, max_rows: int = 512) -> None:
+        super().__init__()
+        if max_rows < 1:
+            raise ValueError(f"expected max_rows >= 1, got {max_rows}")
+        self.max_rows = max_rows
+        self._model: PreTrainedModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @override
+    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    @override
+    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Nothing to copy: the policy module that decodes is the one that trains."""
+
+    @override
+    @torch.no_grad()
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        if self._model is None:
+            raise RuntimeError("expected start() before generate()")
+        training = self._model.training
+        self._model.eval()  # transformers switches the cache off in train mode under activation checkpointing
+        try:
+            drawn: dict[int, Completion] = {}
+            for part in self._batches(requests):
+                batch = _Batch(self._model, self._tokenizer, [requests[place] for place in part], self.version)
+                drawn.update(zip(part, batch.run(logprobs=logprobs), strict=True))
+        finally:
+            self._model.train(training)
+        return [drawn[place] for place in range(len(requests))]
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._model = self._tokenizer = None
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
+        for start in range(0, len(places), self.max_rows):
+            yield places[start : start + self.max_rows]
+
+
+@dataclass(slots=True)
+class _Live:
+    """The rows in the cache, in its order. A few have ended and wait to be dropped together."""
+
+    rows: Int[Tensor, " L"]  # numbers within the batch
+    alive: Bool[Tensor, " L"]
+    cache: DynamicCache
+    logits: Float[Tensor, "L V"]
+    mask: Int[Tensor, "L S"] | None  # None if no prompt was padded
+    position: Int[Tensor, " L"]
+
+
+class _Batch:
+    """One decode: prefill, then a token for every live row at each step."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, requests: list[Request], version: int
+    ) -> None:
+        self.model, self.tokenizer, self.requests, self.version = model, tokenizer, requests, version
+        device = model.device
+        longest = max(request.max_new_tokens for request in requests)
+        self.tokens = torch.zeros(len(requests), longest, dtype=torch.int64, device=device)
+        exact = torch.promote_types(model.dtype, torch.float32)
+        self.logprobs = torch.zeros(len(requests), longest, dtype=exact, device=device)
+        self.lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self.finish = torch.full_like(self.lengths, Finish.LENGTH)
+        self.limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
+        self.temperatures = torch.tensor([request.temperature for request in requests], device=device)
+        self.uniforms = torch.stack([_uniforms(request, longest) for request in requests]).to(device)
+        width = max(len(request.eos_ids) for request in requests)
+        eos = [sorted(request.eos_ids) + [-1] * (width - len(request.eos_ids)) for request in requests]
+        self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device).reshape(len(requests), width)
+
+    def run(self, *, logprobs: bool) -> list[Completion]:
+        """Decodes until every row has ended."""
+        live = self._prefill()
+        for step in range(self.tokens.shape[1]):
+            chosen = self._sample(live, step)
+            live.alive = live.alive & ~self._ended(live, chosen, step)
+            if not live.alive.any():
+                break
+            live = self._advance(live, chosen)
+        lengths, finishes = self.lengths.tolist(), self.finish.tolist()
+        tokens, scores = self.tokens.cpu(), self.logprobs.cpu()
+        return [
+            Completion(
+                token_ids=tuple(tokens[row, :length].tolist()),
+                logprobs=scores[row, :length].clone() if logprobs else None,
+                finish=Finish(finish),
+                version=self.version,
+            )
+            for row, (length, finish) in enumerate(zip(lengths, finishes, strict=True))
+        ]
+
+    def _prefill(self) -> _Live:
+        """Runs every different prompt once, padded on the left, and repeats its cache for each of its samples."""
+        prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
+        place = {prompt: number for number, prompt in enumerate(prompts)}
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        real = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+        mask = None if bool(real.all()) else real
+        cache = DynamicCache(config=self.model.config)
+        output = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=(real.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
+        cache.batch_select_indices(index)
+        rows = torch.arange(len(self.requests), device=device)
+        alive = torch.ones_like(rows, dtype=torch.bool)
+        return _Live(
+            rows, alive, cache, output.logits[index, -1], None if mask is None else mask[index], lengths[index]
+        )
+
+    def _sample(self, live: _Live, step: int) -> Tensor:
+        """Draws a token for every row of the cache and writes down those of the live ones."""
+        temperature = self.temperatures[live.rows, None]
+        greedy = temperature == 0
+        exact = live.logits.to(self.logprobs.dtype)
+        scores = (exact / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+        mass = scores.exp().cumsum(-1)
+        target = self.uniforms[live.rows, step, None] * mass[:, -1:]
+        drawn = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)  # never of probability 0
+        chosen = torch.where(greedy, exact.argmax(-1, keepdim=True), drawn)
+        rows = live.rows[live.alive]
+        self.tokens[rows, step] = chosen[live.alive, 0]
+        self.logprobs[rows, step] = scores.gather(1, chosen)[live.alive, 0]
+        self.lengths[rows] = step + 1
+        return chosen[:, 0]
+
+    def _ended(self, live: _Live, chosen: Tensor, step: int) -> Tensor:
+        stopped = (chosen[:, None] == self.eos_ids[live.rows]).any(-1)
+        if any(request.stop for request in self.requests):
+            said = [self._said_stop(row, step) for row in live.rows.tolist()]
+            stopped |= torch.tensor(said, dtype=torch.bool, device=chosen.device)
+        self.finish[live.rows[stopped & live.alive]] = int(Finish.STOP)
+        return stopped | (step + 1 >= self.limits[live.rows])
+
+    def _said_stop(self, row: int, step: int) -> bool:
+        stops = self.requests[row].stop
+        if not stops:
+            return False
+        if self.tokenizer is None:
+            raise ValueError("expected a tokenizer, because stop strings need one: pass tokenizer= to the module")
+        tail = self.tokens[row, max(0, step - max(map(len, stops)) - 8) : step + 1]
+        text = self.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
+        return any(stop in text for stop in stops)
+
+    def _advance(self, live: _Live, chosen: Tensor) -> _Live:
+        """One forward with the chosen tokens; drops the ended rows first when enough of them have gathered."""
+        rows, alive, mask, position = live.rows, live.alive, live.mask, live.position
+        if alive.float().mean() < COMPACT_BELOW:
+            keep = alive.nonzero()[:, 0]
+            live.cache.batch_select_indices(keep)
+            rows, alive, position, chosen = rows[keep], alive[keep], position[keep], chosen[keep]
+            mask = None if mask is None else mask[keep]
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], -1)
+        output = self.model(
+            input_ids=chosen[:, None], attention_mask=mask, position_ids=position[:, None],
+            past_key_values=live.cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        return _Live(rows, alive, live.cache, output.logits[:, -1], mask, position + 1)
+
+
+def _uniforms(request: Request, length: int) -> Float[Tensor, " L"]:
+    return torch.rand(length, generator=torch.Generator().manual_seed(request.seed))

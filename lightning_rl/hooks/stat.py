@@ -1,0 +1,95 @@
+"""Stat: what is known about a population of numbers, mergeable over microbatches and ranks in any split."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Shown = Literal["mean", "max", "std", "ess", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """Count, mean, sum of squared deviations and maximum of a population, and which figure of it is logged.
+
+    Example:
+        >>> stat = Stat.of(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
+        >>> float(stat.value()), float(stat.std().value())
+        (2.0, 1.4142135623730951)
+    """
+
+    moments: Float[Tensor, "4"]  # float64: count, mean, squared deviations, maximum
+    shown: Shown = "mean"
+
+    @staticmethod
+    def of(values: Tensor, mask: Tensor | None = None) -> "Stat":
+        """The masked-in values; what lies outside the mask, NaN included, takes no part. Detached."""
+        everywhere = torch.ones_like(values, dtype=torch.bool)
+        return Stat.many({"": values}, everywhere if mask is None else mask)[""]
+
+    @staticmethod
+    def many(values: Mapping[str, Tensor], mask: Bool[Tensor, "..."]) -> "dict[str, Stat]":
+        """One Stat for each named tensor over the same mask, in a handful of tensor operations altogether."""
+        stacked = torch.stack([tensor.detach().double().flatten() for tensor in values.values()])
+        kept = mask.flatten()
+        count = kept.sum().double()
+        mean = torch.where(kept, stacked, 0.0).sum(-1) / count.clamp(min=1)
+        squares = torch.where(kept, stacked - mean[:, None], 0.0).square().sum(-1)
+        floor = stacked.new_full((len(stacked), 1), -torch.inf)
+        maximum = torch.cat([torch.where(kept, stacked, -torch.inf), floor], -1).amax(-1)
+        moments = torch.stack([count.expand_as(mean), mean, squares, maximum], -1)
+        return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
+
+    @staticmethod
+    def single(value: float | Tensor) -> "Stat":
+        """A population of one number."""
+        exact = torch.as_tensor(value, dtype=torch.float64).detach()
+        return Stat(torch.stack([torch.ones_like(exact), exact, torch.zeros_like(exact), exact]))
+
+    def maximum(self) -> "Stat":
+        """The same population, logging its maximum."""
+        return replace(self, shown="max")
+
+    def std(self) -> "Stat":
+        """The same population, logging its unbiased standard deviation."""
+        return replace(self, shown="std")
+
+    def sum(self) -> "Stat":
+        """The same population, logging its sum."""
+        return replace(self, shown="sum")
+
+    def ess(self) -> "Stat":
+        """The same population taken as weights, logging the effective share of samples (sum w)^2 / (n sum w^2)."""
+        return replace(self, shown="ess")
+
+    def value(self) -> Float[Tensor, ""]:
+        """The figure that is logged; NaN for an empty population."""
+        return shown_value(self.moments, self.shown)
+
+
+def merged_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
+    """Joins N disjoint populations into one, in the order given.
+
+    Source: Chan, Golub and LeVeque 1983, the multiway form.
+    """
+    count, mean, squares, maximum = parts.unbind(-1)
+    total = count.sum(0)
+    joint = (count * mean).sum(0) / total.clamp(min=1)
+    deviation = (squares + count * (mean - joint).square()).sum(0)
+    return torch.stack([total, joint, deviation, maximum.amax(0)], -1)
+
+
+def shown_value(moments: Float[Tensor, "4"], shown: Shown) -> Float[Tensor, ""]:
+    """One figure of a population; NaN if it is empty."""
+    count, mean, squares, maximum = moments.unbind()
+    figure = {
+        "mean": mean,
+        "max": maximum,
+        "std": (squares / (count - 1).clamp(min=1)).sqrt(),
+        "ess": mean.square() / (mean.square() + squares / count.clamp(min=1)),
+        "sum": mean * count,
+    }[shown]
+    return torch.where(count > 0, figure, torch.nan)

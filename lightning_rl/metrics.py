@@ -1,0 +1,131 @@
+"""Metrics: torchmetrics that merge statistics over microbatches, steps and ranks, and the one method that logs them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_rl.hooks import Stat
+from lightning_rl.hooks.stat import Shown, merged_moments, shown_value
+
+SHOWN_ON_THE_BAR = ("reward/task",)
+
+
+class RunningStats(Metric):
+    """Merges statistics with a fixed set of keys. All ranks together hold one ``[K, 4]`` state, one collective to sync.
+
+    What has been computed once is dropped at the next update, so a value stays readable until there is a new one.
+    """
+
+    full_state_update = False
+    moments: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: tuple[str, ...] = ()
+        self.shown: tuple[Shown, ...] = ()
+        self.published = False
+        self.add_state("moments", torch.zeros(0, 4, dtype=torch.float64), dist_reduce_fx=merged_moments)
+
+    @override
+    def update(self, stats: Mapping[str, Stat]) -> None:
+        """Joins the given populations to those so far."""
+        keys, new = tuple(stats), torch.stack([stat.moments for stat in stats.values()])
+        if self.keys and keys != self.keys:
+            difference = sorted(set(keys) ^ set(self.keys))
+            raise ValueError(f"expected the same metrics at every call, but {', '.join(difference)} came or went")
+        fresh = self.published or not self.keys
+        shown: tuple[Shown, ...] = tuple(stat.shown for stat in stats.values())
+        self.keys, self.shown, self.published = keys, shown, False
+        self.moments = new if fresh else merged_moments(torch.stack([self.moments.to(new.device), new]))
+
+    @override
+    def compute(self) -> Tensor:
+        """The figure of each key, NaN where the population is empty, shape [K]."""
+        rows = [shown_value(row, shown) for row, shown in zip(self.moments, self.shown, strict=True)]
+        return torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64)
+
+    def figures(self) -> dict[str, float]:
+        """The figure of each key that has a population, over all ranks. A collective."""
+        self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
+        values = zip(self.keys, self.compute().tolist(), strict=True)
+        return {name: value for name, value in values if not math.isnan(value)}
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on, in plain types."""
+        named = {"keys": list(self.keys), "shown": list(self.shown), "published": self.published}
+        return {**named, "moments": self.moments.clone()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.keys, self.shown = tuple(state["keys"]), tuple(state["shown"])
+        self.published, self.moments = state["published"], state["moments"]
+
+
+class MetricLog:
+    """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
+
+    def __init__(self) -> None:
+        self.groups = {name: RunningStats() for name in ("rollout", "step", "microbatch", "counter")}
+
+    def add(self, group: str, stats: Mapping[str, Stat]) -> None:
+        """Joins statistics to one group; its keys are the same at every call."""
+        if stats:
+            self.groups[group].update(stats)
+
+    def row(self) -> dict[str, float]:
+        """Every metric with a value, over all ranks. A collective."""
+        values: dict[str, float] = {}
+        for stats in self.groups.values():
+            if stats.keys:
+                values.update(stats.figures())
+                stats.published = True
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on, in plain types."""
+        return {name: stats.state() for name, stats in self.groups.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        for name, own in state.items():
+            self.groups[name].load(own)
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The trainer's callbacks; Lightning sets the attribute without declaring it."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def monitored_keys(trainer: Trainer) -> set[str]:
+    """What checkpoints, early stopping and the progress bar read; the only keys that pass through ``self.log``."""
+    watching = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
+    return {callback.monitor for callback in watching if callback.monitor} | set(SHOWN_ON_THE_BAR)
+
+
+def global_values(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """The figures of some statistics over all ranks. A collective."""
+    running = RunningStats()
+    running.update(stats)
+    return running.figures()
+
+
+def log_row(module: LightningModule, values: Mapping[str, float], step: int) -> None:
+    """Logs one whole row, straight to every logger: ``self.log`` would cost half a millisecond for each key."""
+    for logger in module.trainer.loggers:
+        logger.log_metrics(dict(values), step=step)
+
+
+def log_monitored(module: LightningModule, values: Mapping[str, float]) -> None:
+    """Gives Lightning the keys that something reads back: checkpoints, early stopping, the progress bar."""
+    keys = monitored_keys(module.trainer) & set(values)
+    for bar in (True, False):
+        chosen = {key: values[key] for key in sorted(keys) if (key in SHOWN_ON_THE_BAR) is bar}
+        if chosen:
+            module.log_dict(chosen, prog_bar=bar, logger=False, on_step=True, on_epoch=False, batch_size=1)

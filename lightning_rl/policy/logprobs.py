@@ -1,0 +1,122 @@
+"""The vocabulary head: log-probability and entropy of given tokens, in chunks, without ever holding all logits."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "A H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " A"],
+    *,
+    temperature: float = 1.0,
+) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
+    r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
+
+    Logits, softmax and their gradient are float32 (float64 for float64 parameters) whatever the precision of the run.
+    They are computed chunk by chunk, and once more in the backward; both results carry gradient.
+
+    Args:
+        hidden: the last hidden state before each target, shape [A, H].
+        weight: the head's matrix, shape [V, H].
+        bias: the head's bias, shape [V], or None.
+        targets: token ids, shape [A].
+        temperature: what the logits are divided by, above 0.
+
+    Returns:
+        Log-probabilities and entropies in nats, each of shape [A].
+    """
+    return _Head.apply(hidden, weight, bias, targets, temperature)  # pyright: ignore[reportReturnType]
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        exact = _exact_dtype(weight)
+        logprobs, entropy, normaliser = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _chunks(hidden, weight):
+                logits = _logits(hidden[part], weight, bias, temperature)
+                normaliser[part] = torch.logsumexp(logits, -1)
+                logits -= normaliser[part, None]
+                logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
+                entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = grads
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _chunks(hidden, weight):
+                logits = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None])
+                grad = _logit_gradient(logits, part, targets, entropy, grad_logprobs, grad_entropy)
+                grad /= ctx.temperature
+                _accumulate(grad, hidden[part], weight, grad_hidden[part], grad_weight)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0).to(grad_bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _logit_gradient(
+    logits: Tensor,
+    part: slice,
+    targets: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Overwrites normalised ``logits`` with the gradient of the logits, before the division by the temperature."""
+    slope = torch.zeros_like(entropy[part]) if grad_logprobs is None else grad_logprobs[part].to(logits.dtype)
+    if grad_entropy is None:
+        grad = logits.exp_().mul_(-slope[:, None])
+    else:  # dH/dz = -p (log p + H)
+        factor = (logits + entropy[part, None]).mul_(grad_entropy[part, None]).add_(slope[:, None])
+        grad = logits.exp_().mul_(factor).neg_()
+    return grad.scatter_add_(1, targets[part, None], slope[:, None])
+
+
+def _exact_dtype(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(16, CHUNK_ELEMENTS // len(weight))
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    exact = _exact_dtype(weight)
+    if hidden.is_cuda and hidden.dtype != exact:  # half-precision operands, float32 results: no rounding of the logits
+        logits = torch.mm(hidden, weight.to(hidden.dtype).t(), out_dtype=exact)
+    else:
+        logits = torch.mm(hidden.to(exact), weight.to(exact).t())
+    if bias is not None:
+        logits += bias
+    return logits.div_(temperature)
+
+
+def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> None:
+    compute = hidden.dtype if hidden.is_cuda else grad.dtype
+    grad = grad.to(compute)
+    grad_hidden.copy_(torch.mm(grad, weight.to(compute)))
+    if grad_weight.dtype == compute:
+        grad_weight.addmm_(grad.t(), hidden.to(compute))
+    else:
+        grad_weight += torch.mm(grad.t(), hidden.to(compute)).to(grad_weight.dtype)

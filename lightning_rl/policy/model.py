@@ -1,0 +1,163 @@
+"""PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rl.policy.logprobs import token_logprobs
+from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, lay_out, packed_attention
+from lightning_rl.rollout import Finish, Rollout
+
+
+class Outputs(NamedTuple):
+    """What a forward returns for each response position, 0 outside of the valid tokens; shapes [b, T]."""
+
+    logprobs: Float[Tensor, "b T"]
+    entropy: Float[Tensor, "b T"]
+    values: Float[Tensor, "b T"] | None
+
+
+class PolicyModel(nn.Module):
+    """Policy and critic in one module, so that one optimizer and one gradient norm hold both.
+
+    Args:
+        model: the policy, a causal language model with an unmodified linear head.
+        critic: the model whose hidden states a value head reads: ``model`` itself, or another one; None for no critic.
+        temperature: what the policy's logits are divided by, as in generation; the values never are.
+        packed: whether microbatches go through the model without padding.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, critic: PreTrainedModel | None, *, temperature: float, packed: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = None if critic is None or critic is model else critic.base_model
+        self.value_head: nn.Linear | None = None
+        if critic is not None:
+            width = _head_of(critic).in_features
+            self.value_head = nn.Linear(width, 1, bias=False, dtype=critic.dtype, device=critic.device)
+            nn.init.zeros_(self.value_head.weight)
+        self.temperature = temperature
+        if packed:
+            for part in {model, critic or model}:
+                part.set_attn_implementation(PACKED_ATTENTION)
+
+    def forward(self, layout: Layout) -> Outputs:
+        """Scores the valid tokens of a microbatch."""
+        states = _hidden_states(self.model.base_model, layout)
+        logprobs, entropy = _scored(self.model, states, layout, self.temperature)
+        return Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Trainable parameters as optimizer groups, ``policy`` and, with a critic, ``critic``."""
+        policy = {"name": "policy", "params": [p for p in self.model.parameters() if p.requires_grad]}
+        others = [part for part in (self.critic, self.value_head) if part is not None]
+        critic = {"name": "critic", "params": [p for part in others for p in part.parameters() if p.requires_grad]}
+        return [policy, critic] if others else [policy]
+
+    def _values(self, states: Tensor, layout: Layout) -> Tensor | None:
+        if self.value_head is None:
+            return None
+        own = states if self.critic is None else _hidden_states(self.critic, layout)
+        weight = self.value_head.weight
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        with torch.autocast(own.device.type, enabled=False):
+            flat = torch.mv(own[layout.source].to(exact), weight[0].to(exact))
+        return layout.scatter(flat)
+
+
+class Scorer:
+    """A frozen model that only scores: the reference.
+
+    Held outside of the module tree, so it is neither trained nor saved.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, packed: bool) -> None:
+        self.model = model.requires_grad_(requires_grad=False)
+        self.temperature = temperature
+        if packed:
+            model.set_attn_implementation(PACKED_ATTENTION)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the weights."""
+        nn.Module.to(self.model, device)
+
+    def logprobs(self, layout: Layout) -> Float[Tensor, "b T"]:
+        """Log-probabilities of the valid tokens, without gradient."""
+        states = _hidden_states(self.model.base_model, layout)
+        return layout.scatter(_scored(self.model, states, layout, self.temperature)[0]).detach()
+
+
+def _head_of(model: PreTrainedModel) -> nn.Linear:
+    return cast(nn.Linear, model.get_output_embeddings())
+
+
+def _hidden_states(backbone: nn.Module, layout: Layout) -> Tensor:
+    with packed_attention(layout) as boundaries:
+        positions = {"position_ids": layout.position_ids} if layout.lengths else {}
+        output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **boundaries)
+    return output.last_hidden_state.flatten(0, 1)
+
+
+def _scored(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
+    head = _head_of(model)
+    return token_logprobs(states[layout.source], head.weight, head.bias, layout.targets, temperature=temperature)
+
+
+@torch.no_grad()
+def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
+    """Compares our log-probabilities of a few random tokens with those of the model's own forward.
+
+    Catches whatever a model does beyond a linear head and plain attention: soft caps, logit scales, layers that carry
+    state from one packed sequence to the next.
+
+    Raises:
+        ValueError: if they differ by more than rounding; the message says what to change.
+    """
+    rows = _random_rows(model)
+    layout = lay_out(rows, packed=packed).to(model.device)
+    ours = layout.scatter(_scored(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
+    for row in range(len(rows)):
+        prompt, response = int(rows.prompt_lengths[row]), int(rows.response_lengths[row])
+        ids = torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]]).to(model.device)
+        theirs = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1].float().log_softmax(-1)
+        expected = theirs.gather(1, ids[prompt:, None])[:, 0]
+        worst = float((ours[row, :response].float() - expected).abs().max())
+        if not worst < tolerance:
+            advice = "use packing=False" if packed else "its head is not a plain linear layer"
+            raise ValueError(
+                f"expected {type(model).__name__} to give the same log-probabilities "
+                f"{'packed' if packed else 'padded'} as alone, but they differ by {worst:.2g}: {advice}"
+            )
+
+
+def _random_rows(model: PreTrainedModel) -> Rollout:
+    vocabulary, number, width = _head_of(model).out_features, 3, 6
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([3, 6, 2])
+    ids = torch.randint(vocabulary, (2, number, width), generator=generator)
+    mask = torch.arange(width) < lengths[:, None]
+    whole = torch.ones(number, dtype=torch.bool)
+    return Rollout(
+        prompt_ids=ids[0], prompt_lengths=torch.tensor([4, 1, 6]), response_ids=ids[1], response_lengths=lengths,
+        action_mask=mask, valid_tokens=mask, groups=torch.arange(number), sample_ids=torch.arange(number),
+        finish=torch.full((number,), Finish.STOP, dtype=torch.uint8), policy_version=torch.zeros_like(ids[1]),
+        trained=whole, rewarded=whole, rewards=torch.zeros(number),
+    )  # fmt: skip
+
+
+def check_dropout(model: PreTrainedModel) -> None:
+    """Refuses dropout: with it the importance ratio of an unchanged policy would not be 1.
+
+    Raises:
+        ValueError: naming the config attribute that switches it on.
+    """
+    for name, value in model.config.to_dict().items():
+        active = isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+        if active and ("dropout" in name or "pdrop" in name) and not name.startswith(("classifier", "summary")):
+            raise ValueError(f"expected a policy without dropout, got config.{name}={value}: set it to 0")

@@ -1,0 +1,170 @@
+"""Layouts: rows of a rollout joined into model inputs without padding, and attention that keeps the sequences apart.
+
+Prompt and response are contiguous in each sequence, so causality alone separates the past from the future. Packed, all
+sequences of a microbatch form one row: linear layers run on real tokens only, and the attention registered here runs
+on one sequence at a time (or, on a GPU, through flash-attention's variable-length kernel), never on a block-diagonal
+mask. The last token of a sequence predicts nothing and is left out.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lightning_rl.rollout import Rollout
+
+PACKED_ATTENTION = "lightning_rl_packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Model inputs for some rows of a rollout, and where the prediction of each valid token stands in the output.
+
+    A token's prediction stands one position before it. With N packed positions the inputs are [1, N]; padded, they are
+    [b, S] with padding on the right, which needs no attention mask because no loss is taken there.
+    """
+
+    input_ids: Int[Tensor, "R N"]
+    position_ids: Int[Tensor, "R N"]
+    source: Int[Tensor, " A"]  # position of the prediction in the flattened output
+    targets: Int[Tensor, " A"]
+    rows: Int[Tensor, " A"]
+    columns: Int[Tensor, " A"]
+    lengths: tuple[int, ...]  # of the packed sequences; empty when padded
+    boundaries: Int[Tensor, " b1"]  # cumulated lengths, int32
+    shape: tuple[int, int]  # [b, T] of the rows
+
+    def to(self, device: torch.device | str) -> "Layout":
+        """Every tensor on ``device``."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def scatter(self, flat: Tensor) -> Tensor:
+        """Spreads one value for each valid token [A] over [b, T], 0 elsewhere; the gradient comes back the same way."""
+        return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
+
+
+def lay_out(rows: Rollout, *, packed: bool = True) -> Layout:
+    """Joins prompt and response of every row and finds the prediction of every valid token."""
+    prompt, total = rows.prompt_lengths, rows.prompt_lengths + rows.response_lengths
+    lengths = (total - 1).clamp(min=1)
+    position = torch.arange(int(lengths.max()), device=lengths.device).expand(len(rows), -1)
+    from_prompt = rows.prompt_ids.gather(1, position.clamp(max=rows.prompt_ids.shape[1] - 1))
+    from_response = rows.response_ids.gather(1, (position - prompt[:, None]).clamp(0, rows.width - 1))
+    tokens = torch.where(position < prompt[:, None], from_prompt, from_response)
+    kept = position < lengths[:, None]
+    row, column = rows.valid_tokens.nonzero(as_tuple=True)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths if packed else torch.arange(len(rows), device=lengths.device) * position.shape[1]
+    return Layout(
+        input_ids=tokens[kept][None] if packed else torch.where(kept, tokens, 0),
+        position_ids=position[kept][None] if packed else position,
+        source=starts[row] + prompt[row] + column - 1,
+        targets=rows.response_ids[row, column],
+        rows=row,
+        columns=column,
+        lengths=tuple(lengths.tolist()) if packed else (),
+        boundaries=functional.pad(ends, (1, 0)).to(torch.int32),
+        shape=(len(rows), rows.width),
+    )
+
+
+_PACKED_NOW: ContextVar[bool] = ContextVar("packed_now", default=False)
+
+
+@contextmanager
+def packed_attention(layout: Layout) -> Iterator[dict[str, Any]]:
+    """Yields the keyword arguments that carry the sequence boundaries through the model to its attention.
+
+    Arguments and not a global, because activation checkpointing runs the attention again in the backward, long after
+    this context has ended. Only the mask, which is built once and outside of the layers, is switched by the context.
+    """
+    if not layout.lengths:
+        yield {}
+        return
+    token = _PACKED_NOW.set(True)
+    try:
+        yield {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.boundaries}
+    finally:
+        _PACKED_NOW.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    lengths = arguments.pop("sequence_lengths", None)
+    boundaries = arguments.pop("sequence_boundaries", None)
+    if lengths is None:
+        if _PACKED_NOW.get():
+            raise ValueError(f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    unsupported = [name for name in ("softcap", "s_aux") if arguments.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"packed attention does not know {unsupported[0]}: use packing=False for this model")
+    scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
+    if _flash_applies(query):
+        return _flash(query, key, value, boundaries, max(lengths), scaling, window), None
+    grouped = query.shape[1] != key.shape[1]
+    parts = [
+        functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=_window_mask(q, window), is_causal=not _windowed(q, window), scale=scaling,
+            enable_gqa=grouped,
+        )
+        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    ]  # fmt: skip
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def _windowed(query: Tensor, window: int | None) -> bool:
+    return window is not None and query.shape[2] > window
+
+
+def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
+    if window is None or not _windowed(query, window):
+        return None
+    position = torch.arange(query.shape[2], device=query.device)
+    distance = position[:, None] - position[None]
+    return (distance >= 0) & (distance < window)
+
+
+def _flash_applies(query: Tensor) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and importlib.util.find_spec("flash_attn") is not None
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    reach = (-1, -1) if window is None else (window - 1, 0)
+    mixed = flash_attn_varlen_func(
+        q, k, v, boundaries, boundaries, longest, longest, softmax_scale=scaling, causal=True, window_size=reach
+    )
+    return mixed[None]
+
+
+def _mask(*arguments: Any, **keywords: Any) -> Tensor | None:
+    return None if _PACKED_NOW.get() else sdpa_mask(*arguments, **keywords)
+
+
+AttentionInterface.register(PACKED_ATTENTION, _attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _mask)

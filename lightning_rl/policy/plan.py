@@ -1,0 +1,108 @@
+"""Plan: which rows train together, made once for a rollout and used by every pass over it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lightning_rl.policy.packing import Layout, lay_out
+from lightning_rl.rollout import Rollout
+
+RowLists = list[list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Rows that go through the model together. No rows at all means padding: this rank has nothing left to add."""
+
+    index: Int[Tensor, " b"]
+    layout: Layout
+
+    def rows_of(self, rollout: Rollout) -> Rollout:
+        """The microbatch's rows with every field, cut to its longest response."""
+        if not len(self.index):
+            return rollout.padding_rows(1).fit_width(self.layout.shape[1])
+        return rollout.select(self.index).fit_width(self.layout.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Microbatches of each minibatch. One minibatch is one optimizer step; epochs repeat them in the same order."""
+
+    minibatches: tuple[tuple[Microbatch, ...], ...]
+
+    def step(self, number: int) -> tuple[Microbatch, ...]:
+        """The microbatches of optimizer step ``number`` of the rollout, counted from 0 through all epochs."""
+        return self.minibatches[number % len(self.minibatches)]
+
+    def to(self, device: torch.device | str) -> "Plan":
+        """Every layout on ``device``."""
+        moved = [[Microbatch(m.index.to(device), m.layout.to(device)) for m in step] for step in self.minibatches]
+        return Plan(tuple(tuple(step) for step in moved))
+
+    def microbatches(self) -> list[Microbatch]:
+        """Every microbatch once."""
+        return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
+
+    def rows(self) -> RowLists:
+        """Row numbers as plain lists, from which :func:`plan_of_rows` makes the same plan again."""
+        return [[microbatch.index.tolist() for microbatch in minibatch] for minibatch in self.minibatches]
+
+
+def make_plan(
+    rollout: Rollout,
+    *,
+    minibatches: int,
+    token_budget: int,
+    packed: bool = True,
+    most: Callable[[Sequence[int]], list[int]] = list,
+) -> Plan:
+    """Splits the trained rows into minibatches of whole groups and those into microbatches of similar lengths.
+
+    Args:
+        rollout: on the CPU; its rows outside ``trained`` are left out.
+        minibatches: optimizer steps per epoch.
+        token_budget: tokens of a microbatch, padding included where there is any; a longer row has one of its own.
+        packed: without padding, or padded on the right.
+        most: the element-wise maximum over all ranks, so that all have the same number of microbatches.
+    """
+    groups = list(dict.fromkeys(rollout.groups[rollout.trained].tolist()))
+    share, rest = divmod(len(groups), minibatches)
+    plan: RowLists = []
+    for number in range(minibatches):
+        first = number * share + min(number, rest)
+        own = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
+        rows = (rollout.trained & torch.isin(rollout.groups, own)).nonzero()[:, 0]
+        plan.append(_budgeted(rollout, rows, token_budget, packed=packed))
+    for minibatch, number in zip(plan, most([len(minibatch) for minibatch in plan]), strict=True):
+        minibatch.extend([] for _ in range(number - len(minibatch)))
+    return plan_of_rows(rollout, plan, packed=packed)
+
+
+def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Plan:
+    """Lays out the rows of an existing plan."""
+    return Plan(tuple(tuple(_microbatch(rollout, rows, packed=packed) for rows in minibatch) for minibatch in plan))
+
+
+def _budgeted(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
+    lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows]
+    microbatches: list[list[int]] = []
+    longest, total = 0, 0
+    for place in lengths.argsort(descending=True, stable=True).tolist():
+        length = int(lengths[place])
+        filled = total + length if packed else longest * (len(microbatches[-1]) + 1) if microbatches else 0
+        if not microbatches or filled > budget:
+            microbatches.append([])
+            longest, total = length, 0
+        microbatches[-1].append(int(rows[place]))
+        total += length
+    return microbatches
+
+
+def _microbatch(rollout: Rollout, rows: list[int], *, packed: bool) -> Microbatch:
+    index = torch.tensor(rows, dtype=torch.int64)
+    own = rollout.select(index) if rows else rollout.padding_rows(1)
+    own = own.fit_width(max(1, int(own.response_lengths.max())))
+    return Microbatch(index, lay_out(own, packed=packed))

@@ -1,0 +1,216 @@
+"""Rollout: the one data structure, samples of a policy together with all that is known about them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
+from torch import Tensor
+
+RolloutT = TypeVar("RolloutT", bound="Rollout")
+
+ROW, PROMPT, TOKEN = "row", "prompt", "token"
+
+
+class Finish(IntEnum):
+    """Why a response ended, as its engine said."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+def along(axes: str, pad: float = 0) -> dict[str, Any]:
+    """Metadata of a field: along which axes it runs and what fills its padding."""
+    return {"axes": axes, "pad": pad}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """Samples of a policy, right-padded: B rows, P prompt positions, T response positions.
+
+    A value is never edited: :meth:`replace` makes a new one, and select, concatenate, pad, move and save act on every
+    field alike, so that none can be forgotten. Index t of every per-token field belongs to ``response_ids[:, t]``: a
+    log-probability there is that of this token given all before it.
+
+    Raises:
+        ValueError: if a field's shape does not fit the others; the message names the field.
+    """
+
+    prompt_ids: Int[Tensor, "B P"] = field(metadata=along(PROMPT))
+    prompt_lengths: Int[Tensor, " B"] = field(metadata=along(ROW, pad=1))
+    response_ids: Int[Tensor, "B T"] = field(metadata=along(TOKEN))
+    response_lengths: Int[Tensor, " B"] = field(metadata=along(ROW))
+    action_mask: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
+    groups: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
+    sample_ids: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
+    finish: UInt8[Tensor, " B"] = field(metadata=along(ROW, pad=Finish.STOP))
+    policy_version: Int[Tensor, "B T"] = field(metadata=along(TOKEN, pad=-1))
+    trained: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
+    rewarded: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
+    valid_tokens: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
+    rewards: Float[Tensor, " B"] = field(metadata=along(ROW))
+    task_rewards: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=along(ROW))
+    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    values: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=along(ROW))
+    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=along(TOKEN))
+
+    def __post_init__(self) -> None:
+        """Freezes the dict fields and checks every shape against B, P and T."""
+        sizes = {ROW: (len(self.prompt_lengths),), PROMPT: self.prompt_ids.shape, TOKEN: self.response_ids.shape}
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, spec.name, MappingProxyType(dict(value)))
+            expected = tuple(sizes[spec.metadata["axes"]])
+            for name, tensor in _entries(spec.name, value):
+                ranks_match = isinstance(value, Mapping) or tensor.dim() == len(expected)
+                if not ranks_match or tuple(tensor.shape[: len(expected)]) != expected:
+                    raise ValueError(f"expected {name} of shape {list(expected)}, got {list(tensor.shape)}")
+
+    def __len__(self) -> int:
+        """B, the number of rows, padding included."""
+        return len(self.prompt_lengths)
+
+    @property
+    def width(self) -> int:
+        """T, the number of response positions."""
+        return self.response_ids.shape[1]
+
+    @property
+    def real(self) -> Bool[Tensor, " B"]:
+        """Rows that are samples and not padding, shape [B]."""
+        return self.sample_ids >= 0
+
+    def required(self, name: str) -> Tensor:
+        """A field that must be there.
+
+        Raises:
+            ValueError: if it is None.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f'expected a rollout with "{name}", got none: name it in `reads`, so that it is provided')
+        return value
+
+    def replace(self: RolloutT, **changes: Any) -> RolloutT:
+        """A new value with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def map(self: RolloutT, function: Callable[[Tensor, str, float], Tensor]) -> RolloutT:
+        """Applies ``function(tensor, axes, pad)`` to every tensor of every field."""
+        return dataclasses.replace(self, **_mapped(self, function))
+
+    def select(self: RolloutT, rows: Tensor) -> RolloutT:
+        """The rows of an index [b] int64 or a mask [B] bool, in that order, with every field."""
+        return self.map(lambda tensor, _axes, _pad: tensor[rows])
+
+    def fit_width(self: RolloutT, width: int) -> RolloutT:
+        """Cuts or pads the response axis to ``width`` positions."""
+
+        def fit(tensor: Tensor, axes: str, pad: float) -> Tensor:
+            return _resized(tensor, width, pad) if axes == TOKEN else tensor
+
+        return dataclasses.replace(self, **_mapped(self, fit))
+
+    def to(self: RolloutT, device: torch.device | str) -> RolloutT:
+        """Every tensor on ``device``."""
+        return self.map(lambda tensor, _axes, _pad: tensor.to(device, non_blocking=True))
+
+    def padding_rows(self: RolloutT, number: int) -> RolloutT:
+        """``number`` rows of padding with the same set of fields: ids -1, one prompt token, no response."""
+        return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Identity and write counter of every tensor, by field: equal before and after exactly if nobody wrote in
+        place.
+        """
+        return {name: (id(tensor), tensor._version) for name, tensor in self.tensors()}  # noqa: SLF001
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Every tensor with its name, entries of dict fields as ``field/key``."""
+        specs = dataclasses.fields(self)
+        return [entry for spec in specs for entry in _entries(spec.name, getattr(self, spec.name))]
+
+    def state(self) -> dict[str, Tensor]:
+        """A flat dict of tensors that loads under ``weights_only=True``."""
+        return dict(self.tensors())
+
+    @classmethod
+    def from_state(cls: type[RolloutT], state: Mapping[str, Tensor]) -> RolloutT:
+        """The inverse of :meth:`state`."""
+        values: dict[str, Any] = {}
+        for name, tensor in state.items():
+            stem, slash, key = name.partition("/")
+            if slash:
+                values.setdefault(stem, {})[key] = tensor
+            else:
+                values[name] = tensor
+        return cls(**values)
+
+    def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[dict[str, Tensor]]]:
+        """Pickles and copies through :meth:`state`; the read-only mappings do neither by themselves."""
+        return (type(self).from_state, (self.state(),))
+
+
+def concatenate(parts: Sequence[Rollout]) -> Rollout:
+    """Joins rollouts row by row, padded to the widest prompt and response.
+
+    Raises:
+        ValueError: if the parts are none or do not carry the same set of fields; the message names the difference.
+    """
+    if not parts:
+        raise ValueError("expected at least one rollout to concatenate, got none")
+    names = [{name for name, _ in part.tensors()} for part in parts]
+    if any(other != names[0] for other in names):
+        raise ValueError(f"expected rollouts with the same fields, but only some have {_difference(names)}")
+    sizes = {PROMPT: max(part.prompt_ids.shape[1] for part in parts), TOKEN: max(part.width for part in parts)}
+
+    def widened(tensor: Tensor, axes: str, pad: float) -> Tensor:
+        return tensor if axes == ROW else _resized(tensor, sizes[axes], pad)
+
+    columns_of = [_mapped(part, widened) for part in parts]
+    joined: dict[str, Any] = {}
+    for name, first in columns_of[0].items():
+        if isinstance(first, Mapping):
+            joined[name] = {key: torch.cat([values[name][key] for values in columns_of]) for key in first}
+        else:
+            joined[name] = None if first is None else torch.cat([values[name] for values in columns_of])
+    return type(parts[0])(**joined)
+
+
+def _entries(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}/{key}", tensor) for key, tensor in value.items()]
+    return [] if value is None else [(name, value)]
+
+
+def _mapped(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for spec in dataclasses.fields(rollout):
+        value, axes, pad = getattr(rollout, spec.name), spec.metadata["axes"], spec.metadata["pad"]
+        if isinstance(value, Mapping):
+            changed[spec.name] = {key: function(tensor, axes, pad) for key, tensor in value.items()}
+        else:
+            changed[spec.name] = None if value is None else function(value, axes, pad)
+    return changed
+
+
+def _resized(tensor: Tensor, width: int, pad: float) -> Tensor:
+    have = tensor.shape[1]
+    if have >= width:
+        return tensor[:, :width]
+    return torch.cat([tensor, tensor.new_full((len(tensor), width - have, *tensor.shape[2:]), pad)], 1)
+
+
+def _difference(names: list[set[str]]) -> str:
+    return ", ".join(sorted(set.union(*names) - set.intersection(*names)))

@@ -1,0 +1,74 @@
+r"""Estimators of a Kullback-Leibler divergence from single tokens, each of one log-probability against another.
+
+With :math:`d = \log p - \log q` at a token sampled from :math:`p`:
+
+========  ====================  ==========================  =================================
+name      value                 as a metric of KL(p || q)   expected gradient as a loss term
+========  ====================  ==========================  =================================
+``k1``    :math:`d`             unbiased, high variance     zero: it trains nothing
+``abs``   :math:`|d|`           biased                      of no divergence
+``k2``    :math:`d^2/2`         biased, low variance        of the reverse KL(p || q)
+``k3``    :math:`e^{-d}-1+d`    unbiased, low variance      of the *forward* KL(q || p)
+========  ====================  ==========================  =================================
+
+None is masked or averaged, and no value is clamped: a clamp kills the restoring force just where the drift is large.
+
+Source: Schulman 2020, "Approximating KL Divergence"; gradients: Tang and Munos 2025, arXiv:2506.09477.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+TANGENT_BEYOND = 20.0
+
+
+def tangent_exp(exponent: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """``exp`` up to 20 and its tangent line beyond, so that it cannot overflow and its slope never decreases."""
+    bounded = torch.exp(exponent.clamp(max=TANGENT_BEYOND))
+    slope = torch.exp(torch.full_like(exponent, TANGENT_BEYOND))
+    return torch.where(exponent > TANGENT_BEYOND, slope * (exponent - TANGENT_BEYOND + 1), bounded)
+
+
+def k1(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The plain log-ratio. As a loss term on samples of the policy its expected gradient is zero."""
+    return logprobs - other
+
+
+def absolute(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The absolute log-ratio."""
+    return (logprobs - other).abs()
+
+
+def k2(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Half the squared log-ratio. Its gradient is that of the reverse KL."""
+    return 0.5 * (logprobs - other).square()
+
+
+def k3(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """``exp(-d) - 1 + d``: unbiased and never negative; beyond a gap of 20 the exponential goes on as its tangent.
+
+    Example:
+        >>> k3(torch.tensor([-1.0]), torch.tensor([-1.5]))
+        tensor([0.1065])
+    """
+    gap = logprobs - other
+    return tangent_exp(-gap) - 1 + gap
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+
+
+def kl_estimator(name: str) -> KLEstimator:
+    """Looks an estimator up by its name.
+
+    Raises:
+        ValueError: if the name is unknown; the message lists the known ones.
+    """
+    if name not in KL_ESTIMATORS:
+        raise ValueError(f"expected a KL estimator out of {', '.join(KL_ESTIMATORS)}, got {name!r}")
+    return KL_ESTIMATORS[name]

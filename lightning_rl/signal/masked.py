@@ -1,0 +1,70 @@
+"""Statistics over the masked entries of a tensor, in which a masked value, NaN included, takes no part."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+GlobalSum = Callable[[Tensor], Tensor]
+"""Adds a tensor up over all ranks, in rank order; every rank calls it the same number of times."""
+
+
+def own_sum(values: Tensor) -> Tensor:
+    """The :data:`GlobalSum` of a single rank: the tensor itself."""
+    return values
+
+
+def masked_fill_invalid(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """``values`` where ``mask`` is true, ``fill`` elsewhere: neither value nor gradient leaks from a masked place.
+
+    Multiplying by the mask would not do: ``0 * nan`` is NaN, in the value and in the gradient.
+    """
+    return torch.where(mask, values, torch.full_like(values, fill))
+
+
+def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Mean of each row over its masked-in entries; 0 for a row without any."""
+    return masked_fill_invalid(values, mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def last_true(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Marks the last true entry of each row; a row without any stays all false.
+
+    Example:
+        >>> last_true(torch.tensor([[True, True, False], [False, False, False]]))
+        tensor([[False,  True, False],
+                [False, False, False]])
+    """
+    later = mask.flip(-1).cumsum(-1).flip(-1)
+    return mask & (later == 1)
+
+
+def whiten(
+    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], global_sum: GlobalSum = own_sum
+) -> Float[Tensor, "B T"]:
+    r"""Shifts and scales the masked-in values of all ranks to mean 0 and standard deviation 1; 0 at masked places.
+
+    Two passes in float64, so that a large offset costs no precision. Values that do not differ give zeros, by test and
+    not by an epsilon in the denominator: in float64 the mean of equal float32 values is exact.
+
+    Args:
+        values: shape [B, T].
+        mask: the population, shape [B, T].
+        global_sum: adds tensors up over the ranks that share the population.
+    """
+    exact = masked_fill_invalid(values, mask).double()
+    count = global_sum(mask.sum().double())
+    mean = global_sum(exact.sum()) / count.clamp(min=1)
+    deviation = torch.where(mask, exact - mean, 0.0)
+    rounding = 4 * torch.finfo(torch.float64).eps * mean.abs()
+    differing = global_sum((deviation.abs() > rounding).sum().double())
+    variance = global_sum(deviation.square().sum()) / (count - 1).clamp(min=1)
+    scaled = deviation / torch.where(differing > 0, variance, 1.0).sqrt()
+    return torch.where(differing > 0, scaled, 0.0).to(values.dtype)
+
+
+def group_index(groups: Int[Tensor, " B"]) -> tuple[Int[Tensor, " B"], int]:
+    """Numbers the groups 0, 1, ... and returns each row's number together with how many groups there are."""
+    unique, index = torch.unique(groups, return_inverse=True)
+    return index, unique.numel()

@@ -1,0 +1,121 @@
+r"""Reductions: from a loss per token to one number, as a weight for each token.
+
+A reduction looks at the whole optimizer step of all ranks and returns :math:`w_{b,t}`; a loss is then
+:math:`\sum w_{b,t}\,\ell_{b,t}`. Because the weights are fixed before the first backward, loss and gradient do not
+depend on how the step is cut into microbatches, rows or ranks. Denominators count every valid token, rejected ones
+included.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lightning_rl.signal.masked import GlobalSum, group_index, own_sum
+
+Reduction = Callable[[Tensor, Tensor, Tensor, GlobalSum], Tensor]
+"""``(valid_tokens [B, T], trained [B], groups [B], global_sum) -> weights [B, T] float64``, 0 at invalid tokens."""
+
+
+def token_mean(
+    valid_tokens: Bool[Tensor, "B T"],
+    trained: Bool[Tensor, " B"],
+    groups: Int[Tensor, " B"],
+    global_sum: GlobalSum = own_sum,
+) -> Float[Tensor, "B T"]:
+    """Every valid token of the step weighs the same.
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476.
+    """
+    del trained, groups
+    tokens = global_sum(valid_tokens.sum().double())
+    return valid_tokens.double() / tokens.clamp(min=1)
+
+
+def sequence_mean(
+    valid_tokens: Bool[Tensor, "B T"],
+    trained: Bool[Tensor, " B"],
+    groups: Int[Tensor, " B"],
+    global_sum: GlobalSum = own_sum,
+) -> Float[Tensor, "B T"]:
+    """Every trained row weighs the same, and so does every token within it. Rows without valid tokens count as rows.
+
+    Source: Shao et al. 2024 (GRPO), arXiv:2402.03300.
+    """
+    del groups
+    rows = global_sum(trained.sum().double())
+    tokens = valid_tokens.sum(-1, keepdim=True).clamp(min=1)
+    return valid_tokens.double() / tokens / rows.clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSumNorm:
+    """The sum of a row's tokens over a constant length, averaged over the trained rows: no length bias.
+
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
+
+    Args:
+        length: the constant, the longest response that generation allows.
+
+    Raises:
+        ValueError: if ``length`` is not positive.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        if self.length < 1:
+            raise ValueError(f"expected length >= 1, got {self.length}")
+
+    def __call__(
+        self,
+        valid_tokens: Bool[Tensor, "B T"],
+        trained: Bool[Tensor, " B"],
+        groups: Int[Tensor, " B"],
+        global_sum: GlobalSum = own_sum,
+    ) -> Float[Tensor, "B T"]:
+        """Weighs every valid token with ``1 / (length * rows)``."""
+        del groups
+        rows = global_sum(trained.sum().double())
+        return valid_tokens.double() / self.length / rows.clamp(min=1)
+
+
+def prompt_mean(
+    valid_tokens: Bool[Tensor, "B T"],
+    trained: Bool[Tensor, " B"],
+    groups: Int[Tensor, " B"],
+    global_sum: GlobalSum = own_sum,
+) -> Float[Tensor, "B T"]:
+    """Every prompt weighs the same, and so does every valid token of its responses. A group lies on one rank.
+
+    Source: the SkyRL reduction of this name.
+    """
+    index, number = group_index(groups)
+    zeros = torch.zeros(number, dtype=torch.float64, device=valid_tokens.device)
+    tokens = zeros.index_add(0, index, valid_tokens.sum(-1).double())
+    prompts = global_sum((zeros.index_add(0, index, trained.double()) > 0).sum().double())
+    return valid_tokens.double() / tokens.clamp(min=1)[index][:, None] / prompts.clamp(min=1)
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "prompt_mean": prompt_mean,
+}
+
+
+def resolve_reduction(reduction: Reduction | str, longest: int) -> Reduction:
+    """A reduction from a function or a known name; ``sequence_sum_norm`` divides by ``longest``.
+
+    Raises:
+        ValueError: if the name is unknown; the message lists the known ones.
+    """
+    known = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(longest)}
+    if not isinstance(reduction, str):
+        return reduction
+    if reduction not in known:
+        raise ValueError(f"expected a reduction out of {', '.join(known)} or a function, got {reduction!r}")
+    return known[reduction]

@@ -1,0 +1,151 @@
+"""Checks at setup: every field that is read exists, no importance ratio counts a policy twice, sizes divide.
+
+They use constructor arguments alone, so every rank raises alike, before the first weight is loaded.
+"""
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+
+from lightning_rl.advantages import GroupEstimator, TokenEstimator
+from lightning_rl.generation import Engine
+from lightning_rl.hooks import Contributions, LossView
+from lightning_rl.losses import PolicyLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Which optional fields somebody reads, so which passes have to run."""
+
+    rollout_logprobs: bool = False
+    old_logprobs: bool = False
+    ref_logprobs: bool = False
+
+
+def check_reads(
+    contributions: Contributions,
+    loss: PolicyLoss,
+    estimator: GroupEstimator | TokenEstimator,
+    *,
+    engine: Engine,
+    engine_logprobs: bool | None,
+    critic: bool,
+    steps_per_rollout: int,
+) -> Needs:
+    """Finds out who reads what and switches on what can be.
+
+    Raises:
+        ValueError: naming who reads a field that does not exist or that nothing provides, and the setting that would.
+    """
+    readers: dict[str, list[str]] = {}
+    early = {name for callback in contributions.callbacks for name in callback.reads}
+    for name, fields in _reading(contributions, loss, estimator):
+        for field in fields:
+            readers.setdefault(field, []).append(name)
+    known = {spec.name for spec in dataclasses.fields(LossView)}
+    for field, names in readers.items():
+        if field.partition("/")[0] not in known:
+            raise ValueError(f'expected {names[0]} to read a field of Rollout, got "{field}"; known: {sorted(known)}')
+    if "values" in readers and not critic:
+        raise ValueError(f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module')
+    wants = readers.get("rollout_logprobs", [])
+    if wants and (engine_logprobs is False or not engine.returns_logprobs):
+        cure = "set engine_logprobs=True" if engine.returns_logprobs else "use an engine that returns log-probabilities"
+        raise ValueError(f'{wants[0]} reads "rollout_logprobs", but {type(engine).__name__} gives none: {cure}')
+    if wants and engine_logprobs is None:
+        warnings.warn(f"engine_logprobs switched on, because {', '.join(wants)} reads rollout_logprobs", stacklevel=2)
+    if steps_per_rollout == 1:
+        _warn_of_dead_knobs(contributions)
+    return Needs(
+        rollout_logprobs=bool(wants) or bool(engine_logprobs),
+        old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
+        ref_logprobs="ref_logprobs" in readers,
+    )
+
+
+def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:
+    """Refuses a loss and weights that count one policy twice.
+
+    Raises:
+        ValueError: naming both, the policy, and what to use instead.
+    """
+    weights = contributions.offering("token_weight")
+    factors = [(type(loss).__name__, loss.ratio, None)]
+    factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
+    for number, (name, ratio, alternative) in enumerate(factors):
+        for other, other_ratio, _ in factors[:number]:
+            if ratio is None or other_ratio is None:
+                continue
+            for place, side in enumerate(("numerator", "denominator")):
+                if ratio[place] == other_ratio[place]:
+                    cure = f": use {alternative} instead" if alternative else ""
+                    raise ValueError(
+                        f"{name} carries the ratio {ratio[0]}/{ratio[1]} and {other} "
+                        f"{other_ratio[0]}/{other_ratio[1]}, so the {ratio[place]} policy would count twice as "
+                        f"{side}{cure}"
+                    )
+
+
+def check_estimator(contributions: Contributions, estimator: GroupEstimator | TokenEstimator, *, critic: bool) -> None:
+    """Refuses token rewards, or a critic, that the estimator would never read.
+
+    Raises:
+        ValueError: naming both sides and the fix.
+    """
+    if isinstance(estimator, TokenEstimator):
+        return
+    name = getattr(estimator, "__name__", type(estimator).__name__)
+    for callback in contributions.offering("token_reward"):
+        raise ValueError(
+            f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "
+            f"row: use {type(callback).__name__}(as_loss=True), or an estimator that works per token such as GAE"
+        )
+    if critic:
+        raise ValueError(
+            f"critic= trains for nothing, because advantages={name} reads no values: use GAE, or no critic"
+        )
+
+
+def check_positive(**numbers: float) -> None:
+    """Refuses arguments that are not above 0.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, number in numbers.items():
+        if not number > 0:
+            raise ValueError(f"expected {name} > 0, got {number}")
+
+
+def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) -> None:
+    """Refuses a rollout that does not split evenly.
+
+    Raises:
+        ValueError: naming the numbers.
+    """
+    if prompts_per_rollout % (minibatches * world_size):
+        raise ValueError(
+            f"expected prompts_per_rollout to be a multiple of minibatches x ranks, got {prompts_per_rollout} for "
+            f"{minibatches} x {world_size}"
+        )
+
+
+def _reading(
+    contributions: Contributions, loss: PolicyLoss, estimator: GroupEstimator | TokenEstimator
+) -> list[tuple[str, tuple[str, ...]]]:
+    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in contributions.callbacks]
+    reading.append((type(loss).__name__, loss.reads))
+    if isinstance(estimator, TokenEstimator):
+        reading.append((type(estimator).__name__, estimator.reads))
+    return reading
+
+
+def _warn_of_dead_knobs(contributions: Contributions) -> None:
+    for callback in contributions.callbacks:
+        if "old_logprobs" in callback.reads_at_loss:
+            cure = f": use {callback.alternative}" if callback.alternative else ""
+            warnings.warn(
+                "with one optimizer step per rollout old_logprobs are the step's own values, so "
+                f"{type(callback).__name__} can never act{cure}, or take more steps (minibatches=, epochs=)",
+                stacklevel=2,
+            )

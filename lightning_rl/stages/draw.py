@@ -1,0 +1,180 @@
+"""Draw: prompts to completions to rewards, in rounds until enough groups are kept."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.data import Prompt
+from lightning_rl.distributed import gathered_objects
+from lightning_rl.generation import Completion, Engine, Request, request_seed
+from lightning_rl.hooks import Contributions, Stat
+from lightning_rl.rewards import Rewards
+from lightning_rl.rollout import Finish, Rollout, concatenate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawer:
+    """Everything that turns prompts into scored samples.
+
+    Args:
+        engine: generates.
+        tokenizer: turns completions into text for the rewards; without one they get the token ids.
+        rewards: scores.
+        contributions: the corrections; here reward masks and kept groups.
+        group_size: samples of each prompt.
+        temperature: of the sampling.
+        max_new_tokens: most tokens of a response.
+        eos_ids: ids that end a response.
+        stop: strings that end a response.
+        seed: of the run.
+        logprobs: whether the engine's log-probabilities are kept.
+        dtype: of rewards and log-probabilities.
+        generating: context to generate in, for the precision of the forward.
+        most_rounds: how often filtered groups are replaced at most.
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase | None
+    rewards: Rewards
+    contributions: Contributions
+    group_size: int
+    temperature: float
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    stop: tuple[str, ...]
+    seed: int
+    logprobs: bool
+    dtype: torch.dtype
+    generating: Callable[[], AbstractContextManager[object]]
+    most_rounds: int = 10
+
+    def draw(
+        self, take: Callable[[int], list[Prompt]], number: int, *, cycle: int, rank: int
+    ) -> tuple[Rollout, dict[str, Stat]]:
+        """``number`` groups for this rank. Ranks agree between the rounds; within one there is no collective."""
+        kept: list[Rollout] = []
+        missing, filtered = number, 0
+        refills = bool(self.contributions.offering("keep_groups"))
+        for _ in range(self.most_rounds if refills else 1):
+            wanted = [int(str(want)) for want in gathered_objects(missing)]
+            if not sum(wanted):
+                break
+            part = self.sample(dealt(take(sum(wanted)), wanted)[rank], cycle)
+            part = part.replace(rewarded=part.rewarded & self.contributions.reward_mask(part))
+            keep = _whole_groups(part, self.contributions.keep_groups(part))
+            kept.append(part.select(keep))
+            found = int(keep.sum()) // self.group_size
+            filtered += len(part) // self.group_size - found
+            missing -= found
+        if missing:
+            warnings.warn(f"{missing} groups are missing after {self.most_rounds} rounds of refilling", stacklevel=2)
+        return concatenate(kept), {"groups/filtered": Stat.single(filtered).sum()}
+
+    def sample(
+        self, prompts: Sequence[Prompt], cycle: int, *, group_size: int | None = None, temperature: float | None = None
+    ) -> Rollout:
+        """Generates and scores ``group_size`` samples of each prompt."""
+        size = self.group_size if group_size is None else group_size
+        requests, completions = self.generate(prompts, cycle, size, temperature)
+        return self._rollout([prompt for prompt in prompts for _ in range(size)], requests, completions)
+
+    def generate(
+        self, prompts: Sequence[Prompt], cycle: int, group_size: int, temperature: float | None = None
+    ) -> tuple[list[Request], list[Completion]]:
+        """Requests for ``group_size`` samples of each prompt, and their completions."""
+        requests = [
+            Request(
+                prefix_ids=prompt.token_ids,
+                sample_id=prompt.index * group_size + j,
+                seed=request_seed(self.seed, cycle, prompt.index * group_size + j),
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature if temperature is None else temperature,
+                eos_ids=self.eos_ids,
+                stop=self.stop,
+            )
+            for prompt in prompts
+            for j in range(group_size)
+        ]
+        with self.generating():
+            return requests, self.engine.generate(requests, logprobs=self.logprobs) if requests else []
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """A completion as the rewards see it."""
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _rollout(self, prompts: list[Prompt], requests: list[Request], completions: list[Completion]) -> Rollout:
+        ids = [completion.token_ids for completion in completions]
+        keys = sorted({key for prompt in prompts for key in prompt.columns})
+        scores = self.rewards(
+            [prompt.content for prompt in prompts],
+            [self.text(row) for row in ids],
+            completion_ids=[list(row) for row in ids],
+            columns={key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
+            dtype=self.dtype,
+        )
+        response, lengths = _padded([torch.tensor(row, dtype=torch.int64) for row in ids], torch.int64)
+        prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
+        actions = torch.arange(response.shape[1]) < lengths[:, None]
+        versions = torch.tensor([completion.version for completion in completions], dtype=torch.int64)
+        whole = torch.ones(len(ids), dtype=torch.bool)
+        return Rollout(
+            prompt_ids=prompt,
+            prompt_lengths=prompt_lengths,
+            response_ids=response,
+            response_lengths=lengths,
+            action_mask=actions,
+            valid_tokens=actions,
+            groups=torch.tensor([row.index for row in prompts], dtype=torch.int64),
+            sample_ids=torch.tensor([request.sample_id for request in requests], dtype=torch.int64),
+            finish=torch.tensor([completion.finish for completion in completions], dtype=torch.uint8),
+            policy_version=torch.where(actions, versions[:, None], -1),
+            trained=whole & torch.tensor([c.finish != Finish.ABORT for c in completions], dtype=torch.bool),
+            rewarded=scores.scored,
+            rewards=scores.total,
+            task_rewards=scores.raw,
+            rollout_logprobs=self._logprobs(completions) if self.logprobs else None,
+        )
+
+    def _logprobs(self, completions: list[Completion]) -> Tensor:
+        given = [completion.logprobs for completion in completions]
+        for completion, row in zip(completions, given, strict=True):
+            if row is None or len(row) != len(completion.token_ids):
+                raise ValueError(
+                    f"expected a log-probability for each of {len(completion.token_ids)} tokens from "
+                    f"{type(self.engine).__name__}, got {'none' if row is None else len(row)}"
+                )
+        return _padded([row for row in given if row is not None], self.dtype)[0]
+
+
+def dealt(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
+    """Deals prompts out to the ranks in turn, each until it has enough: ``[rank::world]`` if all want the same."""
+    hands: list[list[Prompt]] = [[] for _ in wanted]
+    rank = 0
+    for prompt in prompts:
+        while len(hands[rank]) >= wanted[rank]:
+            rank = (rank + 1) % len(wanted)
+        hands[rank].append(prompt)
+        rank = (rank + 1) % len(wanted)
+    return hands
+
+
+def _whole_groups(rollout: Rollout, keep: Tensor) -> Tensor:
+    dropped = rollout.groups[~keep].unique()
+    partly = torch.isin(rollout.groups[keep], dropped)
+    if partly.any():
+        group = int(rollout.groups[keep][partly][0])
+        raise ValueError(f"expected keep_groups to decide about whole groups, but it splits group {group}")
+    return keep
+
+
+def _padded(rows: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    width = max([1, *map(len, rows)])
+    padded = torch.zeros(len(rows), width, dtype=dtype)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded, torch.tensor([len(row) for row in rows], dtype=torch.int64)

@@ -1,0 +1,89 @@
+"""RunState: everything that a run knows besides its weights, and what of it a checkpoint keeps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_rl.hooks import Contributions
+from lightning_rl.metrics import MetricLog, RunningStats
+from lightning_rl.policy import Scorer
+from lightning_rl.policy.build import fingerprint
+from lightning_rl.stages.checks import Needs
+from lightning_rl.stages.held import Held
+from lightning_rl.timing import PhaseTimes
+
+
+@dataclass(slots=True)
+class RunState:
+    """The one mutable place of a run. Lives outside of the module tree, so it is neither sharded nor moved.
+
+    Attributes:
+        contributions: the corrections, found at setup.
+        needs: which optional passes have to run.
+        reference: the frozen policy, if something reads it.
+        eos_ids: ids that end a response.
+        engine_started: whether the engine can take weights.
+        held: the rollout in progress.
+        metrics: what has not been logged yet.
+        validation: the same of the validation that runs.
+        times: seconds by phase.
+        skipped: optimizer steps that were left out.
+        nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
+        loaded: this rank's part of a checkpoint, until fit starts.
+    """
+
+    contributions: Contributions = field(default_factory=Contributions)
+    needs: Needs = field(default_factory=Needs)
+    reference: Scorer | None = None
+    eos_ids: frozenset[int] = frozenset()
+    engine_started: bool = False
+    held: Held | None = None
+    metrics: MetricLog = field(default_factory=MetricLog)
+    validation: RunningStats = field(default_factory=RunningStats)
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    skipped: int = 0
+    nonfinite_in_a_row: int = 0
+    loaded: Mapping[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint, in values that load under ``weights_only=True``."""
+        return {
+            "held": None if self.held is None else self.held.state(),
+            "metrics": self.metrics.state(),
+            "skipped": self.skipped,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+    def begin(self, device: torch.device, *, packed: bool) -> None:
+        """Starts a fit: continues from what was loaded, or drops a rollout that an earlier fit left behind."""
+        loaded, self.loaded, self.held = self.loaded, None, None
+        if self.reference is not None:
+            self.reference.to(device)
+        if loaded is None:
+            self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(), 0, 0
+            return
+        self.metrics.load(loaded["metrics"])
+        self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
+        if loaded["held"] is not None:
+            self.held = Held.from_state(loaded["held"], device, packed=packed)
+
+    def load(self, checkpoint: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+        """Takes this rank's part of a checkpoint.
+
+        Raises:
+            ValueError: if the checkpoint was written by another number of ranks or with another reference.
+        """
+        ranks, known = checkpoint["ranks"], checkpoint["reference_hash"]
+        mine = None if self.reference is None else fingerprint(self.reference.model)
+        if len(ranks) != world_size:
+            raise ValueError(
+                f"expected a checkpoint of {world_size} ranks, got one of {len(ranks)}: resume with as many devices"
+            )
+        if mine is not None and known is not None and known != mine:
+            raise ValueError(
+                f"expected the reference of the checkpoint ({known}), got another one ({mine}): pass the reference= "
+                "and policy= that the run began with"
+            )
+        self.loaded = ranks[rank]

@@ -1,0 +1,108 @@
+"""Signal: from rewards and log-probabilities to the advantage of every token. Raw quantities stay raw."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lightning_rl.advantages import GroupEstimator, TokenEstimator
+from lightning_rl.hooks import Contributions, Stat
+from lightning_rl.rollout import TOKEN, Finish, Rollout
+from lightning_rl.signal.advantages import group_statistics
+from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
+from lightning_rl.signal.rewards import shaped_rewards
+
+
+def with_signal(
+    rollout: Rollout,
+    estimator: GroupEstimator | TokenEstimator,
+    contributions: Contributions,
+    global_sum: GlobalSum = own_sum,
+) -> tuple[Rollout, dict[str, Stat]]:
+    """The rollout with ``advantages`` (and ``returns`` from a token estimator), and statistics of its rewards.
+
+    Args:
+        rollout: planned and scored: ``trained``, ``rewarded`` and ``valid_tokens`` are final.
+        estimator: from shaped rewards, or from scalar rewards and groups, to advantages.
+        contributions: the corrections; here provided fields, bonuses and token rewards.
+        global_sum: adds tensors up over the ranks.
+
+    Raises:
+        ValueError: if an advantage is not finite; the message names the sample.
+    """
+    rollout = sanitised(contributions.provide(rollout))
+    bonus, token_rewards = contributions.reward_bonus(rollout), contributions.token_reward(rollout)
+    scores = rollout.rewards if bonus is None else rollout.rewards + bonus
+    scores = masked_fill_invalid(scores, rollout.rewarded)
+    shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
+    if isinstance(estimator, TokenEstimator):
+        advantages, returns = estimator(shaped, rollout.values, rollout.valid_tokens, global_sum)
+    else:
+        per_row = estimator(scores, rollout.groups, rollout.rewarded)
+        advantages, returns = torch.where(rollout.valid_tokens, per_row[:, None], 0.0), None
+    _check_finite(advantages, rollout)
+    stats = reward_metrics(rollout, scores, shaped)
+    if token_rewards is not None:
+        stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
+    advantage = Stat.of(advantages, rollout.valid_tokens)
+    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
+    return rollout.replace(advantages=advantages, returns=returns), stats
+
+
+def excluding(rollout: Rollout, contributions: Contributions) -> tuple[Rollout, dict[str, Stat]]:
+    """The rollout without the rows that a correction excludes: the three masks, each derived from the one before."""
+    excluded, stats = contributions.exclude(rollout)
+    trained = rollout.trained & rollout.real & ~excluded
+    valid = rollout.action_mask & trained[:, None]
+    return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), stats
+
+
+def sanitised(rollout: Rollout) -> Rollout:
+    """The rollout with 0 at every invalid token of every float field, so that NaN there reaches nothing."""
+
+    def clean(tensor: Tensor) -> Tensor:
+        mask = rollout.valid_tokens.reshape(*rollout.valid_tokens.shape, *[1] * (tensor.dim() - 2))
+        return torch.where(mask, tensor, 0.0) if tensor.is_floating_point() else tensor
+
+    changes: dict[str, object] = {}
+    for spec in dataclasses.fields(rollout):
+        value = getattr(rollout, spec.name)
+        if spec.metadata["axes"] == TOKEN and isinstance(value, Tensor):
+            changes[spec.name] = clean(value)
+    return rollout.replace(**changes, token_extras={name: clean(value) for name, value in rollout.token_extras.items()})
+
+
+def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
+    """Rewards over the rewarded rows, lengths over the real rows, and how many groups teach nothing."""
+    rewarded, real = rollout.rewarded, rollout.real
+    stats = {"reward/task": Stat.of(rollout.rewards, rewarded)}
+    for name, raw in rollout.task_rewards.items():
+        stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
+    stats["reward/shaped"] = Stat.of(shaped.sum(-1), rollout.trained)
+    stats["reward/missing"] = Stat.of(~rewarded, rollout.trained)
+    length = Stat.of(rollout.response_lengths, real)
+    stats |= {"length/mean": length, "length/max": length.maximum()}
+    stats["length/truncated"] = Stat.of(rollout.finish == Finish.LENGTH, real)
+    groups = group_statistics(scores, rollout.groups, rewarded)
+    first = rewarded & _first_of_group(rollout.groups, rewarded)
+    stats["groups/zero_variance"] = Stat.of(~groups.spread, first)
+    return stats
+
+
+def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
+    index, number = group_index(groups)
+    place = torch.arange(len(groups), device=groups.device)
+    candidates = torch.where(population, place, len(groups))
+    first = torch.full_like(groups, len(groups))[:number].scatter_reduce_(0, index, candidates, "amin")
+    return place == first[index]
+
+
+def _check_finite(advantages: Tensor, rollout: Rollout) -> None:
+    if torch.isfinite(advantages).all():
+        return
+    row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
+    sample = int(rollout.sample_ids[row])
+    raise ValueError(
+        f"expected finite advantages, got {float(advantages[row, position])} for sample {sample} at position "
+        f"{position}: a bonus, token reward or provided field of a callback is not finite"
+    )

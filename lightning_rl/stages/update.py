@@ -1,0 +1,111 @@
+"""Update: the gradient of one optimizer step, accumulated over its microbatches."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from lightning_rl.hooks import LossView, Stat
+from lightning_rl.objective import LossParts, Objective
+from lightning_rl.policy import Microbatch, Outputs, PolicyModel
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.masked import GlobalSum
+from lightning_rl.signal.reductions import Reduction
+from lightning_rl.stages.score import check_finite
+
+
+@dataclass(slots=True)
+class StepWeights:
+    """The weights of every reduction over one optimizer step of all ranks; each is computed once, on demand.
+
+    Every rank asks for the same reductions in the same order, because all have the same number of microbatches.
+    """
+
+    rollout: Rollout
+    microbatches: tuple[Microbatch, ...]
+    global_sum: GlobalSum
+    _known: dict[Reduction, Tensor] = field(default_factory=dict)
+
+    def of(self, reduction: Reduction, microbatch: Microbatch) -> Tensor:
+        """The weights of a microbatch's tokens, shape [b, T]; zeros for padding."""
+        if reduction not in self._known:
+            self._known[reduction] = self._computed(reduction)
+        rows, width = microbatch.layout.shape
+        if not len(microbatch.index):
+            return self._known[reduction].new_zeros(rows, width)
+        return self._known[reduction][microbatch.index, :width]
+
+    def _computed(self, reduction: Reduction) -> Tensor:
+        here = torch.zeros_like(self.rollout.trained)
+        for microbatch in self.microbatches:
+            here[microbatch.index] = True
+        valid, trained = self.rollout.valid_tokens & here[:, None], self.rollout.trained & here
+        return reduction(valid, trained, self.rollout.groups, self.global_sum)
+
+
+@dataclass(slots=True)
+class StepGradient:
+    """What accumulating one optimizer step found out."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    stats: list[dict[str, Stat]] = field(default_factory=list)
+
+    def add(self, loss: LossParts) -> None:
+        """Adds a microbatch's share."""
+        self.stats.append(loss.stats)
+        for name, part in loss.parts.items():
+            self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
+
+    def measured(self, world_size: int, **numbers: Tensor | float) -> dict[str, Stat]:
+        """The step's losses over all ranks, and other numbers of the step; what is not finite is left out."""
+        values = {name: part * world_size for name, part in self.parts.items()}  # merging takes the mean over ranks
+        values |= {
+            name.replace("__", "/"): torch.as_tensor(number).detach().double() for name, number in numbers.items()
+        }
+        return {name: Stat.of(value[None], torch.isfinite(value)[None]) for name, value in values.items()}
+
+
+def accumulated(
+    rollout: Rollout,
+    microbatches: tuple[Microbatch, ...],
+    policy: PolicyModel,
+    objective: Objective,
+    *,
+    global_sum: GlobalSum,
+    around: Callable[[bool], AbstractContextManager[object]],
+    backward: Callable[[Tensor], None],
+) -> StepGradient:
+    """Runs forward, loss and backward of every microbatch.
+
+    Args:
+        rollout: with its signal.
+        microbatches: of this optimizer step, as many on every rank.
+        policy: gets the gradient.
+        objective: the loss.
+        global_sum: adds tensors up over the ranks.
+        around: context for a microbatch, told whether it is the last.
+        backward: differentiates a loss.
+    """
+    weights, gradient = StepWeights(rollout, microbatches, global_sum), StepGradient()
+    for number, microbatch in enumerate(microbatches):
+        rows = microbatch.rows_of(rollout)
+        with around(number == len(microbatches) - 1):
+            with objective.contributions.forward_context(rows):
+                outputs = policy(microbatch.layout)
+            check_finite(outputs, rows)
+            view = view_of(rows, outputs, entropy_gradient=objective.entropy_coef != 0)
+            loss = objective(view, lambda reduction, own=microbatch: weights.of(reduction, own))
+            backward(loss.total)
+        gradient.add(loss)
+    return gradient
+
+
+def view_of(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False) -> LossView:
+    """What losses and corrections see; without an old pass the old policy is the step's own, detached."""
+    known = {spec.name: getattr(rows, spec.name) for spec in fields(rows)}
+    if rows.old_logprobs is None:
+        known["old_logprobs"] = outputs.logprobs.detach()
+    entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()
+    return LossView(**known, logprobs=outputs.logprobs, entropy=entropy, current_values=outputs.values)
