@@ -23,6 +23,11 @@ from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.kl import kl_estimator
 
+WARN_AS_LOSS = {
+    "k1": "its expected gradient is zero, so it trains nothing",
+    "abs": "its gradient is that of no divergence and does not shrink near the reference",
+}
+
 
 class ReferenceKL(RLCallback):
     """Penalises distance from the reference.
@@ -41,20 +46,19 @@ class ReferenceKL(RLCallback):
     """
 
     name = "reference_kl"
+    alternative = "ReferenceKL(as_loss=True)"
 
     def __init__(self, beta: float = 0.05, *, estimator: str | None = None, as_loss: bool = False) -> None:
-        if beta < 0:
+        if not beta >= 0:
             raise ValueError(f"expected beta >= 0, got {beta}")
-        chosen = estimator or ("k3" if as_loss else "k1")
+        chosen = ("k3" if as_loss else "k1") if estimator is None else estimator
         self.beta = beta
         self.estimator = kl_estimator(chosen)
         self.as_loss = as_loss
         self.reads = () if as_loss else ("old_logprobs", "ref_logprobs")
         self.reads_at_loss = ("ref_logprobs",)
-        if as_loss and chosen == "k1":
-            warnings.warn(
-                "ReferenceKL with k1 as a loss: its expected gradient is zero, so it trains nothing", stacklevel=2
-            )
+        if as_loss and chosen in WARN_AS_LOSS:
+            warnings.warn(f"ReferenceKL with {chosen} as a loss: {WARN_AS_LOSS[chosen]}", stacklevel=2)
 
     @property
     @override

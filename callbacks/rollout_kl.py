@@ -36,7 +36,7 @@ class RolloutKL(RLCallback):
     reads_at_loss = ("rollout_logprobs",)
 
     def __init__(self, coef: float = 1e-3, *, estimator: str = "k2") -> None:
-        if coef < 0:
+        if not coef >= 0:
             raise ValueError(f"expected coef >= 0, got {coef}")
         self.coef = coef
         self.estimator = kl_estimator(estimator)

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.signal.advantages import gae, grpo, reinforce, rloo
-from lightning_rl.signal.masked import GlobalSum, own_sum, whiten
+from lightning_rl.signal.masked import GlobalSum, masked_fill_invalid, own_sum, whiten
 
 GroupEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(scores [B], groups [B], rewarded [B]) -> advantages [B]``, such as :func:`lightning_rl.signal.advantages.grpo`."""
@@ -73,7 +73,8 @@ class GAE(TokenEstimator):
         if values is None:
             raise ValueError("expected values for GAE, got none: pass critic= to the module")
         raw = gae(rewards, values, valid_tokens, gamma=self.gamma, lam=self.lam)
-        return whiten(raw, valid_tokens, global_sum) if self.whitened else raw, raw + values
+        returns = raw + masked_fill_invalid(values, valid_tokens)
+        return whiten(raw, valid_tokens, global_sum) if self.whitened else raw, returns
 
 
 ESTIMATORS: dict[str, GroupEstimator | TokenEstimator] = {

@@ -137,15 +137,19 @@ class PromptDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.cursor = 0
+        self._limit: int | float | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._loader: TicketLoader | None = None
 
-    def connect(self, tokenizer: PreTrainedTokenizerBase | None, longest: int | None) -> None:
+    def connect(
+        self, tokenizer: PreTrainedTokenizerBase | None, longest: int | None, vocabulary: int | None = None
+    ) -> None:
         """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
 
         Args:
             tokenizer: for strings and messages; token ids need none.
             longest: most tokens that a prompt may have; None for no limit.
+            vocabulary: how many token ids the policy knows; None for no check.
 
         Raises:
             ValueError: naming the prompt that is empty, too long, or needs a tokenizer or chat template.
@@ -153,14 +157,20 @@ class PromptDataModule(LightningDataModule):
         self._tokenizer = tokenizer
         for kind, rows in (("prompt", self.rows), ("validation prompt", self.validation_rows or [])):
             for number, row in enumerate(rows):
-                length = len(self._encoded(row, f"{kind} {number}"))
-                if length == 0:
-                    raise ValueError(f"expected {kind} {number} to have at least one token, got none: {row!r:.200}")
-                if longest is not None and length > longest:
-                    raise ValueError(
-                        f"expected prompts of at most {longest} tokens (context window minus max_new_tokens), got "
-                        f"{kind} {number} with {length}: shorten or drop it, or lower max_new_tokens"
-                    )
+                ids = self._encoded(row, f"{kind} {number}")
+                _check_ids(ids, row, f"{kind} {number}", longest, vocabulary)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Switches validation off in a fit without validation prompts; Lightning would warn of an empty loader."""
+        if stage == "fit" and self.validation_rows is None and self.trainer is not None:
+            self._limit, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 0
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Gives the Trainer its limit back."""
+        if stage == "fit" and self._limit is not None and self.trainer is not None:
+            self.trainer.limit_val_batches, self._limit = self._limit, None
 
     def take(self, number: int) -> list[Prompt]:
         """The next prompts of the stream; moves the one cursor. Every rank calls it alike and uses its share."""
@@ -186,8 +196,8 @@ class PromptDataModule(LightningDataModule):
     @override
     def val_dataloader(self) -> PromptBatches:
         """Batches of validation prompts."""
-        rows = self.validation_rows or []
-        return PromptBatches([self._prompt(row, place) for place, row in enumerate(rows)], self.validation_batch_size)
+        prompts = [self._prompt(row, place) for place, row in enumerate(self.validation_rows or [])]
+        return PromptBatches(prompts, self.validation_batch_size)
 
     @override
     def state_dict(self) -> dict[str, int]:
@@ -235,7 +245,7 @@ def _order(size: int, seed: int, number: int) -> list[int]:
 
 def _rows(source: PromptSource) -> list[Any]:
     if isinstance(source, str | Path):
-        lines = Path(source).read_text(encoding="utf-8").splitlines()
+        lines = Path(source).read_text(encoding="utf-8").split("\n")
         source = [json.loads(line) for line in lines if line.strip()]
     rows = list(source)
     if not rows:
@@ -248,3 +258,18 @@ def _rows(source: PromptSource) -> list[Any]:
 
 def _content(row: Any) -> Any:
     return row["prompt"] if isinstance(row, Mapping) else row
+
+
+def _check_ids(ids: Sequence[int], row: Any, name: str, longest: int | None, vocabulary: int | None) -> None:
+    if not ids:
+        raise ValueError(f"expected {name} to have at least one token, got none: {row!r:.200}")
+    if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ValueError(
+            f"expected token ids in [0, {vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer does not "
+            "fit the policy"
+        )
+    if longest is not None and len(ids) > longest:
+        raise ValueError(
+            f"expected prompts of at most {longest} tokens (context window minus max_new_tokens), got {name} with "
+            f"{len(ids)}: shorten or drop it, or lower max_new_tokens"
+        )

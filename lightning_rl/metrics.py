@@ -30,62 +30,69 @@ class RunningStats(Metric):
         super().__init__()
         self.keys: tuple[str, ...] = ()
         self.shown: tuple[Shown, ...] = ()
-        self.published = False
+        self.published = self.restored = False
         self.add_state("moments", torch.zeros(0, 4, dtype=torch.float64), dist_reduce_fx=merged_moments)
 
     @override
     def update(self, stats: Mapping[str, Stat]) -> None:
         """Joins the given populations to those so far."""
-        keys, new = tuple(stats), torch.stack([stat.moments for stat in stats.values()])
+        keys, new = tuple(stats), torch.stack([stat.moments.to(self.device) for stat in stats.values()])
+        if self.restored and keys != self.keys:  # resumed with other corrections: what was not logged yet is dropped
+            self.keys = ()
         if self.keys and keys != self.keys:
             difference = sorted(set(keys) ^ set(self.keys))
             raise ValueError(f"expected the same metrics at every call, but {', '.join(difference)} came or went")
+        self.restored = False
         fresh = self.published or not self.keys
         shown: tuple[Shown, ...] = tuple(stat.shown for stat in stats.values())
         self.keys, self.shown, self.published = keys, shown, False
-        self.moments = new if fresh else merged_moments(torch.stack([self.moments.to(new.device), new]))
+        self.moments = new if fresh else merged_moments(torch.stack([self.moments, new]))
 
     @override
     def compute(self) -> Tensor:
-        """The figure of each key, NaN where the population is empty, shape [K]."""
-        rows = [shown_value(row, shown) for row, shown in zip(self.moments, self.shown, strict=True)]
-        return torch.stack(rows) if rows else torch.zeros(0, dtype=torch.float64)
+        """The moments of each key over all ranks, shape [K, 4]."""
+        return self.moments
 
     def figures(self) -> dict[str, float]:
         """The figure of each key that has a population, over all ranks. A collective."""
         self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
-        values = zip(self.keys, self.compute().tolist(), strict=True)
-        return {name: value for name, value in values if not math.isnan(value)}
+        rows = self.compute().reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
+        values = {key: shown_value(row, shown) for key, shown, row in zip(self.keys, self.shown, rows, strict=True)}
+        return {key: value for key, value in values.items() if not math.isnan(value)}
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on, in plain types."""
         named = {"keys": list(self.keys), "shown": list(self.shown), "published": self.published}
-        return {**named, "moments": self.moments.clone()}
+        return {**named, "moments": self.moments.cpu().clone()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self.keys, self.shown = tuple(state["keys"]), tuple(state["shown"])
-        self.published, self.moments = state["published"], state["moments"]
+        self.published, self.moments = state["published"], state["moments"].to(self.device)
+        self.restored = True
+        self._update_count = len(self.keys)  # torchmetrics would warn that nothing was ever updated
 
 
 class MetricLog:
     """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
 
-    def __init__(self) -> None:
-        self.groups = {name: RunningStats() for name in ("rollout", "step", "microbatch", "counter")}
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.groups = {name: RunningStats().to(device) for name in ("rollout", "step", "microbatch", "counter")}
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Joins statistics to one group; its keys are the same at every call."""
         if stats:
             self.groups[group].update(stats)
 
-    def row(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """Every metric with a value, over all ranks. A collective."""
-        values: dict[str, float] = {}
+        return {name: value for stats in self.groups.values() if stats.keys for name, value in stats.figures().items()}
+
+    def row(self) -> dict[str, float]:
+        """The same, after which every group begins anew with its next update."""
+        values = self.values()
         for stats in self.groups.values():
-            if stats.keys:
-                values.update(stats.figures())
-                stats.published = True
+            stats.published = True
         return values
 
     def state(self) -> dict[str, Any]:
@@ -109,17 +116,27 @@ def monitored_keys(trainer: Trainer) -> set[str]:
     return {callback.monitor for callback in watching if callback.monitor} | set(SHOWN_ON_THE_BAR)
 
 
-def global_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The figures of some statistics over all ranks. A collective."""
-    running = RunningStats()
+def global_values(stats: Mapping[str, Stat], device: torch.device | str = "cpu") -> dict[str, float]:
+    """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
+    running = RunningStats().to(device)
     running.update(stats)
     return running.figures()
 
 
-def log_row(module: LightningModule, values: Mapping[str, float], step: int) -> None:
-    """Logs one whole row, straight to every logger: ``self.log`` would cost half a millisecond for each key."""
-    for logger in module.trainer.loggers:
-        logger.log_metrics(dict(values), step=step)
+def log_row(module: LightningModule, metrics: MetricLog, ticket: int) -> None:
+    """Logs one whole row every ``log_every_n_steps`` tickets, straight to every logger.
+
+    ``self.log`` would cost half a millisecond for each key and call; it gets only what something reads back.
+    """
+    known = set(metrics.groups["rollout"].keys)  # Lightning has had these when the rollout was finished
+    if monitored_keys(module.trainer) - known:
+        values = metrics.values()
+        log_monitored(module, {name: value for name, value in values.items() if name not in known})
+    every = module.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+    if every and (ticket + 1) % every == 0:
+        row = metrics.row()
+        for logger in module.trainer.loggers:
+            logger.log_metrics(row, step=ticket)
 
 
 def log_monitored(module: LightningModule, values: Mapping[str, float]) -> None:

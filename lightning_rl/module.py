@@ -3,7 +3,6 @@
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,13 +10,13 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import GroupEstimator, TokenEstimator, resolve_advantages
-from lightning_rl.data import PromptBatch, PromptDataModule, Ticket
+from lightning_rl.data import PromptBatch, PromptDataModule, Ticket, TicketLoader
 from lightning_rl.generation import Engine, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback, Stat
 from lightning_rl.losses import PolicyLoss, resolve_loss
@@ -31,22 +30,25 @@ from lightning_rl.policy.build import (
     build_policy,
     build_tokenizer,
     eos_ids_of,
-    fingerprint,
+    longest_prompt,
 )
 from lightning_rl.rewards import Reward, Rewards
+from lightning_rl.schedules import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
-from lightning_rl.stages.checks import check_estimator, check_positive, check_ratios, check_reads, check_sizes
+from lightning_rl.stages.checks import (
+    check_estimator,
+    check_positive,
+    check_ratios,
+    check_reads,
+    check_sizes,
+    check_whole_rollouts,
+)
 from lightning_rl.stages.collect import Collector
 from lightning_rl.stages.draw import Drawer
 from lightning_rl.stages.held import Held
 from lightning_rl.stages.run_state import RunState
+from lightning_rl.stages.signal import validation_metrics
 from lightning_rl.stages.update import StepGradient, accumulated
-
-OptimizerBuilder = Callable[[list[dict[str, Any]]], Optimizer]
-SchedulerBuilder = Callable[[Optimizer], LRScheduler]
-
-MOST_NONFINITE_IN_A_ROW = 3
-FUSED_ADAMW = partial(AdamW, lr=1e-6, weight_decay=0.0, fused=True)
 
 
 class RLLightningModule(LightningModule):
@@ -99,7 +101,7 @@ class RLLightningModule(LightningModule):
         *,
         reward_weights: Sequence[float] | None = None,
         advantages: GroupEstimator | TokenEstimator | str = "grpo",
-        loss: PolicyLoss | Callable[[LossView], torch.Tensor] | str = "ppo",
+        loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
         reduction: Reduction | str = "token_mean",
         reference: ModelSource | None = None,
         critic: ModelSource | None = None,
@@ -136,7 +138,7 @@ class RLLightningModule(LightningModule):
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, tuple(stop)
-        self.eos_token_ids = None if eos_token_ids is None else frozenset(eos_token_ids)
+        self.eos_token_ids = eos_token_ids
         self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
         self.entropy_coef, self.value_coef, self.value_clip = entropy_coef, value_coef, value_clip
         self.max_grad_norm, self.seed = max_grad_norm, seed
@@ -163,10 +165,10 @@ class RLLightningModule(LightningModule):
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
         distributed.check_strategy(self.trainer.strategy)
         critic = self._sources["critic"] is not None
-        contributions = Contributions([c for c in callbacks_of(self.trainer) if isinstance(c, RLCallback)])
+        corrections = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
+        contributions = self.run.contributions = Contributions(corrections)
         check_ratios(contributions, self.loss)
         check_estimator(contributions, self.estimator, critic=critic)
-        self.run.contributions = contributions
         self.run.needs = check_reads(
             contributions, self.loss, self.estimator, engine=self.engine, engine_logprobs=self.engine_logprobs,
             critic=critic, steps_per_rollout=self.steps_per_rollout,
@@ -181,18 +183,14 @@ class RLLightningModule(LightningModule):
         if self.policy is None:
             policy, critic = self._sources["policy"], self._sources["critic"]
             self.policy = build_policy(policy, critic, temperature=self.temperature, packed=self.packing)
-        model = self.policy.model
+        model, vocabulary = self.policy.model, self.policy.model.config.get_text_config().vocab_size
         if self.run.needs.ref_logprobs and self.run.reference is None:
             source = self._sources["reference"]
             frozen = copy.deepcopy(model) if source is None else build_model(source)
+            frozen = cast(PreTrainedModel, self.trainer.precision_plugin.convert_module(frozen))
             self.run.reference = Scorer(frozen, temperature=self.temperature, packed=self.packing)
-        self.run.eos_ids = self.eos_token_ids or eos_ids_of(model, self.tokenizer)
-        if not self.run.eos_ids and not self.stop:
-            raise ValueError(
-                "expected an end of responses, but neither model nor tokenizer has an EOS: pass eos_token_ids="
-            )
-        context = getattr(model.config, "max_position_embeddings", None)
-        self.prompt_stream.connect(self.tokenizer, None if context is None else context - self.max_new_tokens)
+        self.run.eos_ids = eos_ids_of(model, self.tokenizer, self.eos_token_ids, self.stop)
+        self.prompt_stream.connect(self.tokenizer, longest_prompt(model, self.max_new_tokens), vocabulary)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -208,6 +206,12 @@ class RLLightningModule(LightningModule):
         self.run.begin(self.device, packed=self.packing)
 
     @override
+    def on_train_start(self) -> None:
+        """Checks that an epoch of tickets holds whole rollouts."""
+        loader = cast(TicketLoader, self.trainer.train_dataloader)
+        check_whole_rollouts(len(loader), self.steps_per_rollout)
+
+    @override
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
         """Draws the rollout that the ticket belongs to, unless it is held already."""
         self.run.times.start()
@@ -220,13 +224,11 @@ class RLLightningModule(LightningModule):
             )
         with self.run.times.phase("sync", self.device):
             self._sync(batch.cycle)
-        groups = self.prompt_stream.prompts_per_rollout // self.trainer.world_size
-        collector = self._collector()
-        self.run.held, stats = collector.collect(
-            self.prompt_stream.take, groups, cycle=batch.cycle, rank=self.global_rank
-        )
+        stream, collect = self.prompt_stream, self._collector().collect
+        groups = stream.prompts_per_rollout // self.trainer.world_size
+        self.run.held, stats = collect(stream.take, groups, cycle=batch.cycle, rank=self.global_rank)
         self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
-        log_monitored(self, global_values(stats))
+        log_monitored(self, global_values(stats, self.device))
 
     @override
     def training_step(self, batch: Ticket, batch_idx: int) -> None:
@@ -250,7 +252,7 @@ class RLLightningModule(LightningModule):
         self.run.metrics.add("counter", {name: Stat.single(count).maximum() for name, count in counters.items()})
         if batch.step == self.steps_per_rollout - 1:
             self.run.held = None  # before on_train_batch_end, where checkpoints are written
-        self._log(batch)
+        log_row(self, self.run.metrics, batch.index)
 
     def _accumulated(self, held: Held, microbatches: tuple[Microbatch, ...]) -> StepGradient:
         objective = Objective(
@@ -277,19 +279,10 @@ class RLLightningModule(LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         scheduler = cast(LRScheduler | None, self.lr_schedulers())
         norm = distributed.clipped_gradient_norm(self._policy, self.max_grad_norm)
-        if torch.isfinite(norm):
-            self.run.nonfinite_in_a_row = 0
+        if self.run.accepts(norm):
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-        else:
-            self.run.skipped += 1
-            self.run.nonfinite_in_a_row += 1
-        if self.run.nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW:
-            raise FloatingPointError(
-                f"{MOST_NONFINITE_IN_A_ROW} optimizer steps in a row had a gradient norm of {float(norm)}: lower the "
-                "learning rate, or look for a loss term, weight or reward that is not finite"
-            )
         optimizer.zero_grad()
         return norm
 
@@ -305,15 +298,6 @@ class RLLightningModule(LightningModule):
         )
         self.run.metrics.add("step", measured | self.run.times.taken())
 
-    def _log(self, ticket: Ticket) -> None:
-        every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if not every or (ticket.index + 1) % every:
-            return
-        row = self.run.metrics.row()
-        fresh = self.run.metrics.groups["rollout"].keys  # Lightning has had these when the rollout was finished
-        log_monitored(self, {name: value for name, value in row.items() if name not in fresh})
-        log_row(self, row, ticket.index)
-
     def key_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
         seed = request_seed(self.seed, self.global_rank, ticket.index)
@@ -324,7 +308,7 @@ class RLLightningModule(LightningModule):
     @override
     def on_validation_start(self) -> None:
         """Gives the engine the weights that are evaluated."""
-        self.run.validation = RunningStats()
+        self.run.validation = RunningStats().to(self.device)
         self._sync(max(self.engine.version, 0))
 
     @override
@@ -333,20 +317,13 @@ class RLLightningModule(LightningModule):
         """Scores one greedy completion of each prompt."""
         mine = batch.prompts[self.global_rank :: self.trainer.world_size]
         rollout = self._collector().drawer.sample(mine, 0, group_size=1, temperature=0.0)
-        stats = {"val/reward/task": Stat.of(rollout.rewards, rollout.rewarded)}
-        for name, raw in rollout.task_rewards.items():
-            stats[f"val/reward/{name}"] = Stat.of(raw, ~raw.isnan())
-        stats["val/length/mean"] = Stat.of(rollout.response_lengths)
-        self.run.validation.update(stats)
+        self.run.validation.update(validation_metrics(rollout))
 
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs what the validation found, over all ranks."""
-        if self.run.validation.keys:
-            values = self.run.validation.figures()
-            bar = {name: value for name, value in values.items() if name == "val/reward/task"}
-            self.log_dict(bar, prog_bar=True, batch_size=1)
-            self.log_dict({name: value for name, value in values.items() if name not in bar}, batch_size=1)
+        for name, value in self.run.validation.figures().items():
+            self.log(name, value, prog_bar=name == "val/reward/task", batch_size=1)
 
     def complete(self, prompts: Sequence[Any], *, temperature: float = 0.0) -> list[str]:
         """The policy's answer to each prompt, in any form that PromptDataModule takes; greedy by default."""
@@ -363,7 +340,7 @@ class RLLightningModule(LightningModule):
         reference = self.run.reference
         checkpoint["lightning_rl"] = {
             "ranks": distributed.gathered_objects(self.run.state()),
-            "reference_hash": None if reference is None else fingerprint(reference.model),
+            "reference_hash": None if reference is None else reference.fingerprint,
         }
 
     @override

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rl.hooks import Contributions, LossView, Stat
+from lightning_rl.hooks.stat import disjoint
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.signal.kl import k1, tangent_exp
 from lightning_rl.signal.losses import policy_ratio, value_loss
@@ -55,17 +56,16 @@ class Objective:
 
     def __call__(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """The loss of one microbatch and everything worth knowing about it."""
+        view = view.sanitised()
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.contributions.policy_factor(view)
         raw = self.loss(view)
-        parts = {
-            "loss/policy": _reduced(raw if factor is None else raw * masked_fill_invalid(factor, valid), weights, valid)
-        }
+        parts = {"loss/policy": _reduced(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.contributions.loss_terms(view):
             per_token = term.per_token
             if term.masked and factor is not None:
-                per_token = per_token * masked_fill_invalid(factor, valid)
+                per_token = _times(per_token, factor, valid)
             own = weights if term.reduction is None else weights_of(term.reduction)
             parts[f"{name}/loss"] = _reduced(per_token, own, valid)
             total = total + term.coef * parts[f"{name}/loss"]
@@ -79,8 +79,8 @@ class Objective:
         parts = {"loss/total": total, **parts}
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
-            measured = policy_metrics(view) | self.loss.metrics(view) | self.contributions.metrics(view)
-        return LossParts(total, detached, stats | measured)
+            measured = policy_metrics(view), self.loss.metrics(view), self.contributions.metrics(view)
+        return LossParts(total, detached, disjoint(stats, *measured))
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:
@@ -109,6 +109,11 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
 
 def _divergence_of_samples(gap: Tensor) -> Tensor:
     return tangent_exp(gap) - 1 - gap
+
+
+def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
+    kept = masked_fill_invalid(factor, valid)
+    return torch.where(kept != 0, per_token, 0.0) * kept  # what is rejected may be infinite
 
 
 def _reduced(per_token: Tensor, weights: Tensor, valid: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class Rollout:
 
     def __post_init__(self) -> None:
         """Freezes the dict fields and checks every shape against B, P and T."""
-        sizes = {ROW: (len(self.prompt_lengths),), PROMPT: self.prompt_ids.shape, TOKEN: self.response_ids.shape}
+        rows = len(self.prompt_lengths)
+        sizes = {ROW: (rows,), PROMPT: (rows, self.prompt_ids.shape[-1]), TOKEN: (rows, self.response_ids.shape[-1])}
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, Mapping):
@@ -129,6 +130,18 @@ class Rollout:
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
         """``number`` rows of padding with the same set of fields: ids -1, one prompt token, no response."""
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
+
+    def sanitised(self: RolloutT) -> RolloutT:
+        """0 at every invalid token of every float field, so that NaN there reaches neither value nor gradient."""
+
+        def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
+            del pad
+            if axes != TOKEN or not tensor.is_floating_point():
+                return tensor
+            mask = self.valid_tokens.reshape(*self.valid_tokens.shape, *[1] * (tensor.dim() - 2))
+            return torch.where(mask, tensor, 0.0)
+
+        return self.map(clean)
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Identity and write counter of every tensor, by field: equal before and after exactly if nobody wrote in

@@ -1,12 +1,19 @@
-"""Learning-rate schedules as callables for ``lr_scheduler=``."""
+"""Optimizers and learning-rate schedules as callables for ``optimizer=`` and ``lr_scheduler=``."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+OptimizerBuilder = Callable[[list[dict[str, Any]]], Optimizer]
+SchedulerBuilder = Callable[[Optimizer], LRScheduler]
 
-def warmup_then_linear(warmup: int, total: int) -> Callable[[Optimizer], LRScheduler]:
+FUSED_ADAMW: OptimizerBuilder = partial(AdamW, lr=1e-6, weight_decay=0.0, fused=True)
+
+
+def warmup_then_linear(warmup: int, total: int) -> SchedulerBuilder:
     """Linear up over ``warmup`` optimizer steps, then linear down to 0 at step ``total``.
 
     Raises:
@@ -22,6 +29,6 @@ def warmup_then_linear(warmup: int, total: int) -> Callable[[Optimizer], LRSched
         raise ValueError(f"expected 0 <= warmup < total, got {warmup} and {total}")
 
     def factor(step: int) -> float:
-        return min(1.0, (step + 1) / warmup if warmup else 1.0) * max(0.0, 1 - step / total)
+        return (step + 1) / warmup if step < warmup else max(0.0, (total - step) / (total - warmup))
 
     return lambda optimizer: LambdaLR(optimizer, factor)

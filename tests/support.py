@@ -1,6 +1,7 @@
 """What tests share: tiny policies, ragged rollouts, views from plain lists, one optimizer step, a short fit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -8,9 +9,19 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from lightning_rl import (
     ClippedSurrogate,
@@ -25,7 +36,7 @@ from lightning_rl import (
     Rollout,
     sequence_mean,
 )
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.reductions import Reduction
 
 VOCABULARY, EOS = 16, 1
@@ -53,13 +64,51 @@ def tiny_policy(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options:
     return model
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "experts_implementation": "eager",
+    },
+    "gemma2": {"head_dim": 8},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "experts_implementation": "eager"},
+}
+
+
+def tiny_model(family: str, seed: int = 0, *, dtype: torch.dtype = torch.float64, **options: Any) -> PreTrainedModel:
+    """A two-layer model of one of :data:`FAMILIES`, with weights large enough that it is far from uniform."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+    shape |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    shape |= {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None, "initializer_range": 0.3}
+    config = AutoConfig.for_model(family, **{**shape, **FAMILIES[family], **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    torch.nn.Module.to(model, dtype)
+    return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One word for each id: ``</s>`` is EOS, the others are ``a``, ``b``, ... from id 2 on."""
+    words = ["<unk>", "</s>", *"abcdefghijklmn"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
 def ragged_rollout(
     rows: int = 12, *, group_size: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32, longest: int = 7
 ) -> Rollout:
     """Random samples with every optional field: holes in the action mask, an empty row, truncated rows, NaN outside."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (rows,), generator=draw)
-    lengths[rows // 2] = 0
+    lengths[0], lengths[rows // 2] = longest, 0
     prompts = torch.randint(1, 5, (rows,), generator=draw)
     inside = torch.arange(longest) < lengths[:, None]
     actions = inside & (torch.rand(rows, longest, generator=draw) > 0.15)
@@ -98,6 +147,32 @@ def ragged_rollout(
     )
 
 
+def rollout_of(
+    rewards: list[float], tokens: list[list[int]], *, groups: list[int] | None = None, **given: Any
+) -> Rollout:
+    """A rollout from plain lists; ``tokens`` is the action mask."""
+    rows, width = len(tokens), len(tokens[0])
+    actions = torch.tensor(tokens, dtype=torch.bool).reshape(rows, width)
+    whole = torch.ones(rows, dtype=torch.bool)
+    base: dict[str, Any] = {
+        "prompt_ids": torch.zeros(rows, 1, dtype=torch.int64),
+        "prompt_lengths": torch.ones(rows, dtype=torch.int64),
+        "response_ids": torch.zeros(rows, width, dtype=torch.int64),
+        "response_lengths": actions.sum(-1),
+        "action_mask": actions,
+        "valid_tokens": actions,
+        "groups": torch.tensor([0] * rows if groups is None else groups),
+        "sample_ids": torch.arange(rows) + 100,
+        "finish": torch.zeros(rows, dtype=torch.uint8),
+        "policy_version": torch.zeros(rows, width, dtype=torch.int64),
+        "trained": whole,
+        "rewarded": whole,
+        "rewards": torch.tensor(rewards),
+        "values": torch.zeros(rows, width),
+    }
+    return Rollout(**{**base, **{name: torch.as_tensor(value) for name, value in given.items()}})
+
+
 def view_of(
     logprobs: Any,
     *,
@@ -109,7 +184,7 @@ def view_of(
     """A LossView from plain lists, one list for one row or a list of rows; ``logprobs`` carries gradient."""
 
     def rows_of(values: Any) -> Tensor:
-        tensor = torch.as_tensor(values)
+        tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
         return tensor[None] if tensor.dim() == 1 else tensor
 
     current = rows_of(logprobs).to(dtype).detach().requires_grad_()
@@ -234,3 +309,34 @@ def recorder(seen: list[Rollout]) -> Callable[[str], RLCallback]:
         return callback
 
     return named
+
+
+def callback_of(name: str, **methods: Callable[[Any], Any]) -> RLCallback:
+    """A callback that contributes what plain functions of the rollout or view return."""
+    bodies = {method: lambda _self, seen, body=body: body(seen) for method, body in methods.items()}
+    return type(name.title(), (RLCallback,), {"name": name, **bodies})()
+
+
+def in_lockstep(*ranks: Callable[[GlobalSum], Tensor]) -> list[Tensor]:
+    """Runs functions that share a ``global_sum`` as ranks do: the n-th sum of each adds up the n-th values of all."""
+    totals: list[Tensor] = []
+    while True:
+        given: list[Tensor] = []
+        results = []
+        for rank in ranks:
+            with suppress(_Waiting):
+                results.append(rank(partial(_next_total, iter(totals), given)))
+        if not given:
+            return results
+        totals.append(torch.stack(given).sum(0))
+
+
+class _Waiting(Exception):  # noqa: N818
+    pass
+
+
+def _next_total(totals: Iterator[Tensor], given: list[Tensor], values: Tensor) -> Tensor:
+    for total in totals:
+        return total
+    given.append(values)
+    raise _Waiting

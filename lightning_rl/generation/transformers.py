@@ -91,6 +91,7 @@ class _Batch:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, requests: list[Request], version: int
     ) -> None:
         self.model, self.tokenizer, self.requests, self.version = model, tokenizer, requests, version
+        self.stops = any(request.stop for request in requests)
         device = model.device
         longest = max(request.max_new_tokens for request in requests)
         self.tokens = torch.zeros(len(requests), longest, dtype=torch.int64, device=device)
@@ -166,7 +167,7 @@ class _Batch:
 
     def _ended(self, live: _Live, chosen: Tensor, step: int) -> Tensor:
         stopped = (chosen[:, None] == self.eos_ids[live.rows]).any(-1)
-        if any(request.stop for request in self.requests):
+        if self.stops:
             said = [self._said_stop(row, step) for row in live.rows.tolist()]
             stopped |= torch.tensor(said, dtype=torch.bool, device=chosen.device)
         self.finish[live.rows[stopped & live.alive]] = int(Finish.STOP)
@@ -178,7 +179,7 @@ class _Batch:
             return False
         if self.tokenizer is None:
             raise ValueError("expected a tokenizer, because stop strings need one: pass tokenizer= to the module")
-        tail = self.tokens[row, max(0, step - max(map(len, stops)) - 8) : step + 1]
+        tail = self.tokens[row, max(0, step - max(len(stop.encode()) for stop in stops) - 8) : step + 1]
         text = self.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
 

@@ -109,7 +109,7 @@ class RLCallback(Callback):
         raise NotImplementedError
 
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        """Tensors for ``extras`` ([B, ...]) or ``token_extras`` ([B, T, ...]); combined by *disjoint union*."""
+        """Tensors by ``extras/<name>`` ([B, ...]) or ``token_extras/<name>`` ([B, T, ...]); a *disjoint union*."""
         raise NotImplementedError
 
     def token_reward(self, rollout: Rollout) -> Float[Tensor, "B T"]:

@@ -12,6 +12,24 @@ from lightning_rl.hooks.stat import Stat
 from lightning_rl.hooks.view import LossView
 from lightning_rl.rollout import Rollout
 
+RESERVED = frozenset(
+    (
+        "advantage",
+        "groups",
+        "kl",
+        "length",
+        "loss",
+        "optim",
+        "policy",
+        "reward",
+        "rollout",
+        "staleness",
+        "time",
+        "val",
+        "value",
+    )
+)
+
 
 class PolicyFactor(NamedTuple):
     """What multiplies the policy loss, and the statistics of who did that."""
@@ -34,6 +52,8 @@ class Contributions:
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.name))
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
+            if callback.name in RESERVED:
+                raise ValueError(f'expected another name than "{callback.name}", under which the core logs')
             if not callback.name:
                 raise ValueError(f"expected {type(callback).__name__} to set the class attribute `name`, got none")
             if names.count(callback.name) > 1:
@@ -75,15 +95,21 @@ class Contributions:
         return combined, stats
 
     def provide(self, rollout: Rollout) -> Rollout:
-        """The rollout with every provided tensor in ``extras`` or, with a response axis, in ``token_extras``."""
-        extras, token_extras = dict(rollout.extras), dict(rollout.token_extras)
+        """The rollout with every provided tensor in the field that its name begins with."""
+        known = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
         for callback, given in self._each("provide", rollout, None):
             for name, tensor in given.items():
-                if name in extras or name in token_extras:
+                field, _, key = name.partition("/")
+                shape = rollout.groups.shape if field == "extras" else rollout.response_ids.shape
+                if field not in known or not key or tensor.shape[: len(shape)] != shape:
+                    raise ValueError(
+                        f'expected provide of {callback.name} to name its tensors "extras/..." [B, ...] or '
+                        f'"token_extras/..." [B, T, ...], got "{name}" {list(tensor.shape)}'
+                    )
+                if key in known[field]:
                     raise ValueError(f'expected "{name}" from one callback, but {callback.name} provides it as well')
-                target = token_extras if tensor.shape[:2] == rollout.response_ids.shape else extras
-                target[name] = tensor.detach()
-        return rollout.replace(extras=extras, token_extras=token_extras)
+                known[field][key] = tensor.detach()
+        return rollout.replace(**known)
 
     def token_reward(self, rollout: Rollout) -> Tensor | None:
         """Sum of all token rewards, shape [B, T], or None."""
@@ -159,10 +185,11 @@ class Contributions:
     def _merged(self, method: str, seen: Rollout) -> dict[str, Stat]:
         stats: dict[str, Stat] = {}
         for callback, given in self._each(method, seen, None):
-            foreign = [key for key in given if not key.startswith(f"{callback.name}/")]
+            prefix = f"{type(callback).name or callback.name}/"  # the file's name; a twin logs under its own
+            foreign = [key for key in given if not key.startswith(prefix)]
             if foreign:
-                raise ValueError(f'expected {callback.name} to log under "{callback.name}/", got {", ".join(foreign)}')
-            stats.update(given)
+                raise ValueError(f'expected {callback.name} to log under "{prefix}", got {", ".join(foreign)}')
+            stats |= {f"{callback.name}/{key.removeprefix(prefix)}": stat for key, stat in given.items()}
         return stats
 
 
@@ -172,6 +199,8 @@ def _times(factor: Tensor | None, other: Tensor) -> Tensor:
 
 def _check(callback: RLCallback, method: str, given: Tensor, seen: Rollout, shape: str) -> None:
     axes, kind = shape.split()
+    if not isinstance(given, Tensor):
+        raise TypeError(f"expected {method} of {callback.name} to return a tensor, got {type(given).__name__}")
     expected = seen.groups.shape if axes == "row" else seen.response_ids.shape
     fits_kind = given.dtype == torch.bool if kind == "mask" else given.is_floating_point()
     if given.shape != expected or not fits_kind:

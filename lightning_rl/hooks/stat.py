@@ -1,6 +1,7 @@
 """Stat: what is known about a population of numbers, mergeable over microbatches and ranks in any split."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +18,7 @@ class Stat:
 
     Example:
         >>> stat = Stat.of(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
-        >>> float(stat.value()), float(stat.std().value())
+        >>> stat.value(), stat.std().value()
         (2.0, 1.4142135623730951)
     """
 
@@ -65,9 +66,9 @@ class Stat:
         """The same population taken as weights, logging the effective share of samples (sum w)^2 / (n sum w^2)."""
         return replace(self, shown="ess")
 
-    def value(self) -> Float[Tensor, ""]:
+    def value(self) -> float:
         """The figure that is logged; NaN for an empty population."""
-        return shown_value(self.moments, self.shown)
+        return shown_value(self.moments.tolist(), self.shown)
 
 
 def merged_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
@@ -82,14 +83,31 @@ def merged_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
     return torch.stack([total, joint, deviation, maximum.amax(0)], -1)
 
 
-def shown_value(moments: Float[Tensor, "4"], shown: Shown) -> Float[Tensor, ""]:
-    """One figure of a population; NaN if it is empty."""
-    count, mean, squares, maximum = moments.unbind()
-    figure = {
-        "mean": mean,
-        "max": maximum,
-        "std": (squares / (count - 1).clamp(min=1)).sqrt(),
-        "ess": mean.square() / (mean.square() + squares / count.clamp(min=1)),
-        "sum": mean * count,
-    }[shown]
-    return torch.where(count > 0, figure, torch.nan)
+def shown_value(moments: Sequence[float], shown: Shown) -> float:
+    """One figure of a population, given as count, mean, squared deviations and maximum; NaN if it is empty."""
+    count, mean, squares, maximum = moments
+    if count == 0:
+        return math.nan
+    figures = {
+        "mean": lambda: mean,
+        "max": lambda: maximum,
+        "std": lambda: math.sqrt(squares / max(count - 1, 1)),
+        "ess": lambda: 1 / (1 + squares / count / mean**2) if mean**2 > 0 else math.nan,
+        "sum": lambda: mean * count,
+    }
+    return figures[shown]()
+
+
+def disjoint(*parts: Mapping[str, Stat]) -> dict[str, Stat]:
+    """Joins statistics.
+
+    Raises:
+        ValueError: naming a key that two parts have.
+    """
+    joined: dict[str, Stat] = {}
+    for part in parts:
+        twice = joined.keys() & part.keys()
+        if twice:
+            raise ValueError(f"expected each metric from one place, got {sorted(twice)[0]} from two")
+        joined |= part
+    return joined

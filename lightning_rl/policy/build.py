@@ -1,7 +1,6 @@
 """Building policy, critic, reference and tokenizer from a name, a path or a callable."""
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -44,19 +43,36 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     return AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
 
-def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Every id that ends a response: the generation config's, which may be several, and the tokenizer's."""
+def eos_ids_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    given: Sequence[int] | None = None,
+    stop: Sequence[str] = (),
+) -> frozenset[int]:
+    """Every id that ends a response: those given, or the generation config's (maybe several) and the tokenizer's.
+
+    Raises:
+        ValueError: if there is none, and no stop string either, so that no response could ever end.
+    """
     configured = None if model.generation_config is None else model.generation_config.eos_token_id
     found = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
     if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
+    found = found if given is None else set(given)
+    if not found and not stop:
+        raise ValueError(
+            "expected an end of responses, but neither model nor tokenizer has an EOS: pass eos_token_ids= or stop="
+        )
     return frozenset(found)
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of all weights, equal exactly if they are."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def longest_prompt(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """Most tokens of a prompt that leave room for a whole response; None for a model without a context limit.
+
+    Raises:
+        ValueError: if there is no room for any prompt.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and context <= max_new_tokens:
+        raise ValueError(f"expected max_new_tokens below the context window of {context}, got {max_new_tokens}")
+    return None if context is None else context - max_new_tokens

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
@@ -58,10 +59,12 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden, weight):
@@ -112,10 +115,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     return logits.div_(temperature)
 
 
-def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> None:
+def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
     compute = hidden.dtype if hidden.is_cuda else grad.dtype
     grad = grad.to(compute)
     grad_hidden.copy_(torch.mm(grad, weight.to(compute)))
+    if grad_weight is None:
+        return
     if grad_weight.dtype == compute:
         grad_weight.addmm_(grad.t(), hidden.to(compute))
     else:

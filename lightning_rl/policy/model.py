@@ -1,5 +1,7 @@
 """PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
 
+import hashlib
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -82,6 +84,15 @@ class Scorer:
         if packed:
             model.set_attn_implementation(PACKED_ATTENTION)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all weights, equal exactly if they are. They are frozen, so it is computed once."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in self.model.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
     def to(self, device: torch.device) -> None:
         """Moves the weights."""
         nn.Module.to(self.model, device)
@@ -157,7 +168,7 @@ def check_dropout(model: PreTrainedModel) -> None:
     Raises:
         ValueError: naming the config attribute that switches it on.
     """
-    for name, value in model.config.to_dict().items():
+    for name, value in {**model.config.to_dict(), **model.config.get_text_config().to_dict()}.items():
         active = isinstance(value, float | int) and not isinstance(value, bool) and value > 0
         if active and ("dropout" in name or "pdrop" in name) and not name.startswith(("classifier", "summary")):
             raise ValueError(f"expected a policy without dropout, got config.{name}={value}: set it to 0")

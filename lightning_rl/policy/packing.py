@@ -113,6 +113,8 @@ def _attention(
     if unsupported:
         raise ValueError(f"packed attention does not know {unsupported[0]}: use packing=False for this model")
     scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
+    if attention_mask is not None:  # some models tell the window to the mask alone
+        window = int(attention_mask)
     if _flash_applies(query):
         return _flash(query, key, value, boundaries, max(lengths), scaling, window), None
     grouped = query.shape[1] != key.shape[1]
@@ -162,8 +164,11 @@ def _flash(
     return mixed[None]
 
 
-def _mask(*arguments: Any, **keywords: Any) -> Tensor | None:
-    return None if _PACKED_NOW.get() else sdpa_mask(*arguments, **keywords)
+def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Tensor | None:
+    """No mask for packed sequences, but the width of a sliding window in place of one, which is all it would say."""
+    if _PACKED_NOW.get():
+        return None if local_size is None else torch.tensor(local_size)
+    return sdpa_mask(*arguments, local_size=local_size, **keywords)
 
 
 AttentionInterface.register(PACKED_ATTENTION, _attention)

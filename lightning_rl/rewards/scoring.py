@@ -16,6 +16,8 @@ row.
 
 Item = TypeVar("Item")
 
+RESERVED = frozenset({"task", "shaped", "missing"})
+
 
 class Scores(NamedTuple):
     """What the reward functions said about each row."""
@@ -41,6 +43,10 @@ class Rewards:
     ) -> None:
         named = functions.items() if isinstance(functions, Mapping) else [(_name(f), f) for f in functions]
         self.functions = dict(named)
+        if RESERVED & self.functions.keys():
+            raise ValueError(
+                f"expected other names of rewards than {sorted(RESERVED)}, under which their sum is logged"
+            )
         if not self.functions or len(self.functions) != len(list(named)):
             raise ValueError(f"expected reward functions with different names, got {[name for name, _ in named]}")
         self.weights = dict(zip(self.functions, weights or [1.0] * len(self.functions), strict=False))
@@ -74,7 +80,9 @@ class Rewards:
             if self.weights[name] != 0:
                 applied, failed = applied | finite, failed | broken
                 total = total + torch.where(finite, exact, 0.0) * self.weights[name]
-        scored = applied & ~failed
+        for row in (~applied & ~failed).nonzero()[:, 0].tolist():
+            _warn("functions", "no value", prompts[row], str(completions[row]))
+        scored = applied & ~failed & torch.isfinite(total.to(dtype))
         return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored)
 
 

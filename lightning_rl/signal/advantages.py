@@ -42,7 +42,7 @@ def group_statistics(
     mean = per_group(exact) / count.clamp(min=1)
     deviation = torch.where(rewarded, exact - mean, 0.0)
     std = (per_group(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
-    spread = rewarded & (extreme(-torch.inf, "amax") > extreme(torch.inf, "amin"))
+    spread = rewarded & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # NaN has spread: never hide it
     return GroupStatistics(exact, count, mean, std, spread)
 
 

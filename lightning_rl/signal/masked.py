@@ -58,7 +58,7 @@ def whiten(
     mean = global_sum(exact.sum()) / count.clamp(min=1)
     deviation = torch.where(mask, exact - mean, 0.0)
     rounding = 4 * torch.finfo(torch.float64).eps * mean.abs()
-    differing = global_sum((deviation.abs() > rounding).sum().double())
+    differing = global_sum((~(deviation.abs() <= rounding)).sum().double())  # so that NaN counts as differing
     variance = global_sum(deviation.square().sum()) / (count - 1).clamp(min=1)
     scaled = deviation / torch.where(differing > 0, variance, 1.0).sqrt()
     return torch.where(differing > 0, scaled, 0.0).to(values.dtype)

@@ -11,6 +11,7 @@ from lightning_rl.advantages import GroupEstimator, TokenEstimator
 from lightning_rl.generation import Engine
 from lightning_rl.hooks import Contributions, LossView
 from lightning_rl.losses import PolicyLoss
+from lightning_rl.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ def check_reads(
         for field in fields:
             readers.setdefault(field, []).append(name)
     known = {spec.name for spec in dataclasses.fields(LossView)}
+    late = known - {spec.name for spec in dataclasses.fields(Rollout)}
+    if early & late:
+        raise ValueError(f"expected {sorted(early & late)[0]} in reads_at_loss, not in reads: no rollout has it")
     for field, names in readers.items():
         if field.partition("/")[0] not in known:
             raise ValueError(f'expected {names[0]} to read a field of Rollout, got "{field}"; known: {sorted(known)}')
@@ -96,9 +100,10 @@ def check_estimator(contributions: Contributions, estimator: GroupEstimator | To
         return
     name = getattr(estimator, "__name__", type(estimator).__name__)
     for callback in contributions.offering("token_reward"):
+        cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
             f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "
-            f"row: use {type(callback).__name__}(as_loss=True), or an estimator that works per token such as GAE"
+            f"row: use {cure}an estimator that works per token such as GAE"
         )
     if critic:
         raise ValueError(
@@ -115,6 +120,18 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
             raise ValueError(f"expected {name} > 0, got {number}")
+
+
+def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:
+    """Refuses a loader whose epochs end within a rollout; the Trainer's own limits may cut one.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    if tickets % steps_per_rollout:
+        raise ValueError(
+            f"expected a loader with a multiple of {steps_per_rollout} tickets (minibatches x epochs), got {tickets}"
+        )
 
 
 def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) -> None:

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_rl.hooks import Contributions
 from lightning_rl.metrics import MetricLog, RunningStats
 from lightning_rl.policy import Scorer
-from lightning_rl.policy.build import fingerprint
 from lightning_rl.stages.checks import Needs
 from lightning_rl.stages.held import Held
 from lightning_rl.timing import PhaseTimes
+
+MOST_NONFINITE_IN_A_ROW = 3
 
 
 @dataclass(slots=True)
@@ -47,6 +49,24 @@ class RunState:
     nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
 
+    def accepts(self, norm: Tensor) -> bool:
+        """Whether a step with this gradient norm is made; counts those that are not.
+
+        Raises:
+            FloatingPointError: if the norm was not finite too often in a row.
+        """
+        if torch.isfinite(norm):
+            self.nonfinite_in_a_row = 0
+            return True
+        self.skipped += 1
+        self.nonfinite_in_a_row += 1
+        if self.nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW:
+            raise FloatingPointError(
+                f"{MOST_NONFINITE_IN_A_ROW} optimizer steps in a row had a gradient norm of {float(norm)}: lower the "
+                "learning rate, or look for a loss term, weight or reward that is not finite"
+            )
+        return False
+
     def state(self) -> dict[str, Any]:
         """This rank's part of a checkpoint, in values that load under ``weights_only=True``."""
         return {
@@ -59,10 +79,10 @@ class RunState:
     def begin(self, device: torch.device, *, packed: bool) -> None:
         """Starts a fit: continues from what was loaded, or drops a rollout that an earlier fit left behind."""
         loaded, self.loaded, self.held = self.loaded, None, None
+        self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device), 0, 0
         if self.reference is not None:
             self.reference.to(device)
         if loaded is None:
-            self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(), 0, 0
             return
         self.metrics.load(loaded["metrics"])
         self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
@@ -76,7 +96,7 @@ class RunState:
             ValueError: if the checkpoint was written by another number of ranks or with another reference.
         """
         ranks, known = checkpoint["ranks"], checkpoint["reference_hash"]
-        mine = None if self.reference is None else fingerprint(self.reference.model)
+        mine = None if self.reference is None else self.reference.fingerprint
         if len(ranks) != world_size:
             raise ValueError(
                 f"expected a checkpoint of {world_size} ranks, got one of {len(ranks)}: resume with as many devices"

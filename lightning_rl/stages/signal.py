@@ -1,13 +1,11 @@
 """Signal: from rewards and log-probabilities to the advantage of every token. Raw quantities stay raw."""
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from lightning_rl.advantages import GroupEstimator, TokenEstimator
 from lightning_rl.hooks import Contributions, Stat
-from lightning_rl.rollout import TOKEN, Finish, Rollout
+from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.signal.advantages import group_statistics
 from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
 from lightning_rl.signal.rewards import shaped_rewards
@@ -28,13 +26,14 @@ def with_signal(
         global_sum: adds tensors up over the ranks.
 
     Raises:
-        ValueError: if an advantage is not finite; the message names the sample.
+        ValueError: if a reward or an advantage is not finite; the message names the sample.
     """
-    rollout = sanitised(contributions.provide(rollout))
+    rollout = contributions.provide(rollout).sanitised()
     bonus, token_rewards = contributions.reward_bonus(rollout), contributions.token_reward(rollout)
     scores = rollout.rewards if bonus is None else rollout.rewards + bonus
     scores = masked_fill_invalid(scores, rollout.rewarded)
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
+    _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
     if isinstance(estimator, TokenEstimator):
         advantages, returns = estimator(shaped, rollout.values, rollout.valid_tokens, global_sum)
     else:
@@ -57,21 +56,6 @@ def excluding(rollout: Rollout, contributions: Contributions) -> tuple[Rollout, 
     return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), stats
 
 
-def sanitised(rollout: Rollout) -> Rollout:
-    """The rollout with 0 at every invalid token of every float field, so that NaN there reaches nothing."""
-
-    def clean(tensor: Tensor) -> Tensor:
-        mask = rollout.valid_tokens.reshape(*rollout.valid_tokens.shape, *[1] * (tensor.dim() - 2))
-        return torch.where(mask, tensor, 0.0) if tensor.is_floating_point() else tensor
-
-    changes: dict[str, object] = {}
-    for spec in dataclasses.fields(rollout):
-        value = getattr(rollout, spec.name)
-        if spec.metadata["axes"] == TOKEN and isinstance(value, Tensor):
-            changes[spec.name] = clean(value)
-    return rollout.replace(**changes, token_extras={name: clean(value) for name, value in rollout.token_extras.items()})
-
-
 def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
     """Rewards over the rewarded rows, lengths over the real rows, and how many groups teach nothing."""
     rewarded, real = rollout.rewarded, rollout.real
@@ -89,6 +73,14 @@ def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str
     return stats
 
 
+def validation_metrics(rollout: Rollout) -> dict[str, Stat]:
+    """Rewards and lengths of completions that do not train."""
+    stats = {"val/reward/task": Stat.of(rollout.rewards, rollout.rewarded)}
+    for name, raw in rollout.task_rewards.items():
+        stats[f"val/reward/{name}"] = Stat.of(raw, ~raw.isnan())
+    return {**stats, "val/length/mean": Stat.of(rollout.response_lengths)}
+
+
 def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
     index, number = group_index(groups)
     place = torch.arange(len(groups), device=groups.device)
@@ -101,8 +93,8 @@ def _check_finite(advantages: Tensor, rollout: Rollout) -> None:
     if torch.isfinite(advantages).all():
         return
     row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
-    sample = int(rollout.sample_ids[row])
+    found, sample = float(advantages[row, position]), int(rollout.sample_ids[row])
     raise ValueError(
-        f"expected finite advantages, got {float(advantages[row, position])} for sample {sample} at position "
-        f"{position}: a bonus, token reward or provided field of a callback is not finite"
+        f"expected finite rewards and advantages, got {found} for sample {sample} at position {position}: a bonus, "
+        "token reward or provided field of a callback is not finite"
     )

@@ -1,0 +1,244 @@
+"""What every correction must do: one example of each export, and the same questions to all."""
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from support import ragged_rollout, run_step, view_of_rollout
+from torch import Tensor
+
+import lightning_rl.callbacks
+from lightning_rl import (
+    GAE,
+    ClippedSurrogate,
+    Contributions,
+    Finish,
+    LossTerm,
+    LossView,
+    PolicyLoss,
+    Reinforce,
+    RLCallback,
+    Rollout,
+    Stat,
+    concatenate,
+)
+from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RolloutKL
+from lightning_rl.stages.signal import excluding, with_signal
+
+EXAMPLES: list[RLCallback] = [
+    NoEOSMask(),
+    NoEOSMask("drop_tokens"),
+    OPSM(0.05),
+    OPSM(0.05, against="rollout"),
+    OffPolicyIS(0.8, 1.2),
+    ReferenceKL(0.1),
+    ReferenceKL(0.1, as_loss=True),
+    RolloutKL(0.1),
+    RolloutKL(0.1, estimator="k3"),
+]
+CHANGES_ON_POLICY = (NoEOSMask,)  # decides by the finish reason, whatever the policies
+OFF: list[RLCallback] = [ReferenceKL(0.0), ReferenceKL(0.0, as_loss=True), RolloutKL(0.0)]
+AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
+each = pytest.mark.parametrize("correction", EXAMPLES, ids=lambda correction: type(correction).__name__)
+
+
+def whole_rollout(*, poison: float = 0.0, on_policy: bool = False) -> Rollout:
+    """Ragged rows with drift and truncation; ``poison`` at every invalid token of every float field."""
+    rollout = ragged_rollout(24, dtype=torch.float64)
+    if on_policy:
+        same = rollout.required("old_logprobs")
+        rollout = rollout.replace(rollout_logprobs=same, ref_logprobs=same)
+
+    def poisoned(tensor: Tensor, axes: str, _pad: float) -> Tensor:
+        at_tokens = axes == "token" and tensor.is_floating_point()
+        return torch.where(rollout.valid_tokens, tensor, poison) if at_tokens else tensor
+
+    return rollout.map(poisoned)
+
+
+def loss_of(correction: RLCallback) -> PolicyLoss:
+    return Reinforce() if "token_weight" in correction.contributes else ClippedSurrogate()
+
+
+def view_on(rollout: Rollout, *, drift: float = 1.0) -> LossView:
+    """What the objective sees once the policy has moved away from the old one."""
+    position = torch.arange(rollout.width, dtype=torch.float64)
+    noise = torch.sin(3.0 * rollout.sample_ids[:, None] + 5.0 * position)  # of a token, whatever the rows beside it
+    moved = rollout.required("old_logprobs") + drift * noise / 4
+    return view_of_rollout(rollout, moved.detach().requires_grad_())
+
+
+def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
+    """The rollout through the stages between rewards and update."""
+    contributions = Contributions(callbacks)
+    rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
+    return with_signal(excluding(rollout, contributions)[0], GAE(), contributions)[0]
+
+
+def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
+    """Everything that it contributes, at valid tokens alone."""
+    found = {}
+    for method in sorted(correction.contributes):
+        given = getattr(correction, method)(view_on(rollout) if method in AT_LOSS else rollout)
+        given = given.per_token if isinstance(given, LossTerm) else given
+        if isinstance(given, Tensor) and given.dim() == 2:
+            given = given[rollout.valid_tokens]
+        found[method] = (
+            {key: stat.moments for key, stat in given.items()} if isinstance(given, dict) else given.detach()
+        )
+    return found
+
+
+def everything(rollout: Rollout, *callbacks: RLCallback, loss: PolicyLoss, drift: float = 1.0) -> list[Tensor]:
+    """Advantages, loss and gradient of a whole step."""
+    done = finished(rollout, *callbacks)
+    step = run_step(view_on(done, drift=drift), callbacks=callbacks, loss=loss)
+    return [done.required("advantages"), step.loss, step.gradient]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_every_export_has_an_example() -> None:
+    exported = {getattr(lightning_rl.callbacks, name) for name in lightning_rl.callbacks.__all__}
+    assert {type(example) for example in EXAMPLES} == exported
+    offered = set().union(*(example.contributes for example in EXAMPLES))
+    assert offered <= set(RLCallback.METHODS)
+
+
+@each
+def test_acts_off_policy_and_not_on_policy(correction: RLCallback) -> None:
+    loss = loss_of(correction)
+    off, on = whole_rollout(), whole_rollout(on_policy=True)
+    assert not equal(everything(off, correction, loss=loss), everything(off, loss=loss))
+    same = equal(everything(on, correction, loss=loss, drift=0.0), everything(on, loss=loss, drift=0.0))
+    assert same != isinstance(correction, CHANGES_ON_POLICY)
+
+
+@each
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_is_deaf_to_padding(correction: RLCallback, poison: float) -> None:
+    plain, spoiled = (
+        contributions_of(correction, whole_rollout()),
+        contributions_of(correction, whole_rollout(poison=poison)),
+    )
+    torch.testing.assert_close(spoiled, plain, atol=0, rtol=0)
+    loss = loss_of(correction)
+    expected = everything(whole_rollout(), correction, loss=loss)
+    assert equal(everything(whole_rollout(poison=poison), correction, loss=loss), expected)
+
+
+@each
+def test_logs_finite_scalars_under_its_file_name(correction: RLCallback) -> None:
+    rollout = finished(whole_rollout(), correction)
+    logged = run_step(view_on(rollout), callbacks=[correction], loss=loss_of(correction)).metrics
+    stats = Contributions([correction]).rollout_metrics(rollout)
+    logged |= {name: float(stat.value()) for name, stat in stats.items()}
+    file = type(correction).__module__.rpartition(".")[-1]
+    assert correction.name == type(correction).name == file
+    own = {name: value for name, value in logged.items() if name.startswith(f"{file}/")}
+    assert own and all(math.isfinite(value) for value in own.values())
+
+
+@each
+def test_logs_the_same_keys_whatever_it_sees(correction: RLCallback) -> None:
+    rollout = finished(whole_rollout(), correction)
+    seen = [rollout, rollout.padding_rows(1), rollout.select(torch.arange(0)), rollout.select(torch.tensor([12]))]
+    steps = [run_step(view_on(rows), callbacks=[correction], loss=loss_of(correction)) for rows in seen]
+    assert len({tuple(sorted(step.metrics)) for step in steps}) == 1
+    assert len({tuple(Contributions([correction]).rollout_metrics(rows)) for rows in seen}) == 1
+
+
+@each
+def test_edits_nothing_and_gives_the_same_twice(correction: RLCallback) -> None:
+    rollout = whole_rollout()
+    before, versions = [tensor.clone() for _, tensor in rollout.tensors()], rollout.versions()
+    first, second = contributions_of(correction, rollout), contributions_of(correction, rollout)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+    assert rollout.versions() == versions
+    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(rollout.tensors(), before, strict=True))
+
+
+@each
+def test_draws_no_global_random_numbers(correction: RLCallback) -> None:
+    before = torch.get_rng_state()
+    contributions_of(correction, whole_rollout())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@each
+def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> None:
+    rollout = finished(whole_rollout(), correction)
+    padding = view_on(rollout.padding_rows(3))
+    step = run_step(padding, callbacks=[correction], loss=loss_of(correction))
+    assert step.loss == 0 and not step.gradient.any() and step.gradient.shape == (3, rollout.width)
+    contributions = Contributions([correction])
+    counted: list[Stat] = [
+        *contributions.metrics(padding).values(),
+        *contributions.policy_factor(padding).stats.values(),
+    ]
+    counted += [*contributions.rollout_metrics(padding).values(), *contributions.exclude(padding)[1].values()]
+    assert counted and all(stat.moments[0] == 0 for stat in counted)
+
+
+@each
+def test_padding_rows_change_nothing_for_the_others(correction: RLCallback) -> None:
+    rollout, loss = whole_rollout(), loss_of(correction)
+    padded = concatenate([rollout, rollout.padding_rows(2)])
+    advantages, found, gradient = everything(padded, correction, loss=loss)
+    expected = everything(rollout, correction, loss=loss)
+    torch.testing.assert_close([advantages[:24], found], expected[:2])
+    assert not gradient[24:].any() and gradient.isfinite().all()
+
+
+@each
+def test_rows_may_come_in_any_order(correction: RLCallback) -> None:
+    rollout = whole_rollout()
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    view = view_on(rollout)
+    for method in sorted(correction.contributes - {"metrics", "rollout_metrics"}):
+        seen = view if method in AT_LOSS else rollout
+        plain, moved = getattr(correction, method)(seen), getattr(correction, method)(seen.select(order))
+        if isinstance(plain, LossTerm):
+            plain, moved = plain.per_token, moved.per_token
+        assert torch.equal(moved, plain[order])
+
+
+@pytest.mark.parametrize("correction", OFF, ids=lambda correction: type(correction).__name__)
+def test_switched_off_it_is_as_if_absent_bit_for_bit(correction: RLCallback) -> None:
+    rollout, loss = whole_rollout(), loss_of(correction)
+    assert equal(everything(rollout, correction, loss=loss), everything(rollout, loss=loss))
+
+
+@each
+def test_leaves_nothing_behind_when_it_is_removed(correction: RLCallback) -> None:
+    rollout, loss = whole_rollout(), loss_of(correction)
+    before = everything(rollout, loss=loss)
+    everything(rollout, correction, loss=loss)
+    assert equal(everything(rollout, loss=loss), before)
+
+
+@each
+def test_its_contributions_carry_no_gradient_but_that_of_its_term(correction: RLCallback) -> None:
+    view = view_on(whole_rollout())
+    for method in correction.contributes & {"sequence_mask", "token_mask", "token_weight"}:
+        assert not getattr(correction, method)(view).requires_grad
+    stats = correction.metrics(view).values() if "metrics" in correction.contributes else []
+    assert not any(stat.moments.requires_grad for stat in stats)
+
+
+@each
+def test_names_its_source_and_reads_fields_that_exist(correction: RLCallback) -> None:
+    module = inspect.getmodule(type(correction))
+    assert module is not None and "Source: " in (module.__doc__ or "")
+    assert all(hasattr(LossView, field) for field in (*correction.reads, *correction.reads_at_loss))
+    assert not {"sequence_mask", "token_mask"} & correction.contributes or correction.ratio is None
+
+
+def test_the_examples_meet_truncated_rows_and_holes() -> None:
+    rollout = whole_rollout()
+    assert 0 < (rollout.finish == Finish.LENGTH).sum() < 24
+    assert (rollout.action_mask.sum(-1) < rollout.response_lengths).any() and not rollout.valid_tokens.any(-1).all()

@@ -1,0 +1,116 @@
+"""OPSM: a bad response that drifted is rejected as a whole, and stays in the denominator."""
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import run_step, view_of
+from torch.testing import assert_close
+
+from lightning_rl import LossView, sequence_mean, token_mean
+from lightning_rl.callbacks import OPSM
+
+NAN, INF = math.nan, math.inf
+
+
+def witness() -> LossView:
+    return view_of([0.0, 0.0, 0.0], old_logprobs=[1.0, 1.0, 1.0], advantages=[-0.5, 0.25, -0.25])
+
+
+def test_witness_the_whole_row_is_rejected() -> None:
+    step = run_step(witness(), callbacks=[OPSM(0.1)])
+    assert float(step.loss) == 0.0
+    assert step.gradient.tolist() == [[0.0, 0.0, 0.0]]
+    assert step.metrics["opsm/rejected"] == 1.0 and step.metrics["opsm/drift"] == 1.0
+
+
+def test_witness_without_the_mask() -> None:
+    loss = float(run_step(witness()).loss)
+    assert loss == pytest.approx((0.4 - 0.09196986 + 0.2) / 3, abs=1e-6)
+    small = view_of([0.0] * 3, old_logprobs=[0.01] * 3, advantages=[-0.5, 0.25, -0.25])
+    assert run_step(small, callbacks=[OPSM(0.1)]).metrics["opsm/rejected"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "old", "kept"),
+    [
+        pytest.param(-1.0, [-1.0, -1.0], True, id="bad-on-policy"),
+        pytest.param(-1.0, [-0.4, -0.4], False, id="bad-drifted"),
+        pytest.param(-1.0, [-0.5, -0.5], True, id="bad-drifted-exactly-delta"),
+        pytest.param(-1.0, [-0.49, -0.5], False, id="bad-just-above-delta"),
+        pytest.param(-1.0, [-1.9, -1.9], True, id="bad-but-likelier-now"),
+        pytest.param(1.0, [-0.1, -0.1], True, id="good-drifted"),
+        pytest.param(0.0, [-0.1, -0.1], True, id="neutral-drifted"),
+        pytest.param(-1.0, [-0.2, -1.0], True, id="mean-not-max"),
+    ],
+)
+def test_keeps_what_the_formula_keeps(advantage: float, old: list[float], kept: bool) -> None:
+    view = view_of(logprobs=[-1.0, -1.0], old_logprobs=old, advantages=[advantage] * 2)
+    assert OPSM(delta=0.5).sequence_mask(view).tolist() == [kept]
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("field", ["old_logprobs", "advantages", "logprobs"])
+def test_poison_at_a_masked_token_does_not_turn_a_rejection_into_a_keep(field: str, poison: float) -> None:
+    given: dict[str, Any] = {"logprobs": [-1.0, -1.0], "old_logprobs": [-0.4, 0.0], "advantages": [-1.0, 1.0]}
+    given[field] = [given[field][0], poison]
+    view = view_of(given.pop("logprobs"), valid=[True, False], **given)
+    assert OPSM(delta=0.5).sequence_mask(view).tolist() == [False]
+
+
+def test_padding_counts_neither_in_the_drift_nor_in_its_length() -> None:
+    view = view_of([-1, -1, NAN], old_logprobs=[-0.4, -0.4, 0.0], advantages=[-1] * 3, valid=[True, True, False])
+    assert OPSM(delta=0.7).sequence_mask(view).item()  # mean drift 0.6 over two tokens, not 3.4 over three
+    assert not OPSM(delta=0.5).sequence_mask(view).item()  # nor 1.2 over three
+
+
+@pytest.mark.parametrize(("reduction", "slope"), [(sequence_mean, -1 / 2), (token_mean, -1 / 3)])
+def test_rejected_response_still_counts_in_the_denominator(reduction: Any, slope: float) -> None:
+    view = view_of(
+        [[-1.0, 0.0], [-1.0, -1.0]],
+        valid=[[1, 0], [1, 1]],
+        old_logprobs=[[-1.0, 0.0], [-0.1, -0.1]],
+        advantages=[[1.0, 0.0], [-1.0, -1.0]],
+    )
+    step = run_step(view, callbacks=[OPSM(delta=0.5)], reduction=reduction)
+    assert_close(step.gradient, torch.tensor([[slope, 0.0], [0.0, 0.0]]))
+    assert step.metrics["opsm/rejected"] == 0.5
+    assert step.metrics["opsm/drift"] == pytest.approx(0.45)
+
+
+def test_measures_drift_from_the_engine_if_told_to() -> None:
+    view = view_of([-1.0], old_logprobs=[-1.0], rollout_logprobs=[-0.1], advantages=[-1.0])
+    assert OPSM(0.5).sequence_mask(view).item()
+    assert not OPSM(0.5, against="rollout").sequence_mask(view).item()
+    assert run_step(view, callbacks=[OPSM(0.5, against="rollout")]).metrics["opsm/drift"] == pytest.approx(0.9)
+    assert (OPSM().reads_at_loss, OPSM(against="rollout").reads_at_loss) == (("old_logprobs",), ("rollout_logprobs",))
+
+
+@given(
+    drift=st.floats(-5, 5, width=32),
+    advantage=st.floats(-3, 3, width=32),
+    delta=st.floats(0.25, 3, width=32),
+)
+def test_never_rejects_a_good_response(drift: float, advantage: float, delta: float) -> None:
+    view = view_of(logprobs=[-6.0], old_logprobs=[-6.0 + drift], advantages=[advantage])
+    assert OPSM(delta).sequence_mask(view).item() or (advantage < 0 and drift > 0)
+
+
+def test_untrained_rows_are_not_in_the_fraction() -> None:
+    view = view_of([[-1.0], [-1.0]], old_logprobs=[[-0.1], [-0.1]], advantages=[[-1.0], [-1.0]], valid=[[1], [0]])
+    step = run_step(view.replace(trained=torch.tensor([True, False])), callbacks=[OPSM(0.5)])
+    assert step.metrics["opsm/rejected"] == 1.0
+
+
+@pytest.mark.parametrize("delta", [0.0, -0.1, NAN])
+def test_a_delta_that_is_not_positive_is_refused(delta: float) -> None:
+    with pytest.raises(ValueError, match="expected delta > 0"):
+        OPSM(delta)
+
+
+def test_an_unknown_anchor_is_refused() -> None:
+    with pytest.raises(ValueError, match="against old or rollout, got 'ref'"):
+        OPSM(against=cast(Any, "ref"))

@@ -1,0 +1,139 @@
+"""ReferenceKL: a penalty in the reward or a term of the loss, and the raw KL measured either way."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from support import callback_of, ragged_rollout, rollout_of, run_step, view_of, view_of_rollout
+from torch.testing import assert_close
+
+from lightning_rl import GAE, Contributions, LossView, Reinforce
+from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.stages.signal import with_signal
+
+NAN, INF = math.nan, math.inf
+LOGPROBS, REF = [0.5, 0.7, 0.9], [0.4, 0.5, 0.6]
+
+
+def witness(dtype: torch.dtype = torch.float64) -> LossView:
+    return view_of(LOGPROBS, ref_logprobs=REF, old_logprobs=LOGPROBS, advantages=[0.0] * 3, dtype=dtype)
+
+
+def test_witness_as_a_reward() -> None:
+    rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
+    callback = ReferenceKL(0.05)
+    assert_close(callback.token_reward(rollout), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
+    found, stats = with_signal(rollout, GAE(whitened=False), Contributions([callback]))
+    assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
+    assert float(stats["kl/penalty"].value()) == pytest.approx(0.01, abs=1e-6)
+    step = run_step(view_of_rollout(found, torch.tensor([LOGPROBS]).requires_grad_()), callbacks=[callback])
+    assert step.metrics["kl/ref"] == step.metrics["reference_kl/estimate"] == pytest.approx(0.2, abs=1e-6)
+    assert step.metrics["reference_kl/positive"] == 1.0
+    assert "reference_kl/loss" not in step.metrics
+
+
+def test_witness_as_a_loss() -> None:
+    step = run_step(witness(), callbacks=[ReferenceKL(0.05, as_loss=True)], loss=Reinforce())
+    gaps = torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64)
+    values = torch.exp(-gaps) - 1 + gaps
+    assert step.metrics["reference_kl/loss"] == pytest.approx(float(values.mean()), abs=1e-6)
+    assert float(step.loss) == pytest.approx(0.05 * float(values.mean()), abs=1e-6)
+    assert_close(step.gradient, 0.05 * (1 - torch.exp(-gaps)) / 3, atol=1e-6, rtol=0)
+    assert step.metrics["reference_kl/estimate"] == pytest.approx(float(values.mean()), abs=1e-6)
+    assert step.metrics["kl/ref"] == pytest.approx(0.2, abs=1e-6)  # k1, whatever the estimator
+
+
+@pytest.mark.parametrize(
+    ("estimator", "penalty"),
+    [("k1", [0.1, -0.2]), ("abs", [0.1, 0.2]), ("k2", [0.005, 0.02]), ("k3", [0.00483742, 0.02140276])],
+)
+def test_every_estimator_works_as_a_reward(estimator: str, penalty: list[float]) -> None:
+    rollout = rollout_of([0.0], [[1, 1]], old_logprobs=[[-1.0, -1.0]], ref_logprobs=[[-1.1, -0.8]])
+    found = ReferenceKL(0.5, estimator=estimator).token_reward(rollout)
+    assert_close(found, -0.5 * torch.tensor([penalty]), atol=1e-6, rtol=0)
+    view = view_of([-1.0, -1.0], ref_logprobs=[-1.1, -0.8])
+    metrics = run_step(view, callbacks=[ReferenceKL(0.5, estimator=estimator)]).metrics
+    assert metrics["reference_kl/estimate"] == pytest.approx(sum(penalty) / 2, abs=1e-6)
+    assert metrics["reference_kl/positive"] == (0.5 if estimator == "k1" else 1.0)
+
+
+def test_the_penalty_is_another_tensor_than_what_it_was_made_from() -> None:
+    rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
+    before = {name: tensor.clone() for name, tensor in rollout.tensors()}
+    callback = ReferenceKL(0.05)
+    first, second = callback.token_reward(rollout), callback.token_reward(rollout)
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.tensors())
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_poison_at_a_masked_token_reaches_neither_reward_nor_gradient(poison: float) -> None:
+    rollout = ragged_rollout()
+    ref = rollout.required("ref_logprobs")
+    spoiled = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, poison))
+    zeroed = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, 0.0))
+    contributions = Contributions([ReferenceKL(0.1)])
+    found = [with_signal(one, GAE(), contributions)[0].required("advantages") for one in (spoiled, zeroed)]
+    assert torch.equal(*found) and found[0].isfinite().all()
+    views = [
+        view_of([-1.0, -2.0], valid=[1, 0], ref_logprobs=[-1.5, last], advantages=[1.0, 1.0]) for last in (poison, -2.0)
+    ]
+    steps = [run_step(view, callbacks=[ReferenceKL(0.1, as_loss=True)]) for view in views]
+    assert torch.equal(steps[0].gradient, steps[1].gradient) and steps[0].metrics == steps[1].metrics
+
+
+def test_masks_of_other_corrections_do_not_touch_the_loss_term() -> None:
+    reject = callback_of("reject", sequence_mask=lambda view: torch.zeros_like(view.trained))
+    callback = ReferenceKL(0.05, as_loss=True)
+    alone, rejected = run_step(witness(), callbacks=[callback]), run_step(witness(), callbacks=[callback, reject])
+    assert torch.equal(alone.gradient, rejected.gradient) and alone.gradient.abs().sum() > 0
+
+
+def test_a_beta_of_0_changes_nothing_bit_for_bit() -> None:
+    view = view_of(LOGPROBS, ref_logprobs=REF, advantages=[1.0, -1.0, 0.5])
+    without, off = run_step(view), run_step(view, callbacks=[ReferenceKL(0.0, as_loss=True)])
+    assert torch.equal(without.loss, off.loss) and torch.equal(without.gradient, off.gradient)
+    rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
+    rewarded = [
+        with_signal(rollout, GAE(whitened=False), Contributions(some))[0].required("advantages")
+        for some in ([], [ReferenceKL(0.0)])
+    ]
+    assert torch.equal(*rewarded)
+
+
+def test_contributes_and_reads_according_to_its_form() -> None:
+    reward, loss = ReferenceKL(), ReferenceKL(as_loss=True)
+    assert reward.contributes == {"token_reward", "metrics"} and loss.contributes == {"loss_term", "metrics"}
+    assert reward.reads == ("old_logprobs", "ref_logprobs") and loss.reads == ()
+    assert reward.reads_at_loss == loss.reads_at_loss == ("ref_logprobs",)
+
+
+def test_estimators_that_train_nothing_as_a_loss_warn() -> None:
+    with pytest.warns(UserWarning, match="ReferenceKL with k1 as a loss: its expected gradient is zero"):
+        ReferenceKL(estimator="k1", as_loss=True)
+    with pytest.warns(UserWarning, match="ReferenceKL with abs as a loss"):
+        ReferenceKL(estimator="abs", as_loss=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for estimator in ("k1", "abs", "k2", "k3", None):
+            ReferenceKL(estimator=estimator)
+        for estimator in ("k2", "k3", None):
+            ReferenceKL(estimator=estimator, as_loss=True)
+
+
+@pytest.mark.parametrize("beta", [-1e-9, NAN])
+def test_a_beta_below_0_is_refused(beta: float) -> None:
+    with pytest.raises(ValueError, match="expected beta >= 0"):
+        ReferenceKL(beta)
+
+
+@pytest.mark.parametrize("estimator", ["k4", ""])
+def test_an_unknown_estimator_is_refused_with_the_known_ones(estimator: str) -> None:
+    with pytest.raises(ValueError, match=f"out of k1, abs, k2, k3, got '{estimator}'"):
+        ReferenceKL(estimator=estimator)
+
+
+def test_a_token_that_agrees_with_the_reference_is_not_counted_as_positive() -> None:
+    step = run_step(view_of([-1.0, -1.0], ref_logprobs=[-1.0, -2.0]), callbacks=[ReferenceKL(0.1)])
+    assert step.metrics["reference_kl/positive"] == 0.5

@@ -1,0 +1,110 @@
+"""Requests, their seeds, and the states of an engine."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import tiny_policy
+from torch import Tensor
+
+from lightning_rl import FakeEngine, Request, TransformersEngine
+from lightning_rl.generation import Engine, EngineState, request_seed
+
+
+def a_request(**options: object) -> Request:
+    known = {"prefix_ids": (2, 3), "sample_id": 7, "seed": 0, "max_new_tokens": 4}
+    return Request(**{**known, **options})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"prefix_ids": ()}, "a prompt of at least one token for sample 7, got none", id="empty-prompt"),
+        pytest.param({"max_new_tokens": 0}, "expected max_new_tokens >= 1, got 0", id="nothing-to-draw"),
+        pytest.param({"temperature": -0.1}, "expected temperature >= 0, got -0.1", id="negative-temperature"),
+    ],
+)
+def test_a_request_is_checked_when_it_is_made(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        a_request(**options)
+
+
+def test_the_bounds_themselves_are_allowed() -> None:
+    assert a_request(prefix_ids=(0,), max_new_tokens=1, temperature=0).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("identity", "seed"),
+    [
+        ((0, 0, 0, 0), 1307958396),
+        ((0, 0, 1, 0), 407480017),
+        ((0, 1, 0, 0), 694742802),
+        ((1, 0, 0, 0), 1506085581),
+        ((0, 0, 0, 1), 294091936),
+        ((3, 7, 511, 2), 784348946),
+    ],
+)
+def test_seeds_never_change_between_versions_of_the_library(identity: tuple[int, ...], seed: int) -> None:
+    assert request_seed(*identity) == seed
+
+
+def test_a_first_turn_is_the_default() -> None:
+    assert request_seed(1, 2, 3) == request_seed(1, 2, 3, 0)
+
+
+def test_every_part_of_the_identity_makes_another_seed_of_31_bits() -> None:
+    seeds = [request_seed(a, b, c, d) for a in range(5) for b in range(5) for c in range(20) for d in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert min(seeds) >= 0 and 2**30 < max(seeds) < 2**31
+
+
+def engines() -> list[Engine]:
+    fake, real = FakeEngine(lambda _: [5, 1]), TransformersEngine()
+    for engine in (fake, real):
+        engine.start(tiny_policy(), None)
+    return [fake, real]
+
+
+@pytest.mark.parametrize("engine", engines(), ids=["fake", "transformers"])
+def test_an_engine_generates_only_with_the_trainers_weights(engine: Engine) -> None:
+    requests = [a_request(eos_ids=frozenset({1}))]
+    assert (engine.state, engine.version) == (EngineState.ASLEEP, -1)
+    with pytest.raises(
+        RuntimeError, match="expected a synced engine, got one that is asleep: load_weights comes first"
+    ):
+        engine.generate(requests)
+    engine.wake()
+    with pytest.raises(RuntimeError, match="got one that is awake"):
+        engine.generate(requests)
+    engine.load_weights(iter([("weight", torch.zeros(1))]), 3)
+    assert engine.state is EngineState.SYNCED
+    assert engine.generate(requests)[0].version == 3
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate(requests)
+    engine.load_weights([], 4)
+    assert engine.generate(requests)[0].version == 4
+    engine.close()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate(requests)
+
+
+def test_weights_are_not_synced_if_the_stream_breaks() -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "weight", torch.zeros(1)
+        raise OSError("lost")
+
+    engine = FakeEngine(lambda _: [1])
+    engine.load_weights([], 1)
+    with pytest.raises(OSError, match="lost"):
+        engine.load_weights(broken(), 2)
+    assert (engine.state, engine.version) == (EngineState.AWAKE, 1)
+
+
+def test_transformers_needs_a_model_and_at_least_one_row() -> None:
+    engine = TransformersEngine()
+    engine.load_weights([], 0)
+    with pytest.raises(RuntimeError, match=r"expected start\(\) before generate\(\)"):
+        engine.generate([a_request()])
+    with pytest.raises(ValueError, match="expected max_rows >= 1, got 0"):
+        TransformersEngine(max_rows=0)

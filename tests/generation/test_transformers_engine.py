@@ -1,0 +1,241 @@
+"""The embedded engine: what it samples, with which probability, in which batches, and when it stops."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import EOS, VOCABULARY, tiny_model, tiny_policy
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl import Completion, Finish, Request, TransformersEngine
+from lightning_rl.generation import transformers
+from lightning_rl.policy import PolicyModel
+
+PROMPTS = [(2,), (3, 4, 5, 6, 7), (8, 9), (3, 4, 5, 6, 7), (2,), (10, 11, 12)]
+
+
+def requests_for(prompts: Sequence[tuple[int, ...]], **options: Any) -> list[Request]:
+    known: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "eos_ids": frozenset({EOS}), **options}
+    return [Request(prefix_ids=ids, sample_id=n, seed=1000 + n, **known) for n, ids in enumerate(prompts)]
+
+
+def started(model: PreTrainedModel, *, max_rows: int = 512) -> TransformersEngine:
+    engine = TransformersEngine(max_rows=max_rows)
+    engine.start(model, None)
+    engine.load_weights([], 5)
+    return engine
+
+
+def draw(model: PreTrainedModel, requests: Sequence[Request], *, max_rows: int = 512) -> list[Completion]:
+    return started(model, max_rows=max_rows).generate(requests, logprobs=True)
+
+
+def what(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], Finish]]:
+    return [(completion.token_ids, completion.finish) for completion in completions]
+
+
+def distributions(model: PreTrainedModel, request: Request, ids: tuple[int, ...]) -> Tensor:
+    """Log-probabilities of every token before each token of a response, by teacher forcing of one sequence."""
+    whole = torch.tensor([[*request.prefix_ids, *ids]])
+    logits = model(input_ids=whole, use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1]
+    return (logits / (request.temperature or 1.0)).log_softmax(-1).detach()
+
+
+@contextmanager
+def forwards(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
+    """Rows and width of every forward inside."""
+    shapes: list[tuple[int, int]] = []
+
+    def note(module: Any, args: Any, given: dict[str, Any]) -> None:
+        shapes.append(tuple(given["input_ids"].shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    handle.remove()
+
+
+def constant(logits: Sequence[float], eos: int | None = EOS) -> PreTrainedModel:
+    """A policy that gives these logits everywhere."""
+    model = tiny_policy(vocab_size=len(logits), eos_token_id=eos)
+    head = torch.nn.Linear(32, len(logits))
+    head.weight.data.zero_()
+    head.bias.data = torch.tensor(logits)
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "policy-is-packed"])
+def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: bool) -> None:
+    model, requests = (
+        tiny_model(family, dtype=torch.float32),
+        requests_for(PROMPTS * 2, eos_ids=frozenset({EOS, 5, 9, 12})),
+    )
+    if packed:
+        PolicyModel(model, None, temperature=0.7, packed=True)
+    lengths = set()
+    for request, completion in zip(requests, draw(model, requests), strict=True):
+        expected = distributions(model, request, completion.token_ids)
+        expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.logprobs is not None and completion.logprobs.dtype == torch.float32
+        torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-5)
+        lengths.add(len(completion.token_ids))
+    assert len(lengths) > 1 and max(lengths) > 3, "the prompts and responses should be ragged"
+
+
+def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_max_rows() -> None:
+    model = tiny_policy()
+    requests = requests_for(PROMPTS * 3)
+    together = what(draw(model, requests))
+    assert what([draw(model, [request])[0] for request in requests]) == together
+    assert what(draw(model, requests[::-1]))[::-1] == together
+    for max_rows in (1, 4, 7):
+        assert what(draw(model, requests, max_rows=max_rows)) == together
+    longer = [*requests, replace(requests[0], max_new_tokens=40, sample_id=99)]
+    assert what(draw(model, longer))[:-1] == together, "another request's limit changed the random numbers"
+
+
+def test_samples_of_one_prompt_differ_by_their_seed_alone() -> None:
+    requests = requests_for([(2, 3)] * 8, eos_ids=frozenset())
+    assert len(set(what(draw(tiny_policy(), requests)))) > 4
+    same = [replace(request, seed=1) for request in requests]
+    assert len(set(what(draw(tiny_policy(), same)))) == 1
+
+
+def test_every_different_prompt_is_prefilled_once() -> None:
+    model = tiny_policy()
+    with forwards(model) as shapes:
+        draw(model, requests_for(PROMPTS * 4, eos_ids=frozenset(), max_new_tokens=3))
+    assert shapes == [(4, 5), (24, 1), (24, 1)], "no forward after the last token"
+
+
+def test_samples_of_a_prompt_stay_together_in_a_batch() -> None:
+    model = tiny_policy()
+    with forwards(model) as shapes:
+        draw(model, requests_for(PROMPTS * 2, max_new_tokens=1), max_rows=4)
+    assert sorted(shapes) == [(1, 1), (1, 5), (2, 3)], "every batch holds one or two prompts of like length"
+
+
+def test_finished_rows_leave_the_batch() -> None:
+    model = tiny_policy()
+    limits = [1, 1, 2, 2, 3, 8]
+    requests = [
+        replace(r, max_new_tokens=n) for r, n in zip(requests_for(PROMPTS, eos_ids=frozenset()), limits, strict=True)
+    ]
+    with forwards(model) as shapes:
+        found = draw(model, requests)
+    assert [len(completion.token_ids) for completion in found] == limits
+    assert [rows for rows, _ in shapes] == [4, 4, 2, 1, 1, 1, 1, 1]
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    model, requests = tiny_policy(), requests_for(PROMPTS, temperature=0.0)
+    for request, completion in zip(requests, draw(model, requests), strict=True):
+        expected = distributions(model, request, completion.token_ids)
+        assert completion.token_ids == tuple(expected.argmax(-1).tolist())
+        assert completion.logprobs is not None
+        torch.testing.assert_close(completion.logprobs, expected.amax(-1), rtol=0, atol=1e-5)
+
+
+def test_greedy_and_sampled_requests_share_a_batch() -> None:
+    model, sampled = tiny_policy(), requests_for(PROMPTS)
+    mixed = [replace(r, temperature=0.0) if n % 2 else r for n, r in enumerate(sampled)]
+    assert what(draw(model, mixed)) == [what(draw(model, [request]))[0] for request in mixed]
+
+
+@pytest.mark.parametrize(
+    ("eos_ids", "limit", "length", "finish"),
+    [
+        pytest.param({3}, 4, 1, Finish.STOP, id="eos-at-once"),
+        pytest.param({5, 3, 7}, 4, 1, Finish.STOP, id="one-of-several"),
+        pytest.param({5}, 4, 4, Finish.LENGTH, id="limit"),
+        pytest.param(set(), 4, 4, Finish.LENGTH, id="no-eos-at-all"),
+        pytest.param({3}, 1, 1, Finish.STOP, id="eos-is-the-last-token-allowed"),
+        pytest.param({5}, 1, 1, Finish.LENGTH, id="one-token-allowed"),
+    ],
+)
+def test_a_response_ends_for_the_reason_given(eos_ids: set[int], limit: int, length: int, finish: Finish) -> None:
+    model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
+    request = requests_for([(2,)], eos_ids=frozenset(eos_ids), max_new_tokens=limit)
+    (completion,) = draw(model, request)
+    assert what([completion]) == [((3,) * length, finish)] and completion.version == 5
+    assert completion.logprobs is not None and len(completion.logprobs) == length
+
+
+def test_requests_with_different_ends_share_a_batch() -> None:
+    model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
+    first, second, third = requests_for([(2,)] * 3, max_new_tokens=3)
+    changed = [replace(first, eos_ids=frozenset()), replace(second, eos_ids=frozenset({3, 4})), third]
+    assert what(draw(model, changed)) == [((3,) * 3, Finish.LENGTH), ((3,), Finish.STOP), ((3,) * 3, Finish.LENGTH)]
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 4.0])
+def test_a_token_of_probability_zero_is_never_drawn(temperature: float) -> None:
+    model = constant([-torch.inf, 0.0, -torch.inf, 0.5, -torch.inf, -torch.inf], eos=None)
+    found = draw(model, requests_for([(1,)] * 50, temperature=temperature, eos_ids=frozenset(), max_new_tokens=40))
+    assert {token for completion in found for token in completion.token_ids} == {1, 3}
+
+
+def test_not_even_for_a_random_number_of_exactly_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "_uniforms", lambda _, length: torch.zeros(length))
+    model = constant([-torch.inf, -torch.inf, 0.0, 1.0], eos=None)
+    assert what(draw(model, requests_for([(3,)], max_new_tokens=2))) == [((2, 2), Finish.LENGTH)]
+
+
+def test_a_row_that_waits_to_be_dropped_keeps_its_reason() -> None:
+    """One of eight rows is at its limit at once and stays in the batch, where likely EOS tokens go on to be drawn."""
+    model = constant([0.0, 0.0], eos=None)
+    requests = requests_for([(0,)] * 8, eos_ids=frozenset(), temperature=1.0)
+    for ended in range(8):
+        mixed = [
+            replace(r, max_new_tokens=1, eos_ids=frozenset({1})) if n == ended else r for n, r in enumerate(requests)
+        ]
+        assert what(draw(model, mixed)) == [what(draw(model, [request]))[0] for request in mixed]
+
+
+def test_tokens_are_drawn_as_often_as_the_softmax_says() -> None:
+    logits = torch.linspace(-2, 2, 8)
+    requests = requests_for([(1,)] * 400, temperature=0.7, eos_ids=frozenset(), max_new_tokens=25)
+    drawn = [
+        token for completion in draw(constant(logits.tolist(), eos=None), requests) for token in completion.token_ids
+    ]
+    expected = (logits / 0.7).softmax(-1) * len(drawn)
+    counts = torch.bincount(torch.tensor(drawn), minlength=8)
+    assert float(((counts - expected).square() / expected).sum()) < 24.3  # chi-square, 7 degrees of freedom, 1 in 1000
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_model_is_restored_even_after_a_failure(training: bool) -> None:
+    model = tiny_policy().train(training)
+    draw(model, requests_for([(2,)]))
+    assert model.training is training
+    with pytest.raises(ValueError, match="stop strings need one"):
+        draw(model, requests_for([(2,)], stop=("x",)))
+    assert model.training is training and all(part.training is training for part in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_activation_checkpointing_changes_no_sample_and_keeps_the_cache() -> None:
+    plain, saving = tiny_policy(), tiny_policy().train()
+    saving.gradient_checkpointing_enable()
+    with forwards(saving) as shapes:
+        assert what(draw(saving, requests_for(PROMPTS))) == what(draw(plain, requests_for(PROMPTS)))
+    assert {width for _, width in shapes[1:]} == {1}
+
+
+def test_nothing_asked_gives_nothing_and_no_gradient_is_recorded() -> None:
+    model = tiny_policy()
+    with forwards(model) as shapes:
+        assert draw(model, []) == [] and shapes == []
+    (completion,) = draw(model, requests_for([(2,)]))
+    assert completion.logprobs is not None and not completion.logprobs.requires_grad
+    assert started(model).generate(requests_for([(2,)]))[0].logprobs is None
+
+
+def test_float64_weights_sample_in_float64() -> None:
+    (completion,) = draw(tiny_policy(dtype=torch.float64), requests_for([(2, 3)]))
+    assert completion.logprobs is not None and completion.logprobs.dtype == torch.float64

@@ -1,0 +1,165 @@
+"""The chunked head against log_softmax and gather: values, gradients, chunks, precisions."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl.policy import logprobs as head
+from lightning_rl.policy.logprobs import token_logprobs
+
+exactly = torch.testing.assert_close
+precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+temperatures = pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+biased = pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
+
+
+def inputs(
+    tokens: int = 40, *, dtype: torch.dtype = torch.float64, with_bias: bool = True, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    draw = torch.Generator().manual_seed(tokens)
+    hidden = (torch.randn(tokens, 6, generator=draw, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+    weight = torch.randn(11, 6, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+    bias = torch.randn(11, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() if with_bias else None
+    return hidden, weight, bias, torch.randint(11, (tokens,), generator=draw)
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.t()
+    scores = ((logits if bias is None else logits + bias) / temperature).log_softmax(-1)
+    return scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+
+
+def gradients(outputs: tuple[Tensor, Tensor], of: list[Tensor]) -> tuple[Tensor, ...]:
+    logprobs, entropy = outputs
+    slopes = torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)
+    return torch.autograd.grad((logprobs * slopes).sum() + (entropy * slopes.flip(0)).sum(), of)
+
+
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 1)  # the smallest chunk is 16 tokens
+
+
+@precisions
+@temperatures
+@biased
+def test_equals_log_softmax_and_its_entropy(dtype: torch.dtype, temperature: float, with_bias: bool) -> None:
+    given = inputs(dtype=dtype, with_bias=with_bias)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    found, expected = token_logprobs(*given, temperature=temperature), plain(*given, temperature=temperature)
+    assert found[0].dtype == found[1].dtype == dtype
+    exactly(found, expected, rtol=0, atol=tolerance)
+    leaves = [tensor for tensor in given[:3] if tensor is not None]
+    exactly(gradients(found, leaves), gradients(expected, leaves), rtol=0, atol=10 * tolerance)
+
+
+@temperatures
+@biased
+@pytest.mark.parametrize("output", [0, 1], ids=["logprobs", "entropy"])
+def test_gradcheck_of_each_output_alone(temperature: float, with_bias: bool, output: int) -> None:
+    hidden, weight, bias, targets = inputs(5, with_bias=with_bias)
+
+    def one(*leaves: Tensor) -> Tensor:
+        own = leaves[2] if with_bias else None
+        return token_logprobs(leaves[0], leaves[1], own, targets, temperature=temperature)[output]
+
+    leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
+    assert torch.autograd.gradcheck(one, leaves)
+
+
+def test_gradcheck_of_both_outputs_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    *leaves, targets = inputs(18)
+
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, weight, bias, targets, temperature=0.7)
+
+    assert torch.autograd.gradcheck(both, tuple(leaf for leaf in leaves if leaf is not None))
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 32, 40])
+def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(tokens)
+    leaves = [tensor for tensor in given[:3] if tensor is not None]
+    whole = token_logprobs(*given, temperature=0.7)
+    whole_gradients = gradients(whole, leaves)
+    small_chunks(monkeypatch)
+    cut = token_logprobs(*given, temperature=0.7)
+    exactly(cut, whole, rtol=0, atol=1e-14)
+    exactly(gradients(cut, leaves), whole_gradients, rtol=0, atol=1e-13)
+
+
+def test_no_more_logits_are_held_than_a_chunk_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    softmax_over = torch.logsumexp
+
+    def watched(logits: Tensor, dim: int) -> Tensor:
+        held.append(logits.numel())
+        return softmax_over(logits, dim)
+
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 20 * 11)
+    monkeypatch.setattr(torch, "logsumexp", watched)
+    token_logprobs(*inputs(50))
+    assert held == [20 * 11, 20 * 11, 10 * 11]
+
+
+@biased
+def test_no_tokens_give_zero_gradients_and_not_none(with_bias: bool) -> None:
+    hidden, weight, bias, targets = inputs(0, with_bias=with_bias)
+    logprobs, entropy = token_logprobs(hidden, weight, bias, targets)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    for leaf in (hidden, weight, bias):
+        assert leaf is None or (leaf.grad is not None and not leaf.grad.any())
+
+
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype"),
+    [
+        pytest.param(torch.bfloat16, torch.bfloat16, id="bf16-true"),
+        pytest.param(torch.bfloat16, torch.float32, id="bf16-mixed"),
+    ],
+)
+def test_half_precision_rounds_the_inputs_only(hidden_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    hidden, weight, bias, targets = inputs(40, dtype=torch.float32)
+    assert bias is not None
+    leaves = [part.detach().to(dtype) for part, dtype in ((hidden, hidden_dtype), (weight, weight_dtype))]
+    leaves = [leaf.requires_grad_() for leaf in (*leaves, bias.detach().to(weight_dtype))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found = token_logprobs(leaves[0], leaves[1], leaves[2], targets, temperature=0.7)
+    expected = plain(exact[0], exact[1], exact[2], targets, temperature=0.7)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    exactly([part.double() for part in found], list(expected), rtol=0, atol=1e-5)
+    for mine, theirs, leaf in zip(gradients(found, leaves), gradients(expected, exact), leaves, strict=True):
+        assert mine.dtype == leaf.dtype
+        exactly(
+            mine.double(), theirs, rtol=0, atol=1e-4 if leaf.dtype == torch.float32 else 0.01 * float(theirs.norm())
+        )
+
+
+def test_autocast_does_not_reach_the_head() -> None:
+    hidden, weight, bias, targets = inputs(40, dtype=torch.float32)
+    assert bias is not None
+    outside = token_logprobs(hidden, weight, bias, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = token_logprobs(hidden, weight, bias, targets)
+        inside_gradients = gradients(inside, [hidden, weight, bias])  # the backward may run inside as well
+    exactly(inside, outside, rtol=0, atol=0)
+    exactly(inside_gradients, gradients(outside, [hidden, weight, bias]), rtol=0, atol=0)
+
+
+def test_large_logits_neither_overflow_nor_lose_their_gradient() -> None:
+    given = inputs(20, dtype=torch.float32, with_bias=False, scale=300.0)
+    leaves = [tensor for tensor in given[:3] if tensor is not None]
+    found = token_logprobs(*given)
+    assert torch.isfinite(found[0]).all() and torch.isfinite(found[1]).all() and (found[1] >= -1e-6).all()
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(found, leaves))
+
+
+def test_a_frozen_head_still_passes_gradient_to_the_hidden_states() -> None:
+    hidden, weight, bias, targets = inputs(20)
+    assert bias is not None
+    (expected,) = gradients(token_logprobs(hidden, weight, bias, targets), [hidden])
+    frozen = token_logprobs(hidden, weight.detach(), bias.detach(), targets)
+    exactly(gradients(frozen, [hidden])[0], expected, rtol=0, atol=0)

@@ -1,0 +1,234 @@
+"""PolicyModel and Scorer: critics, parameter groups, a frozen reference; and what is refused at setup or mid-run."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rl import Contributions
+from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
+from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
+from lightning_rl.policy.model import check_dropout, check_scoring
+from lightning_rl.stages.score import check_finite, scored
+
+exactly = torch.testing.assert_close
+forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+critics = pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+
+
+def with_critic(*, separate: bool, temperature: float = 1.0, packed: bool = True) -> PolicyModel:
+    model = tiny_policy(dtype=torch.float64)
+    critic = tiny_policy(1, dtype=torch.float64, hidden_size=16) if separate else model
+    policy = PolicyModel(model, critic, temperature=temperature, packed=packed)
+    assert policy.value_head is not None
+    policy.value_head.weight.data = torch.linspace(-1, 1, policy.value_head.in_features, dtype=torch.float64)[None]
+    return policy
+
+
+def values_of(policy: PolicyModel, *, packed: bool = True) -> Tensor:
+    values = policy(lay_out(ragged_rollout(), packed=packed)).values
+    assert values is not None
+    return values
+
+
+@critics
+@forms
+def test_the_value_before_a_token_is_the_head_on_the_critics_hidden_state(separate: bool, packed: bool) -> None:
+    policy, rows = with_critic(separate=separate, packed=packed), ragged_rollout()
+    values = values_of(policy, packed=packed)
+    backbone = policy.critic if policy.critic is not None else policy.model.base_model
+    assert (policy.critic is not None) is separate and policy.value_head is not None
+    for row, column in rows.valid_tokens.nonzero().tolist():
+        seen = torch.cat([rows.prompt_ids[row, : rows.prompt_lengths[row]], rows.response_ids[row, :column]])
+        state = backbone(input_ids=seen[None], use_cache=False).last_hidden_state[0, -1]
+        exactly(values[row, column], policy.value_head(state)[0], rtol=0, atol=1e-6)
+
+
+@critics
+def test_values_are_never_divided_by_the_temperature(separate: bool) -> None:
+    cold, hot = (with_critic(separate=separate, temperature=temperature) for temperature in (0.5, 2.0))
+    assert torch.equal(values_of(cold), values_of(hot))
+    layout = lay_out(ragged_rollout())
+    assert not torch.allclose(cold(layout).logprobs, hot(layout).logprobs)
+
+
+def test_a_new_critic_says_zero_and_no_critic_says_nothing() -> None:
+    model, layout = tiny_policy(), lay_out(ragged_rollout())
+    fresh = PolicyModel(model, model, temperature=1.0, packed=True)(layout).values
+    assert fresh is not None and not fresh.any()
+    assert PolicyModel(model, None, temperature=1.0, packed=True)(layout).values is None
+
+
+@critics
+def test_parameter_groups_hold_every_trainable_parameter_once(separate: bool) -> None:
+    policy = with_critic(separate=separate)
+    policy.model.get_input_embeddings().requires_grad_(requires_grad=False)
+    groups = policy.parameter_groups()
+    assert [group["name"] for group in groups] == ["policy", "critic"]
+    listed = [id(parameter) for group in groups for parameter in group["params"]]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
+    assert id(policy.value_head and policy.value_head.weight) in {id(p) for p in groups[1]["params"]}
+
+
+def test_without_a_critic_there_is_one_parameter_group() -> None:
+    groups = PolicyModel(tiny_policy(), None, temperature=1.0, packed=True).parameter_groups()
+    assert [group["name"] for group in groups] == ["policy"]
+
+
+@critics
+def test_the_value_loss_reaches_the_policy_through_a_shared_critic_only(separate: bool) -> None:
+    policy = with_critic(separate=separate)
+    values_of(policy).square().sum().backward()
+    reached = any(p.grad is not None and bool(p.grad.any()) for p in policy.model.parameters())
+    assert reached is not separate
+    assert policy.critic is None or any(p.grad is not None and bool(p.grad.any()) for p in policy.critic.parameters())
+
+
+@forms
+def test_the_reference_scores_like_the_policy_it_was_copied_from_and_is_frozen(packed: bool) -> None:
+    policy = PolicyModel(tiny_policy(), None, temperature=0.7, packed=packed)
+    reference = Scorer(copy.deepcopy(policy.model), temperature=0.7, packed=packed)
+    layout = lay_out(ragged_rollout(), packed=packed)
+    found = reference.logprobs(layout)
+    assert torch.equal(found, policy(layout).logprobs) and not found.requires_grad
+    assert not any(parameter.requires_grad for parameter in reference.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_fingerprint_is_equal_exactly_if_the_weights_are(dtype: torch.dtype) -> None:
+    first, same, other = (Scorer(tiny_policy(seed, dtype=dtype), temperature=1.0, packed=True) for seed in (0, 0, 1))
+    nudged = tiny_policy(dtype=dtype)
+    nudged.model.norm.weight.data[0] += 0.01
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+    assert Scorer(nudged, temperature=1.0, packed=True).fingerprint != first.fingerprint
+
+
+def test_the_fingerprint_takes_scalar_parameters() -> None:
+    model = tiny_policy()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    assert len(Scorer(model, temperature=1.0, packed=True).fingerprint) == 32
+
+
+@pytest.mark.parametrize(("what", "field"), [("log-probability", "logprobs"), ("value", "values")])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_output_raises_with_sample_and_position(what: str, field: str, broken: float) -> None:
+    rows = ragged_rollout(6).replace(sample_ids=torch.arange(6) + 40)
+    zeros = torch.zeros(6, rows.width)
+    outputs = Outputs(zeros, zeros, zeros.clone())
+    check_finite(outputs, rows)
+    wrong = zeros.clone()
+    wrong[3, 2] = broken
+    with pytest.raises(FloatingPointError, match=rf"{what} {broken} at row 3 \(sample 43\), response position 2"):
+        check_finite(outputs._replace(**{field: wrong}), rows)
+
+
+def test_non_finite_weights_stop_the_scoring_of_a_rollout() -> None:
+    policy, rollout = PolicyModel(tiny_policy(), None, temperature=1.0, packed=True), ragged_rollout()
+    plan = make_plan(rollout, minibatches=1, token_budget=1000)
+    scored(rollout, plan, policy, None, Contributions(), old=True)
+    tuple(policy.model.parameters())[-1].data[3] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"\(sample \d+\), response position \d+: its weights"):
+        scored(rollout, plan, policy, None, Contributions(), old=True)
+
+
+@forms
+def test_check_scoring_accepts_what_it_scores_rightly(packed: bool) -> None:
+    for family in ("qwen2", "llama", "gemma3_text", "qwen3_moe"):
+        build_policy(lambda family=family: tiny_model(family), None, temperature=1.0, packed=packed)
+
+
+def test_check_scoring_refuses_a_head_that_is_more_than_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_policy()
+    forward: Callable[..., dict[str, Tensor]] = model.forward
+
+    def scaled(**keywords: Any) -> dict[str, Tensor]:
+        output = forward(**keywords)
+        output["logits"] = output["logits"] * 0.5
+        return output
+
+    monkeypatch.setattr(model, "forward", scaled)
+    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM .* padded as alone.*its head is not a plain linear layer"):
+        check_scoring(model, packed=False)
+
+
+def test_check_scoring_refuses_a_soft_cap_on_the_logits() -> None:
+    model = tiny_model("gemma2", final_logit_softcapping=2.0)
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM .* its head is not a plain linear layer"):
+        build_policy(lambda: model, None, temperature=1.0, packed=False)
+
+
+def test_check_scoring_refuses_layers_that_carry_state_from_one_packed_sequence_to_the_next() -> None:
+    class Leaky(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.cumsum(1)
+
+    model = tiny_policy()
+    model.model.layers[0].mlp = Leaky()  # pyright: ignore[reportArgumentType]
+    build_policy(lambda: model, None, temperature=1.0, packed=False)
+    with pytest.raises(ValueError, match=r"packed as alone, .*: use packing=False"):
+        build_policy(lambda: model, None, temperature=1.0, packed=True)
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout_prob", "resid_pdrop"])
+def test_check_dropout_names_what_switches_it_on(name: str) -> None:
+    model = tiny_policy()
+    check_dropout(model)
+    setattr(model.config, name, 0.1)
+    with pytest.raises(ValueError, match=rf"config\.{name}=0\.1: set it to 0"):
+        check_dropout(model)
+
+
+def test_a_critic_of_its_own_is_checked_as_well() -> None:
+    with pytest.raises(ValueError, match="attention_dropout"):
+        build_policy(tiny_policy, lambda: tiny_policy(attention_dropout=0.1), temperature=1.0, packed=True)
+
+
+def test_a_built_policy_is_in_train_mode_for_activation_checkpointing() -> None:
+    assert build_policy(lambda: tiny_policy().eval(), "shared", temperature=1.0, packed=True).model.training
+
+
+@pytest.mark.parametrize(
+    ("configured", "tokenizer", "given", "found"),
+    [
+        pytest.param(5, False, None, {5}, id="one"),
+        pytest.param([5, 7], True, None, {1, 5, 7}, id="several-and-the-tokenizers"),
+        pytest.param(0, False, None, {0}, id="id-zero"),
+        pytest.param([5, 7], True, [3], {3}, id="given-ones-alone"),
+    ],
+)
+def test_every_end_of_a_response_is_found(
+    configured: int | list[int], tokenizer: bool, given: list[int] | None, found: set[int]
+) -> None:
+    model = tiny_policy()
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = configured  # pyright: ignore[reportAttributeAccessIssue]
+    assert eos_ids_of(model, tiny_tokenizer() if tokenizer else None, given) == found
+
+
+def test_responses_that_could_never_end_are_refused_unless_a_string_stops_them() -> None:
+    model = tiny_policy(eos_token_id=None)
+    with pytest.raises(ValueError, match="expected an end of responses"):
+        eos_ids_of(model, None)
+    assert eos_ids_of(model, None, stop=["!"]) == set()
+
+
+def test_a_model_without_generation_config_leaves_it_to_the_tokenizer() -> None:
+    bare: PreTrainedModel = SimpleNamespace(generation_config=None)  # pyright: ignore[reportAssignmentType]
+    assert eos_ids_of(bare, tiny_tokenizer()) == {1}
+
+
+def test_a_saved_policy_and_its_tokenizer_are_found_by_path(tmp_path: str) -> None:
+    tiny_policy().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = build_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), tiny_policy().parameters(), strict=True))
+    tokenizer = build_tokenizer(None, tmp_path)
+    assert tokenizer is not None and tokenizer("a b")["input_ids"] == [2, 3]
+    assert build_tokenizer(None, tiny_policy) is None

@@ -1,0 +1,226 @@
+"""Packed, padded and alone are the same policy: values, gradients, checkpointing, decoding, refusals."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from support import ragged_rollout, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl import Rollout, concatenate
+from lightning_rl.policy import Layout, PolicyModel, lay_out, packing
+from lightning_rl.policy.model import check_scoring
+
+exactly = torch.testing.assert_close
+each_family = pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma3_text", "qwen3_moe"])
+forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+
+
+class Scored(NamedTuple):
+    """What a policy said about a rollout, and the gradient of a fixed function of it."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+    gradient: list[Tensor]
+
+
+def rows_with_everything() -> Rollout:
+    """Ragged rows with holes and an empty one, an excluded row, a one-token prompt without response, and padding."""
+    rollout = ragged_rollout(9, dtype=torch.float64)
+    prompts, lengths, trained = rollout.prompt_lengths.clone(), rollout.response_lengths, rollout.trained.clone()
+    prompts[lengths == 0], trained[2] = 1, False
+    rollout = rollout.replace(
+        prompt_lengths=prompts, trained=trained, valid_tokens=rollout.action_mask & trained[:, None]
+    )
+    assert (rollout.action_mask.sum(-1) < lengths).any() and (lengths == 0).any()
+    return concatenate([rollout, rollout.padding_rows(2)])
+
+
+def policy_of(model: PreTrainedModel, *, packed: bool) -> PolicyModel:
+    model = copy.deepcopy(model)
+    policy = PolicyModel(model, model, temperature=0.7, packed=packed)
+    assert policy.value_head is not None
+    policy.value_head.weight.data = torch.linspace(-1, 1, policy.value_head.in_features, dtype=model.dtype)[None]
+    return policy
+
+
+def differentiated(policy: PolicyModel, logprobs: Tensor, entropy: Tensor, values: Tensor) -> Scored:
+    slopes = torch.linspace(-1, 2, logprobs.numel(), dtype=logprobs.dtype).view_as(logprobs)
+    policy.zero_grad()
+    (logprobs * slopes + entropy * slopes.flip(0) + values * slopes.flip(1)).sum().backward()
+    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]
+    return Scored(logprobs.detach(), entropy.detach(), values.detach(), gradient)
+
+
+def together(policy: PolicyModel, rows: Rollout, *, packed: bool) -> Scored:
+    logprobs, entropy, values = policy(lay_out(rows, packed=packed))
+    return differentiated(policy, logprobs, entropy, values)
+
+
+def alone(policy: PolicyModel, rows: Rollout) -> Scored:
+    """Every row by itself through the model's own forward, in the plainest way."""
+    policy.model.set_attn_implementation("sdpa")
+    assert policy.value_head is not None
+    found = [torch.zeros(rows.response_ids.shape, dtype=torch.float64) for _ in range(3)]
+    for row in range(len(rows)):
+        prompt, response = int(rows.prompt_lengths[row]), int(rows.response_lengths[row])
+        ids = torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
+        output = policy.model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+        scores = (output.logits[0] / policy.temperature).log_softmax(-1)
+        values = policy.value_head(output.hidden_states[-1][0])[:, 0]
+        for column in rows.valid_tokens[row].nonzero()[:, 0].tolist():
+            before = prompt + column - 1
+            target = int(rows.response_ids[row, column])
+            for tensor, value in zip(
+                found, (scores[before, target], -(scores[before].exp() @ scores[before]), values[before]), strict=True
+            ):
+                tensor[row, column] = value
+    return differentiated(policy, *found)
+
+
+@each_family
+@forms
+def test_scores_and_gradient_are_those_of_every_sequence_alone(
+    family: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # Gemma's norms go through float32, which would set the bar
+    model, rows = tiny_model(family), rows_with_everything()
+    expected = alone(policy_of(model, packed=False), rows)
+    found = together(policy_of(model, packed=packed), rows, packed=packed)
+    exactly(found, expected, rtol=0, atol=1e-10)
+    assert expected.logprobs[rows.valid_tokens].std() > 0.5, "a nearly uniform policy would hide a mistake"
+
+
+@forms
+def test_positions_outside_of_the_valid_tokens_are_zero(packed: bool) -> None:
+    rows = rows_with_everything()
+    logprobs, entropy, values = policy_of(tiny_model("qwen2"), packed=packed)(lay_out(rows, packed=packed))
+    for tensor in (logprobs, entropy, values):
+        assert not tensor[~rows.valid_tokens].any() and tensor[rows.valid_tokens].all()
+
+
+def test_packed_inputs_hold_no_padding_and_leave_out_the_last_token() -> None:
+    rows = rows_with_everything()
+    layout = lay_out(rows, packed=True)
+    lengths = (rows.prompt_lengths + rows.response_lengths - 1).clamp(min=1)
+    assert layout.lengths == tuple(lengths.tolist())
+    assert layout.input_ids.shape == layout.position_ids.shape == (1, sum(layout.lengths))
+    positions = [place for length in layout.lengths for place in range(length)]
+    assert layout.position_ids.tolist() == [positions], "each sequence begins at 0, for models with absolute positions"
+    assert layout.boundaries.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert len(layout.targets) == int(rows.valid_tokens.sum())
+
+
+def test_padding_rows_alone_pass_through_with_a_gradient_of_zero() -> None:
+    for packed in (True, False):
+        policy = policy_of(tiny_model("qwen2"), packed=packed)
+        found = together(policy, ragged_rollout(dtype=torch.float64).padding_rows(1), packed=packed)
+        assert not any(gradient.any() for gradient in found.gradient)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradient(family: str, reentrant: bool) -> None:
+    rows = rows_with_everything()
+    plain, saving = (policy_of(tiny_model(family), packed=True).train() for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in the oldest transformers we support
+        saving.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    exactly(together(saving, rows, packed=True), together(plain, rows, packed=True), rtol=0, atol=1e-12)
+
+
+def greedily_continued(policy: PolicyModel, prompts: Tensor) -> list[list[int]]:
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    generate: Callable[..., Tensor] = policy.model.generate  # pyright: ignore[reportAssignmentType]
+    return generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
+
+
+def test_the_model_decodes_as_before_between_two_packed_forwards() -> None:
+    rows, policy = rows_with_everything(), policy_of(tiny_model("gemma3_text"), packed=True)
+    other = policy_of(tiny_model("gemma3_text"), packed=False)
+    prompt = torch.tensor([[0, 5, 6], [7, 8, 9]])
+    first = together(policy, rows, packed=True)
+    assert greedily_continued(policy, prompt) == greedily_continued(other, prompt)
+    exactly(together(policy, rows, packed=True), first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe"], ids=["attention-is-told", "only-the-mask-is-told"])
+def test_a_sliding_window_wider_than_the_rows_of_the_check_is_kept_or_refused(family: str) -> None:
+    layers = ["sliding_attention", "full_attention"]
+    model = tiny_model(family, use_sliding_window=True, sliding_window=9, layer_types=layers)
+    check_scoring(model, packed=False)
+    rows = ragged_rollout(6, longest=24, dtype=torch.float64)
+    expected = alone(policy_of(model, packed=False), rows)
+    found, refused = expected, ""
+    try:
+        found = together(policy_of(model, packed=True), rows, packed=True)
+    except ValueError as error:
+        refused = str(error)
+    assert not refused or "packing=False" in refused
+    exactly(found.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+
+
+def test_attention_with_a_soft_cap_raises_and_says_what_to_do() -> None:
+    policy = policy_of(tiny_model("gemma2"), packed=True)
+    with pytest.raises(ValueError, match="softcap: use packing=False"):
+        policy(lay_out(rows_with_everything(), packed=True))
+
+
+def test_layers_that_drop_the_boundaries_raise_and_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(tiny_model("qwen2"), packed=True)
+    drop_arguments(policy, monkeypatch)
+    with pytest.raises(ValueError, match="Qwen2Attention drops the sequence boundaries: use packing=False"):
+        policy(lay_out(rows_with_everything(), packed=True))
+
+
+def drop_arguments(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = policy.model.get_submodule("model.layers.0.self_attn")
+    forward = layer.forward
+
+    def forgetful(
+        hidden_states: Tensor, *, sequence_lengths: object, sequence_boundaries: object, **known: object
+    ) -> object:
+        return forward(hidden_states, **known)
+
+    monkeypatch.setattr(layer, "forward", forgetful)
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
+    *, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """flash_attn_varlen_func as its documentation has it: [N, H, D] tensors, int32 boundaries, inclusive window."""
+    assert causal and cu_q.dtype == torch.int32 and torch.equal(cu_q, cu_k) and window_size[1] in (-1, 0)
+    assert longest_q == longest_k == int(cu_q.diff().max())
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
+    mixed = []
+    for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end])
+        scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        mixed.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[start:end]))
+    return torch.cat(mixed)
+
+
+@each_family
+def test_flash_attention_gets_its_arguments_right(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = ModuleType("flash_attn")
+    stand_in.__dict__["flash_attn_varlen_func"] = varlen_attention
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    rows, model = rows_with_everything(), tiny_model(family)
+    expected = together(policy_of(model, packed=True), rows, packed=True)
+    monkeypatch.setattr(packing, "_flash_applies", lambda _: True)
+    exactly(together(policy_of(model, packed=True), rows, packed=True), expected, rtol=0, atol=1e-10)
+
+
+def test_a_layout_moves_every_tensor() -> None:
+    layout: Layout = lay_out(rows_with_everything()).to("meta")
+    assert {t.device.type for t in (layout.input_ids, layout.source, layout.rows, layout.boundaries)} == {"meta"}

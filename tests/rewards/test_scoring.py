@@ -1,0 +1,219 @@
+"""Rewards: names, weights, and rows that a function cannot score, which are left out and never scored 0."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl.rewards import Reward, Rewards, Scores
+
+Values = Sequence[float | None]
+
+
+def says(*values: float | None, name: str = "said") -> Reward:
+    """A function that gives the value of each row by its number, whatever rows it is called with."""
+
+    def said(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
+        return [values[row] for row in prompts]
+
+    said.__name__ = name
+    return said
+
+
+def fails_for(*bad: int, name: str = "fragile") -> tuple[Reward, list[list[int]]]:
+    """A function that raises if one of its rows is bad, and the rows of each of its calls."""
+    calls: list[list[int]] = []
+
+    def fragile(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
+        calls.append(list(prompts))
+        if set(bad) & set(prompts):
+            raise KeyError("no answer")
+        return [1.0] * len(prompts)
+
+    fragile.__name__ = name
+    return fragile, calls
+
+
+def scores(functions: Any, rows: int, weights: Sequence[float] | None = None, **options: Any) -> Scores:
+    """Scores rows whose prompts are their numbers; a warning is an error unless the test expects it."""
+    completions = [f"said {row}" for row in range(rows)]
+    ids = [[row] for row in range(rows)]
+    known = {"completion_ids": ids, "columns": {}, **options}
+    return Rewards(functions, weights)(list(range(rows)), completions, **known)
+
+
+def test_values_are_weighted_and_summed_and_kept_raw() -> None:
+    found = scores([says(1.0, 2.0, name="a"), says(0.5, -1.0, name="b")], 2, [2.0, 10.0])
+    assert found.total.tolist() == [7.0, -6.0] and found.scored.tolist() == [True, True]
+    assert {name: raw.tolist() for name, raw in found.raw.items()} == {"a": [1.0, 2.0], "b": [0.5, -1.0]}
+
+
+def test_none_is_left_out_of_the_sum_and_takes_no_row_out() -> None:
+    found = scores([says(1.0, None, name="a"), says(None, 3.0, name="b")], 2)
+    assert found.total.tolist() == [1.0, 3.0] and found.scored.tolist() == [True, True]
+    assert found.raw["a"][1].isnan() and found.raw["b"][0].isnan()
+
+
+def test_a_row_that_no_function_applies_to_is_not_scored() -> None:
+    with pytest.warns(UserWarning, match=r"reward functions gave no value for completion 'said 1' of prompt 1"):
+        found = scores([says(1.0, None, name="a"), says(1.0, None, name="b")], 2)
+    assert found.scored.tolist() == [True, False] and found.total.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_takes_its_row_out_and_shows_the_sample(value: float) -> None:
+    with pytest.warns(UserWarning, match=rf"reward said gave the value {value} for completion 'said 1' of prompt 1"):
+        found = scores([says(0.5, value, 2.0), says(1.0, 1.0, 1.0, name="other")], 3)
+    assert found.scored.tolist() == [True, False, True] and found.total.tolist() == [1.5, 0.0, 3.0]
+    assert found.raw["said"].isnan().tolist() == [False, True, False] and found.raw["other"].tolist() == [1.0] * 3
+
+
+def test_an_exception_takes_out_the_rows_that_cause_it_and_no_others() -> None:
+    fragile, calls = fails_for(1, 3)
+    with pytest.warns(UserWarning, match="reward fragile gave KeyError") as caught:
+        found = scores([fragile], 4)
+    assert found.scored.tolist() == [True, False, True, False] and found.total.tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert [str(warning.message).partition(" of ")[0] for warning in caught] == [
+        f"reward fragile gave KeyError('no answer') for completion 'said {row}'" for row in (1, 3)
+    ]
+    assert calls == [[0, 1, 2, 3], [0], [1], [2], [3]]
+
+
+def test_a_function_that_works_is_called_once() -> None:
+    working, calls = fails_for()
+    assert scores([working], 4).scored.all() and calls == [[0, 1, 2, 3]]
+
+
+def test_a_function_that_returns_no_list_takes_every_row_out() -> None:
+    def forgetful(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> None:
+        return None
+
+    with pytest.warns(UserWarning, match="reward forgetful gave TypeError"):
+        assert not scores([forgetful], 2).scored.any()
+
+
+def test_an_interrupt_is_not_mistaken_for_a_failing_reward() -> None:
+    def interrupted(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scores([interrupted], 2)
+
+
+@pytest.mark.parametrize("failure", [None, math.nan, 5.0])
+def test_a_weight_of_zero_only_logs(failure: float | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = scores([says(1.0, 2.0, name="a"), says(3.0, failure, name="logged")], 2, [1.0, 0.0])
+    assert found.total.tolist() == [1.0, 2.0] and found.scored.tolist() == [True, True]
+    assert found.raw["logged"][0] == 3.0
+
+
+def test_a_row_that_only_a_logged_function_scores_is_not_scored() -> None:
+    with pytest.warns(UserWarning, match="reward functions gave no value"):
+        found = scores([says(None, name="a"), says(1.0, name="logged")], 1, [1.0, 0.0])
+    assert found.scored.tolist() == [False]
+
+
+def test_a_total_that_float32_cannot_hold_takes_its_row_out() -> None:
+    found = scores([says(1e39, 1.0)], 2)
+    assert found.scored.tolist() == [False, True] and found.total.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_wrong_number_of_values_is_an_error(number: int) -> None:
+    def short(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
+        return [1.0] * number
+
+    with pytest.raises(ValueError, match=f"expected 2 values from reward short, got {number}"):
+        scores([short], 2)
+
+
+def test_columns_and_ids_are_passed_by_row_also_when_a_batch_is_narrowed_down() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def reading(
+        prompts: Sequence[int], completions: Sequence[str], *, completion_ids: Any, answer: Any, level: Any
+    ) -> Values:
+        seen.append((list(prompts), list(completions), list(completion_ids), list(answer), list(level)))
+        if len(prompts) > 1:
+            raise RuntimeError("one at a time")
+        return [float(answer[0])]
+
+    found = scores([reading], 2, columns={"answer": ["4", "5"], "level": [None, "x"]})
+    assert found.total.tolist() == [4.0, 5.0]
+    assert seen == [
+        ([0, 1], ["said 0", "said 1"], [[0], [1]], ["4", "5"], [None, "x"]),
+        ([0], ["said 0"], [[0]], ["4"], [None]),
+        ([1], ["said 1"], [[1]], ["5"], ["x"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(lambda: torch.tensor([1.0, 0.0]), id="tensor"),
+        pytest.param(lambda: (True, False), id="booleans"),
+        pytest.param(lambda: iter([1, 0]), id="iterator"),
+    ],
+)
+def test_values_may_be_any_sequence_of_numbers(values: Callable[[], Any]) -> None:
+    assert scores([lambda *_, **__: values()], 2).total.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_have_the_dtype_asked_for_and_are_summed_in_float64(dtype: torch.dtype) -> None:
+    found = scores([says(1e8, name="a"), says(1.0, name="b"), says(-1e8, name="c")], 1, dtype=dtype)
+    assert found.total.dtype == found.raw["a"].dtype == dtype and found.total.tolist() == [1.0]
+
+
+def test_no_rows_call_nobody_and_keep_every_name() -> None:
+    working, calls = fails_for()
+    found = scores({"a": working, "b": says()}, 0)
+    assert calls == [] and list(found.raw) == ["a", "b"]
+    assert found.total.shape == found.scored.shape == found.raw["a"].shape == (0,)
+
+
+class Correct:
+    """A reward as an object."""
+
+    def __call__(self, prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
+        """Gives 1 to all."""
+        return [1.0 for _ in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "names"),
+    [
+        pytest.param([says(1.0)], ["said"], id="function"),
+        pytest.param([Correct()], ["Correct"], id="object"),
+        pytest.param({"b": says(1.0), "a": says(1.0)}, ["b", "a"], id="mapping"),
+    ],
+)
+def test_names_come_from_the_functions_or_the_mapping(
+    functions: Sequence[Reward] | Mapping[str, Reward], names: list[str]
+) -> None:
+    assert list(scores(functions, 1).raw) == names
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "message"),
+    [
+        pytest.param([], None, r"expected reward functions with different names, got \[\]", id="none"),
+        pytest.param([says(), says()], None, r"different names, got \['said', 'said'\]", id="same-name"),
+        pytest.param([says()], [1.0, 2.0], "expected 1 reward weights, got 2", id="too-many-weights"),
+        pytest.param([says(name="a"), says(name="b")], [1.0], "expected 2 reward weights, got 1", id="too-few-weights"),
+        pytest.param([says()], [], "expected 1 reward weights, got 0", id="no-weights"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_at_construction(functions: Any, weights: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rewards(functions, weights)
+
+
+def test_weights_follow_the_order_of_a_mapping() -> None:
+    assert scores({"b": says(1.0), "a": says(1.0)}, 1, [3.0, 5.0]).total.tolist() == [8.0]
+    assert Rewards({"b": says(), "a": says()}, [3.0, 5.0]).weights == {"b": 3.0, "a": 5.0}

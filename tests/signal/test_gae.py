@@ -1,0 +1,148 @@
+"""Generalised advantage estimation: against an independent slow form, with holes, and as the object PPO uses."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import in_lockstep
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import GAE
+from lightning_rl.signal.advantages import gae
+from lightning_rl.signal.masked import whiten
+from lightning_rl.signal.rewards import shaped_rewards
+
+NAN, INF = math.nan, math.inf
+
+
+def slow_gae(rewards: Tensor, values: Tensor, valid: Tensor, gamma: float, lam: float) -> Tensor:
+    """The sum over later temporal differences, written out over a list of the valid tokens."""
+    found = torch.zeros_like(values)
+    for row in range(len(values)):
+        steps = valid[row].nonzero().flatten().tolist()
+        reward, value = [float(rewards[row, step]) for step in steps], [float(values[row, step]) for step in steps]
+        value.append(0.0)
+        for place, step in enumerate(steps):
+            found[row, step] = sum(
+                (gamma * lam) ** (later - place) * (reward[later] + gamma * value[later + 1] - value[later])
+                for later in range(place, len(steps))
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values", "valid", "gamma", "lam", "expected"),
+    [
+        pytest.param([-0.005, -0.01, 0.985], [0, 0, 0], [1, 1, 1], 1, 1, [0.97, 0.975, 0.985], id="raw-kl-witness"),
+        pytest.param([0, 0, 1], [0, 0, 0], [1, 1, 1], 0.5, 1, [0.25, 0.5, 1], id="discounted"),
+        pytest.param([0, 0, 1], [0.5, 0.5, 0.5], [1, 1, 1], 1, 0, [0, 0, 0.5], id="one-step"),
+        pytest.param([0, 0, 1], [0.5, 0.5, 0.5], [1, 1, 1], 1, 0.5, [0.125, 0.25, 0.5], id="lambda"),
+        pytest.param([0, 9, 1], [0.5, 9, 0.5], [1, 0, 1], 0.5, 0.5, [-0.125, 0, 0.5], id="hole-is-no-time-step"),
+        pytest.param([0, NAN, 1, INF], [0, NAN, 0, NAN], [1, 0, 1, 0], 0.5, 1, [0.5, 0, 1, 0], id="poison-in-holes"),
+        pytest.param([1, 2], [3, 4], [0, 0], 1, 1, [0, 0], id="no-valid-token"),
+        pytest.param([2], [0.5], [1], 0.9, 0.9, [1.5], id="one-token"),
+        pytest.param([], [], [], 1, 1, [], id="no-tokens"),
+    ],
+)
+def test_hand_worked_rows(
+    rewards: list[float], values: list[float], valid: list[int], gamma: float, lam: float, expected: list[float]
+) -> None:
+    found = gae(
+        torch.tensor([rewards], dtype=torch.float32),
+        torch.tensor([values], dtype=torch.float32),
+        torch.tensor([valid], dtype=torch.bool),
+        gamma=gamma,
+        lam=lam,
+    )
+    assert_close(found, torch.tensor([expected], dtype=torch.float32), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_agrees_with_the_slow_form_whatever_the_holes(gamma: float, lam: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 12, 9, generator=draw, dtype=torch.float64).unbind()
+    valid = torch.rand(12, 9, generator=draw) > 0.4
+    valid[3] = False
+    broken = torch.where(valid, values, NAN)
+    found = gae(torch.where(valid, rewards, INF), broken, valid, gamma=gamma, lam=lam)
+    assert_close(found, slow_gae(rewards, values, valid, gamma, lam), atol=1e-10, rtol=0)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=6),
+    place=st.integers(0, 6),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    lam=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_inserting_a_masked_token_changes_no_other_advantage(
+    steps: list[tuple[int, int]], place: int, gamma: float, lam: float
+) -> None:
+    rewards = torch.tensor([[float(reward) for reward, _ in steps]])
+    values = torch.tensor([[float(value) for _, value in steps]])
+    valid = torch.ones_like(values, dtype=torch.bool)
+    place = min(place, len(steps))
+
+    def inserted(tensor: Tensor, middle: float) -> Tensor:
+        return torch.cat([tensor[:, :place], tensor.new_full((1, 1), middle), tensor[:, place:]], 1)
+
+    plain = gae(rewards, values, valid, gamma=gamma, lam=lam)
+    wider = gae(inserted(rewards, 7.0), inserted(values, NAN), inserted(valid, False), gamma=gamma, lam=lam)  # noqa: FBT003
+    assert torch.equal(wider, inserted(plain, 0.0))
+
+
+def test_reward_is_conserved_even_if_the_last_token_is_a_tool_token() -> None:
+    valid = torch.tensor([[0, 0, 1, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
+    token_rewards = torch.tensor([[0.0, 0.0, -0.25, 0.5, 9.0]]).expand(3, 5)
+    shaped = shaped_rewards(torch.tensor([1.0, 2.0, 3.0]), token_rewards, valid)
+    found = gae(shaped, torch.zeros(3, 5), valid)
+    assert found[0, 2].item() == 1.0 - 0.25 + 0.5
+    assert found[1, 0].item() == 2.0 - 0.25 + 9.0
+    assert found[2].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, NAN])
+@pytest.mark.parametrize("knob", ["gamma", "lam"])
+def test_discounts_outside_0_to_1_are_refused(knob: str, value: float) -> None:
+    knobs: dict[str, Any] = {knob: value}
+    row = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"expected gamma and lam in \[0, 1\]"):
+        gae(row, row, row.bool(), **knobs)
+    with pytest.raises(ValueError, match=r"expected gamma and lam in \[0, 1\]"):
+        GAE(**knobs)
+
+
+def test_no_rows_are_no_error() -> None:
+    nothing = torch.zeros(0, 3)
+    assert gae(nothing, nothing, nothing.bool()).shape == (0, 3)
+
+
+def test_the_object_returns_advantages_and_returns_that_are_0_at_masked_tokens() -> None:
+    rewards, values = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[0.25, 0.5, NAN]])
+    advantages, returns = GAE(whitened=False, lam=0.5)(rewards, values, torch.tensor([[True, True, False]]))
+    assert_close(advantages, torch.tensor([[0.5, 0.5, 0.0]]))
+    assert_close(returns, torch.tensor([[0.75, 1.0, 0.0]]))
+
+
+def test_whitening_touches_the_advantages_and_not_the_returns() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 4, 5, generator=draw).unbind()
+    valid = torch.rand(4, 5, generator=draw) > 0.3
+    raw, plain_returns = GAE(whitened=False)(rewards, values, valid)
+    advantages, returns = GAE()(rewards, values, valid)
+    assert_close(advantages, whiten(raw, valid))
+    assert torch.equal(returns, plain_returns)
+    parts = [slice(0, 1), slice(1, 4)]
+    ranks = in_lockstep(
+        *[lambda total, own=own: GAE()(rewards[own], values[own], valid[own], total)[0] for own in parts]
+    )
+    assert_close(torch.cat(ranks), advantages)
+
+
+def test_the_object_needs_values() -> None:
+    with pytest.raises(ValueError, match=r"expected values for GAE, got none: pass critic="):
+        GAE()(torch.zeros(1, 1), None, torch.ones(1, 1, dtype=torch.bool))

@@ -1,0 +1,123 @@
+"""KL estimators: values, gradients, the restoring force, and what they estimate on an exact softmax."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl.signal.kl import KL_ESTIMATORS, TANGENT_BEYOND, KLEstimator, k1, k2, k3, kl_estimator, tangent_exp
+
+LOGPROBS, OTHER = [-1.0, -2.0, -3.0, -8.0], [-1.5, -2.0, -2.0, -2.0]
+
+
+def slope(estimator: KLEstimator, logprobs: Tensor, other: Tensor) -> Tensor:
+    current = logprobs.detach().requires_grad_()
+    return torch.autograd.grad(estimator(current, other).sum(), current)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "gradient"),
+    [
+        pytest.param("k1", [0.5, 0, -1, -6], [1, 1, 1, 1], id="k1"),
+        pytest.param("abs", [0.5, 0, 1, 6], [1, 0, -1, -1], id="abs"),
+        pytest.param("k2", [0.125, 0, 0.5, 18], [0.5, 0, -1, -6], id="k2"),
+        pytest.param("k3", [0.1065307, 0, 0.7182818, 396.4287934], [0.3934693, 0, -1.7182818, -402.4287934], id="k3"),
+    ],
+)
+def test_estimators_have_the_published_values_and_gradients(
+    name: str, values: list[float], gradient: list[float]
+) -> None:
+    current, other = torch.tensor(LOGPROBS, dtype=torch.float64), torch.tensor(OTHER, dtype=torch.float64)
+    estimator = kl_estimator(name)
+    assert_close(estimator(current, other), torch.tensor(values, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert_close(slope(estimator, current, other), torch.tensor(gradient, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_estimators_have_the_gradient_of_their_value(name: str) -> None:
+    current = torch.tensor([-1.0, -3.0, -25.0, -30.0], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([-1.5, -2.0, -1.0, -5.5], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_estimator(name)(x, other), current, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_the_restoring_force_never_decreases_with_the_gap(name: str, sign: int, dtype: torch.dtype) -> None:
+    gap = torch.linspace(0, 100, 2001, dtype=dtype)
+    values = kl_estimator(name)(sign * gap, torch.zeros_like(gap))
+    force = slope(kl_estimator(name), sign * gap, torch.zeros_like(gap)) * sign
+    assert values.isfinite().all() and force.isfinite().all()
+    assert (force.diff() >= 0).all() and (values.diff() >= 0).all()
+    assert force[-1] > 0.99  # still pulls back where a clamped value has gradient 0
+
+
+def test_the_exponential_goes_on_as_its_tangent() -> None:
+    exponent = torch.tensor([0.0, 19.0, TANGENT_BEYOND, 21.0, 1e4], dtype=torch.float64, requires_grad=True)
+    values = tangent_exp(exponent)
+    edge = math.exp(TANGENT_BEYOND)
+    expected = [1.0, math.exp(19), edge, 2 * edge, edge * (1e4 - 19)]
+    assert_close(values, torch.tensor(expected, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(values.sum(), exponent)
+    assert_close(gradient, torch.tensor([1.0, math.exp(19), edge, edge, edge], dtype=torch.float64))
+
+
+def test_k3_is_exact_up_to_a_gap_of_20() -> None:
+    gap = torch.tensor([-19.9, -2.7], dtype=torch.float64)
+    assert_close(k3(gap, torch.zeros(2, dtype=torch.float64)), torch.exp(-gap) - 1 + gap)
+
+
+@given(st.floats(-200, 200), st.floats(-200, 200))
+def test_k2_and_k3_are_never_negative(current: float, other: float) -> None:
+    pair = torch.tensor([current], dtype=torch.float64), torch.tensor([other], dtype=torch.float64)
+    assert k2(*pair) >= 0
+    assert k3(*pair) >= -1e-12
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_one_broken_token_spoils_no_other(name: str, poison: float) -> None:
+    current, other = torch.tensor(LOGPROBS), torch.tensor([*OTHER[:3], poison])
+    whole = torch.tensor(OTHER)
+    estimator = kl_estimator(name)
+    assert_close(estimator(current, other)[:3], estimator(current, whole)[:3])
+    assert_close(slope(estimator, current, other)[:3], slope(estimator, current, whole)[:3])
+
+
+def expectation(estimator: KLEstimator, logits: Tensor, other: Tensor, *, weighted: bool = False) -> tuple[Tensor, ...]:
+    """Value and gradient of E_p[estimator] with the samples held fixed, exactly, over a small vocabulary."""
+    logits = logits.detach().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    estimate = estimator(logprobs, other)
+    if weighted:
+        estimate = (logprobs - logprobs.detach()).exp() * estimate
+    value = (logprobs.detach().exp() * estimate).sum()
+    return value.detach(), torch.autograd.grad(value, logits)[0]
+
+
+def test_estimators_estimate_and_pull_as_the_table_says() -> None:
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([1.0, 0.2, -0.5, 0.4], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    reverse = (logprobs.exp() * (logprobs - other)).sum()
+    forward = (other.exp() * (other - logprobs)).sum()
+    pull_reverse = torch.autograd.grad(reverse, logits, retain_graph=True)[0]
+    pull_forward = torch.autograd.grad(forward, logits)[0]
+    exact = partial(assert_close, atol=1e-10, rtol=0)
+    for estimator in (k1, k3):  # both unbiased as metrics, and as weighted losses
+        value, pull = expectation(estimator, logits, other, weighted=True)
+        exact(value, reverse.detach())
+        exact(pull, pull_reverse)
+    exact(expectation(k1, logits, other)[1], torch.zeros(4, dtype=torch.float64))
+    exact(expectation(k2, logits, other)[1], pull_reverse)
+    exact(expectation(k3, logits, other)[1], pull_forward)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, got 'k4'"):
+        kl_estimator("k4")

@@ -1,0 +1,115 @@
+"""Reductions: a weight for each token that does not depend on how the step is cut."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from support import in_lockstep, ragged_rollout
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.reductions import Reduction, resolve_reduction
+
+VALID = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.bool)
+TRAINED = torch.tensor([True, True, True, True, False])  # the third row is trained without a token, the last is padding
+GROUPS = torch.tensor([0, 0, 0, 7, -1])
+ALL: list[Reduction] = [token_mean, sequence_mean, SequenceSumNorm(4), prompt_mean]
+each = pytest.mark.parametrize(
+    "reduction", ALL, ids=["token_mean", "sequence_mean", "sequence_sum_norm", "prompt_mean"]
+)
+
+
+def weights(reduction: Reduction, rows: slice = slice(None), total: GlobalSum = own_sum) -> Tensor:
+    return reduction(VALID[rows], TRAINED[rows], GROUPS[rows], total)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        pytest.param(token_mean, [1 / 6, 1 / 6, 1 / 6], id="token_mean"),
+        pytest.param(sequence_mean, [1 / 12, 1 / 4, 1 / 8], id="sequence_mean-counts-rows-without-tokens"),
+        pytest.param(SequenceSumNorm(4), [1 / 16, 1 / 16, 1 / 16], id="sequence_sum_norm"),
+        pytest.param(prompt_mean, [1 / 8, 1 / 8, 1 / 4], id="prompt_mean"),
+    ],
+)
+def test_hand_worked_weights(reduction: Reduction, expected: list[float]) -> None:
+    per_row = torch.tensor([expected[0], expected[1], 0, expected[2], 0], dtype=torch.float64)
+    found = weights(reduction)
+    assert found.dtype == torch.float64
+    assert_close(found, per_row[:, None] * VALID)
+
+
+@each
+def test_padding_rows_and_padding_columns_weigh_nothing_and_change_nothing(reduction: Reduction) -> None:
+    wide = torch.nn.functional.pad(VALID[:4], (0, 2))
+    found = reduction(wide, TRAINED[:4], GROUPS[:4], own_sum)
+    assert torch.equal(found[:, :3], weights(reduction)[:4]) and not found[:, 3:].any()
+    assert not weights(reduction)[4].any()
+
+
+@each
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_step_without_a_valid_token_weighs_0_and_not_nan(reduction: Reduction, rows: int) -> None:
+    nothing = torch.zeros(rows, 2, dtype=torch.bool)
+    for trained in (nothing.any(-1), ~nothing.any(-1)):
+        found = reduction(nothing, trained, torch.arange(rows), own_sum)
+        assert found.shape == (rows, 2) and not found.any()
+
+
+@each
+@pytest.mark.parametrize("cuts", [[0, 3, 5], [0, 0, 3, 4, 5], [0, 3, 4, 5, 5]])
+def test_ranks_together_weigh_as_one_does(reduction: Reduction, cuts: list[int]) -> None:
+    parts = [slice(start, end) for start, end in pairwise(cuts)]  # some ranks have no rows
+    ranks = in_lockstep(*[lambda total, own=own: weights(reduction, own, total) for own in parts])
+    assert torch.equal(torch.cat(ranks), weights(reduction))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "total"),
+    [(token_mean, 1.0), (sequence_mean, 11 / 12), (prompt_mean, 1.0)],
+    ids=["token_mean", "sequence_mean", "prompt_mean"],
+)
+def test_a_constant_loss_is_the_constant_unless_rows_are_empty(reduction: Reduction, total: float) -> None:
+    rollout = ragged_rollout()
+    tokens = rollout.valid_tokens
+    assert tokens.any(-1).sum() == 11
+    found = reduction(tokens, rollout.trained, rollout.groups, own_sum)
+    assert_close(found.sum(), torch.tensor(total, dtype=torch.float64))
+
+
+@each
+def test_a_batch_twice_over_has_the_same_mean(reduction: Reduction) -> None:
+    per_token = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    once = (weights(reduction) * per_token).sum()
+    twice = reduction(VALID.repeat(2, 1), TRAINED.repeat(2), torch.cat([GROUPS, GROUPS + 100]), own_sum)
+    assert_close((twice * per_token.repeat(2, 1)).sum(), once)
+
+
+@each
+def test_rows_may_come_in_any_order(reduction: Reduction) -> None:
+    order = torch.tensor([3, 1, 4, 0, 2])
+    found = reduction(VALID[order], TRAINED[order], GROUPS[order], own_sum)
+    assert torch.equal(found, weights(reduction)[order])
+
+
+def test_names_resolve_and_an_unknown_one_lists_them() -> None:
+    assert resolve_reduction("token_mean", 9) is token_mean
+    assert resolve_reduction("sequence_mean", 9) is sequence_mean
+    assert resolve_reduction("prompt_mean", 9) is prompt_mean
+    assert resolve_reduction("sequence_sum_norm", 9) == SequenceSumNorm(9)
+    assert resolve_reduction(token_mean, 9) is token_mean
+    with pytest.raises(ValueError, match=r"token_mean, sequence_mean, prompt_mean, sequence_sum_norm or a function"):
+        resolve_reduction("mean", 9)
+
+
+def test_a_length_of_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="length >= 1, got 0"):
+        SequenceSumNorm(0)
+
+
+def test_a_prompt_counts_even_if_none_of_its_trained_rows_has_a_token() -> None:
+    valid = torch.tensor([[True, True], [False, False], [False, False]])
+    found = prompt_mean(valid, torch.tensor([True, True, False]), torch.tensor([0, 1, 2]))
+    assert found.tolist() == [[0.25, 0.25], [0.0, 0.0], [0.0, 0.0]]

@@ -1,0 +1,207 @@
+"""Checks at setup: each error says who, what, and what to do about it."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import callback_of
+
+from lightning_rl import GAE, ClippedSurrogate, Contributions, FakeEngine, Reinforce, RLCallback, grpo, rloo
+from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RolloutKL
+from lightning_rl.hooks.callback import Ratio
+from lightning_rl.losses import resolve_loss
+from lightning_rl.stages.checks import (
+    Needs,
+    check_estimator,
+    check_positive,
+    check_ratios,
+    check_reads,
+    check_sizes,
+    check_whole_rollouts,
+)
+
+
+def reads(*callbacks: RLCallback, **given: Any) -> Needs:
+    """The check under settings in which nothing is missing."""
+    settings: dict[str, Any] = {
+        "loss": ClippedSurrogate(),
+        "estimator": grpo,
+        "engine": FakeEngine(lambda _: []),
+        "engine_logprobs": True,
+        "critic": False,
+        "steps_per_rollout": 4,
+    }
+    settings |= given
+    return check_reads(Contributions(callbacks), settings.pop("loss"), settings.pop("estimator"), **settings)
+
+
+def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
+    callback = callback_of(name, observe=lambda _: None)
+    callback.reads, callback.reads_at_loss = early, late
+    return callback
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+@pytest.mark.parametrize("field", ["ref_logprob", "extra/teacher", "state"])
+def test_reading_an_unknown_field_names_reader_field_and_the_known_ones(field: str, how: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf'expected Reader to read a field of Rollout, got "{field}"; known: .*ref_logp'
+    ):
+        reads(reader(early=(field,)) if how == "early" else reader(late=(field,)))
+
+
+def test_entries_of_dict_fields_may_be_read() -> None:
+    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(rollout_logprobs=True, old_logprobs=True)
+
+
+@pytest.mark.parametrize("given", [{"estimator": GAE()}, {}], ids=["estimator", "callback"])
+def test_reading_values_without_a_critic_names_reader_and_setting(given: dict[str, Any]) -> None:
+    callbacks = [] if given else [reader(late=("values",))]
+    who = "GAE" if given else "Reader"
+    with pytest.raises(ValueError, match=f'{who} reads "values", but there is no critic: pass critic= to the module'):
+        reads(*callbacks, **given)
+    assert reads(*callbacks, critic=True, **given).old_logprobs
+
+
+@pytest.mark.parametrize("make", [RolloutKL, OffPolicyIS, lambda: OPSM(against="rollout")])
+def test_engine_log_probabilities_that_are_switched_off_or_missing_are_an_error(make: Callable[[], RLCallback]) -> None:
+    name = type(make()).__name__
+    with pytest.raises(
+        ValueError, match=f'{name} reads "rollout_logprobs", but FakeEngine .*: set engine_logprobs=True'
+    ):
+        reads(make(), engine_logprobs=False)
+    silent = FakeEngine(lambda _: [], returns_logprobs=False)
+    for asked in (None, True, False):
+        with pytest.raises(ValueError, match=f"{name} reads .* none: use an engine that returns log-probabilities"):
+            reads(make(), engine=silent, engine_logprobs=asked)
+
+
+def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_readers() -> None:
+    with pytest.warns(UserWarning, match="engine_logprobs switched on, because OffPolicyIS, RolloutKL reads"):
+        assert reads(RolloutKL(), OffPolicyIS(), engine_logprobs=None).rollout_logprobs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reads(RolloutKL(), engine_logprobs=True).rollout_logprobs
+        assert not reads(NoEOSMask(), engine_logprobs=None).rollout_logprobs
+        assert not reads(engine_logprobs=False).rollout_logprobs
+        assert reads(engine_logprobs=True).rollout_logprobs  # asked for, though nobody reads them
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "steps", "old", "ref"),
+    [
+        pytest.param([], 1, False, False, id="one-step-needs-no-old-pass"),
+        pytest.param([], 2, True, False, id="several-steps-need-one"),
+        pytest.param([ReferenceKL(as_loss=True)], 1, False, True, id="reference-at-loss"),
+        pytest.param([reader(early=("old_logprobs",))], 1, True, False, id="old-read-once-per-rollout"),
+        pytest.param([reader(late=("ref_logprobs",))], 1, False, True, id="reference-read-late"),
+    ],
+)
+def test_passes_run_only_where_somebody_reads_them(
+    callbacks: list[RLCallback], steps: int, old: bool, ref: bool
+) -> None:
+    assert reads(*callbacks, steps_per_rollout=steps) == Needs(
+        rollout_logprobs=True, old_logprobs=old, ref_logprobs=ref
+    )
+
+
+def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step() -> None:
+    found = reads(ReferenceKL(), steps_per_rollout=1, estimator=GAE(), critic=True)
+    assert found.old_logprobs and found.ref_logprobs
+
+
+def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> None:
+    with pytest.warns(UserWarning, match=r'OPSM can never act: use OPSM\(against="rollout"\), or take more steps'):
+        reads(OPSM(), steps_per_rollout=1)
+    with pytest.warns(UserWarning, match=r"Reader can never act, or take more steps \(minibatches=, epochs=\)"):
+        reads(reader(late=("old_logprobs",)), steps_per_rollout=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reads(OPSM(), steps_per_rollout=2)
+        reads(OPSM(against="rollout"), steps_per_rollout=1)
+
+
+def weigher(name: str, ratio: Ratio | None, alternative: str | None = None) -> RLCallback:
+    callback = callback_of(name, token_weight=lambda view: view.advantages)
+    callback.ratio, callback.alternative = ratio, alternative
+    return callback
+
+
+def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> None:
+    message = (
+        "OffPolicyIS carries the ratio current/rollout and ClippedSurrogate current/old, so the current policy would "
+        "count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_ratios(Contributions([OffPolicyIS()]), ClippedSurrogate())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "side"),
+    [
+        ([("current", "rollout"), ("current", "old")], "current policy would count twice as numerator$"),
+        ([("current", "rollout"), ("old", "rollout")], "rollout policy would count twice as denominator$"),
+        ([("old", "rollout"), ("old", "rollout")], "old policy would count twice as numerator$"),
+    ],
+)
+def test_weights_may_not_count_a_policy_twice_among_themselves(ratios: list[Ratio], side: str) -> None:
+    callbacks = [weigher(f"weight{number}", ratio) for number, ratio in enumerate(ratios)]
+    with pytest.raises(ValueError, match=f"Weight1 carries the ratio .* and Weight0 .*{side}"):
+        check_ratios(Contributions(callbacks), Reinforce())
+
+
+def test_legal_chains_pass() -> None:
+    check_ratios(Contributions([OffPolicyIS()]), Reinforce())
+    check_ratios(Contributions([weigher("truncated", ("old", "rollout"))]), ClippedSurrogate())
+    check_ratios(Contributions([weigher("plain", None), weigher("other", None)]), ClippedSurrogate())
+    check_ratios(Contributions([OffPolicyIS()]), resolve_loss(lambda view: -view.logprobs))
+    check_ratios(Contributions([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
+
+
+@pytest.mark.parametrize("estimator", [grpo, rloo])
+def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
+    name = estimator.__name__
+    with pytest.raises(
+        ValueError, match=rf"ReferenceKL gives a reward .* advantages={name} .*ReferenceKL\(as_loss=True\)"
+    ):
+        check_estimator(Contributions([ReferenceKL()]), estimator, critic=False)
+    check_estimator(Contributions([ReferenceKL(as_loss=True)]), estimator, critic=False)
+    check_estimator(Contributions([ReferenceKL()]), GAE(), critic=True)
+    own = callback_of("own", token_reward=lambda rollout: rollout.values)
+    with pytest.raises(
+        ValueError, match=r"Own gives .* for each row: use an estimator that works per token such as GAE"
+    ):
+        check_estimator(Contributions([own]), estimator, critic=False)
+
+
+def test_a_critic_that_nobody_reads_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
+    ):
+        check_estimator(Contributions(), grpo, critic=True)
+    check_estimator(Contributions(), GAE(), critic=True)
+
+
+@pytest.mark.parametrize("number", [0, -1.0, float("nan")])
+def test_numbers_that_are_not_positive_are_refused_by_name(number: float) -> None:
+    with pytest.raises(ValueError, match=f"expected beta > 0, got {number}"):
+        check_positive(alpha=1, beta=number)
+    check_positive(alpha=1, beta=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "minibatches", "ranks", "fits"), [(8, 2, 2, True), (8, 3, 1, False), (8, 2, 3, False)]
+)
+def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches: int, ranks: int, fits: bool) -> None:
+    if fits:
+        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+        return
+    with pytest.raises(ValueError, match=f"minibatches x ranks, got {prompts} for {minibatches} x {ranks}"):
+        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+
+
+def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
+    check_whole_rollouts(12, 4)
+    with pytest.raises(ValueError, match=r"a multiple of 4 tickets \(minibatches x epochs\), got 13"):
+        check_whole_rollouts(13, 4)

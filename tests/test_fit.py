@@ -1,0 +1,359 @@
+"""What ``Trainer.fit`` promises: order of callbacks, toggling, on-policy identity, skipped steps, clear errors."""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from typing_extensions import override
+
+from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat
+from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RolloutKL
+
+
+class Watch(RLCallback):
+    """Keeps every finished rollout and every view."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+        self.views: list[LossView] = []
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        self.views.append(view)
+        return {"watch/rows": Stat.of(view.trained)}
+
+
+def equal_weights(one: RLLightningModule, other: RLLightningModule) -> bool:
+    first, second = weights_of(one), weights_of(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def trained(callbacks: Sequence[Any], **options: Any) -> RLLightningModule:
+    module = tiny_module(minibatches=2, epochs=2, **{"engine_logprobs": True, **options})
+    fit(module, callbacks=callbacks)
+    return module
+
+
+def all_corrections() -> list[RLCallback]:
+    return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
+
+
+def test_the_order_of_the_callbacks_never_matters() -> None:
+    expected = trained(all_corrections())
+    for order in list(itertools.permutations(range(4)))[1::5]:
+        corrections = all_corrections()
+        assert equal_weights(trained([corrections[place] for place in order]), expected)
+
+
+@pytest.mark.parametrize("place", range(4), ids=["NoEOSMask", "OPSM", "RolloutKL", "ReferenceKL"])
+def test_a_correction_acts_and_its_removal_gives_the_run_without_it(place: int) -> None:
+    others = [correction for number, correction in enumerate(all_corrections()) if number != place]
+    without = trained(others)
+    assert not equal_weights(trained(all_corrections()), without)
+    assert equal_weights(trained([c for n, c in enumerate(all_corrections()) if n != place]), without)
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [OPSM(1e9), RolloutKL(0.0), ReferenceKL(0.0, as_loss=True)],
+    ids=lambda correction: type(correction).__name__,
+)
+def test_a_correction_at_its_off_value_is_bitwise_absent(correction: RLCallback) -> None:
+    assert equal_weights(trained([correction]), trained([]))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+def test_the_first_step_of_a_rollout_has_ratio_one_and_no_kl_to_old(precision: str) -> None:
+    watch = Watch()
+    module = tiny_module(temperature=0.7, minibatches=1, epochs=4, engine_logprobs=True)
+    fit(module, callbacks=[watch, ReferenceKL(0.0, as_loss=True)], precision=precision, max_steps=8)
+    per_step = len(watch.views) // 8
+    for number, view in enumerate(watch.views):
+        gap = (view.logprobs.detach() - view.required("old_logprobs"))[view.valid_tokens]
+        first_of_rollout = (number // per_step) % 4 == 0
+        assert bool((gap == 0).all()) is first_of_rollout
+        distance = (view.logprobs.detach() - view.required("ref_logprobs"))[view.valid_tokens]
+        assert bool((distance == 0).all()) is (number < per_step)
+
+
+def test_the_engines_log_probabilities_are_the_trainers() -> None:
+    watch = Watch()
+    module = tiny_module(temperature=0.7, epochs=2, engine_logprobs=True, max_new_tokens=16)
+    fit(module, callbacks=[watch])
+    for rollout in watch.rollouts:
+        gap = (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]
+        assert float(gap.abs().max()) < 1e-5
+
+
+def test_the_token_budget_changes_nothing_but_rounding() -> None:
+    large, small = trained(all_corrections(), token_budget=4096), trained(all_corrections(), token_budget=12)
+    first, second = weights_of(large), weights_of(small)
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 2e-4
+
+
+class WritesInPlace(RLCallback):
+    """Adds to the rewards it was shown."""
+
+    name = "writes_in_place"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> torch.Tensor:
+        return rollout.rewards.add_(1.0)
+
+
+class KeepsAndEdits(RLCallback):
+    """Edits a rollout that it was shown, outside of any contribution."""
+
+    name = "keeps_and_edits"
+    kept: Rollout
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.kept = rollout
+
+    @override
+    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
+        self.kept.required("advantages").mul_(2.0)
+
+
+def test_a_callback_that_writes_in_place_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"reward_bonus of writes_in_place wrote in place to rewards"):
+        fit(tiny_module(), callbacks=[WritesInPlace()])
+
+
+def test_a_held_rollout_that_was_edited_is_refused_at_the_next_step() -> None:
+    with pytest.raises(RuntimeError, match=r"between optimizer steps: advantages"):
+        fit(tiny_module(epochs=2), callbacks=[KeepsAndEdits()])
+
+
+def test_rollout_kl_switches_engine_log_probabilities_on_with_a_warning() -> None:
+    watch = Watch()
+    with pytest.warns(UserWarning, match="engine_logprobs switched on, because RolloutKL"):
+        fit(tiny_module(), callbacks=[RolloutKL(), watch])
+    assert watch.rollouts[0].rollout_logprobs is not None
+
+
+def test_missing_log_probabilities_are_an_error_at_setup() -> None:
+    with pytest.raises(ValueError, match=r"RolloutKL reads \"rollout_logprobs\".*set engine_logprobs=True"):
+        fit(tiny_module(engine_logprobs=False), callbacks=[RolloutKL()])
+
+
+def test_a_ratio_that_counts_the_current_policy_twice_is_refused_at_setup() -> None:
+    with pytest.raises(ValueError, match="current policy would count twice as numerator: use TruncatedIS"):
+        fit(tiny_module(engine_logprobs=True), callbacks=[OffPolicyIS()])
+
+
+def test_off_policy_weights_train_on_a_loss_without_a_ratio() -> None:
+    module = tiny_module(engine_logprobs=True, loss="reinforce", epochs=2)
+    fit(module, callbacks=[OffPolicyIS()])
+    assert not equal_weights(module, trained_without_weights())
+
+
+def trained_without_weights() -> RLLightningModule:
+    module = tiny_module(engine_logprobs=True, loss="reinforce", epochs=2)
+    fit(module)
+    return module
+
+
+def test_an_optimizer_step_without_a_valid_token_is_skipped_and_counted() -> None:
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.max_new_tokens), epochs=2)
+    trainer = fit(module, callbacks=[NoEOSMask("drop_tokens")])
+    assert trainer.global_step == 0
+    assert module.run.skipped == 8
+    fresh = tiny_policy().state_dict()
+    assert all(torch.equal(weight, fresh[name]) for name, weight in module.policy.model.state_dict().items())  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class Explodes(RLCallback):
+    """Gives infinite weights for some steps."""
+
+    name = "explodes"
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    @override
+    def token_weight(self, view: LossView) -> torch.Tensor:
+        self.steps -= 1
+        return torch.full_like(view.entropy, torch.inf if self.steps >= 0 else 1.0)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_the_weights() -> None:
+    module = tiny_module(
+        engine=FakeEngine(lambda request: [5, request.sample_id % 2 + 5, EOS][request.sample_id % 2 :])
+    )
+    trainer = fit(module, callbacks=[Explodes(steps=2)], max_epochs=1)
+    assert trainer.global_step == 2
+    assert module.run.skipped == 2
+    assert all(torch.isfinite(weight).all() for weight in module.parameters())
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_end_the_run() -> None:
+    module = tiny_module(engine=FakeEngine(lambda request: [5, 5, EOS][request.sample_id % 2 :]))
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
+        fit(module, callbacks=[Explodes(steps=3)])
+
+
+def failing_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    raise RuntimeError("verifier crashed")
+
+
+def nan_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    return [float("nan") if place % 2 else 1.0 for place in range(len(prompts))]
+
+
+@pytest.mark.filterwarnings("ignore:reward .* gave:UserWarning")
+@pytest.mark.parametrize("reward", [failing_reward, nan_reward])
+def test_a_reward_that_fails_takes_its_rows_out_and_nothing_becomes_nan(reward: Any) -> None:
+    watch = Watch()
+    module = tiny_module(rewards=reward, epochs=2)
+    fit(module, callbacks=[watch])
+    for rollout in watch.rollouts:
+        assert torch.isfinite(rollout.required("advantages")).all()
+        assert not rollout.required("advantages")[~rollout.rewarded].any()
+    assert all(torch.isfinite(weight).all() for weight in module.parameters())
+
+
+def constant_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    return [1.1] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rewards": constant_reward}, {"group_size": 1}], ids=["equal rewards", "group of one"]
+)
+@pytest.mark.parametrize("advantages", ["grpo", "rloo"])
+def test_a_group_without_spread_teaches_nothing(options: dict[str, Any], advantages: str) -> None:
+    watch = Watch()
+    fit(tiny_module(advantages=advantages, **options), callbacks=[watch])
+    assert all(not rollout.required("advantages").any() for rollout in watch.rollouts)
+
+
+@pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
+def test_a_rollout_of_truncated_rows_is_harmless(action: Any) -> None:
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.max_new_tokens), epochs=2)
+    fit(module, callbacks=[NoEOSMask(action), RolloutKLWithoutWarning()])
+    assert all(torch.isfinite(weight).all() for weight in module.parameters())
+
+
+def RolloutKLWithoutWarning() -> RLCallback:  # noqa: N802 reads as the class it stands for
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ReferenceKL(0.1, as_loss=True)
+
+
+def test_a_tokenizer_and_model_without_eos_are_refused_by_name_of_the_option() -> None:
+    module = tiny_module(policy=lambda: tiny_policy(eos_token_id=None))
+    with pytest.raises(ValueError, match="neither model nor tokenizer has an EOS: pass eos_token_ids="):
+        fit(module)
+
+
+def test_eos_ids_can_be_given_where_nobody_has_one() -> None:
+    module = tiny_module(policy=lambda: tiny_policy(eos_token_id=None), eos_token_ids=[3, 4])
+    assert fit(module).global_step == 4
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_training() -> None:
+    data = tiny_prompts()
+    data.rows[5] = [2] * 60
+    with pytest.raises(ValueError, match="got prompt 5 with 60"):
+        fit(tiny_module(), data=data)
+
+
+def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
+    with pytest.raises(ValueError, match=r"config.attention_dropout=0.1: set it to 0"):
+        fit(tiny_module(policy=lambda: tiny_policy(attention_dropout=0.1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "ppx"}, "expected a loss out of ppo, reinforce"),
+        ({"advantages": "grop"}, "expected advantages out of grpo"),
+        ({"reduction": "mean"}, "expected a reduction out of token_mean"),
+        ({"temperature": 0.0}, "expected temperature > 0, got 0.0"),
+        ({"group_size": 0}, "expected group_size > 0, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_module(**options)
+
+
+def test_a_critic_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(ValueError, match="critic= trains for nothing"):
+        fit(tiny_module(critic="shared"))
+
+
+def test_an_unequal_split_into_minibatches_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of minibatches x ranks, got 4 for 3 x 1"):
+        fit(tiny_module(minibatches=3))
+
+
+def test_ppo_with_a_critic_trains_both() -> None:
+    module = tiny_module(advantages="gae", critic="shared", group_size=1, minibatches=2)
+    fit(module, callbacks=[ReferenceKL(0.05)])
+    head = module.policy.value_head  # pyright: ignore[reportOptionalMemberAccess]
+    assert head is not None and head.weight.any()
+
+
+def test_a_separate_critic_leaves_the_policy_backbone_alone() -> None:
+    module = tiny_module(advantages="gae", critic=lambda: tiny_policy(1), group_size=1)
+    fit(module)
+    critic = module.policy.critic  # pyright: ignore[reportOptionalMemberAccess]
+    before, after = tiny_policy(1).model.state_dict(), critic.state_dict()  # pyright: ignore[reportOptionalMemberAccess]
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_second_fit_begins_with_a_new_rollout_of_new_prompts() -> None:
+    watch, module, data = Watch(), tiny_module(epochs=3), tiny_prompts()
+    fit(module, callbacks=[watch], data=data, max_steps=4)
+    fit(module, callbacks=[watch], data=data, max_steps=3)
+    ids = [int(place) for rollout in watch.rollouts for place in rollout.sample_ids]
+    assert len(watch.rollouts) == 3
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_reference_is_the_policy_before_the_first_step() -> None:
+    module = tiny_module()
+    fit(module, callbacks=[ReferenceKL(0.1, as_loss=True)])
+    fresh = tiny_policy().state_dict()
+    reference = module.run.reference
+    assert reference is not None
+    assert all(torch.equal(weight, fresh[name]) for name, weight in reference.model.state_dict().items())
+    assert not any("reference" in name for name in module.state_dict())
+
+
+def test_what_others_draw_changes_nothing() -> None:
+    class Draws(RLCallback):
+        name = "draws"
+
+        @override
+        def on_train_batch_start(self, *arguments: Any, **keywords: Any) -> None:
+            torch.rand(3)
+
+    assert equal_weights(trained([Draws()]), trained([]))
+
+
+def test_rewards_see_text_ids_and_columns() -> None:
+    seen: list[Any] = []
+
+    def reward(prompts: Any, completions: Any, *, completion_ids: Any, **columns: Any) -> list[float]:
+        seen.append((prompts, completions, completion_ids, columns))
+        return parity_reward(prompts, completions, completion_ids=completion_ids)
+
+    data = tiny_prompts(per_rollout=4)
+    data.rows = [{"prompt": row, "answer": place} for place, row in enumerate(data.rows)]
+    fit(tiny_module(rewards=reward), data=data, max_steps=1)
+    prompts, completions, completion_ids, columns = seen[0]
+    assert len(prompts) == len(completions) == len(completion_ids) == len(columns["answer"]) == 16
+    assert all(data.rows[answer]["prompt"] == prompt for prompt, answer in zip(prompts, columns["answer"], strict=True))

@@ -1,0 +1,52 @@
+"""Policy losses as objects: what they measure, how they are named, which bounds they refuse."""
+
+import math
+
+import pytest
+import torch
+from support import run_step, view_of
+
+from lightning_rl import ClippedSurrogate, Reinforce
+from lightning_rl.losses import LOSSES, FunctionLoss, resolve_loss
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "low", "high"),
+    [(0.7, -1, 1, 0), (0.7, 1, 0, 0), (1.4, 1, 0, 1), (1.4, -1, 0, 0), (0.9, -1, 0, 0), (1.1, 1, 0, 0), (9, 0, 0, 0)],
+)
+def test_clip_fractions_count_tokens_that_lost_their_gradient(
+    ratio: float, advantage: float, low: float, high: float
+) -> None:
+    view = view_of([math.log(ratio)], old_logprobs=[0.0], advantages=[advantage])
+    step = run_step(view)
+    assert (step.metrics["policy/clip_low"], step.metrics["policy/clip_high"]) == (low, high)
+    assert (step.gradient == 0).all() == bool(low or high or advantage == 0)
+
+
+def test_losses_resolve_from_names_objects_and_functions() -> None:
+    assert resolve_loss("ppo") is LOSSES["ppo"] and resolve_loss("reinforce") == Reinforce()
+    own = resolve_loss(lambda view: -view.logprobs)
+    assert isinstance(own, FunctionLoss) and own.ratio is None and own.metrics(view_of([-1.0])) == {}
+    assert run_step(view_of([-1.0]), loss=own).gradient.item() == -1
+    with pytest.raises(ValueError, match=r"out of ppo, reinforce, an object or a function, got 'grpo'"):
+        resolve_loss("grpo")
+    for knobs in ({"clip_low": 2.0}, {"clip_high": -1.0}, {"dual_clip": 0.5}):
+        with pytest.raises(ValueError, match="expected"):
+            ClippedSurrogate(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ratio", "advantage", "loss", "slope"),
+    [
+        pytest.param({"clip_low": 0.5}, 0.6, -1.0, 0.6, 0.6, id="clip_low"),
+        pytest.param({"clip_high": 0.5}, 1.4, 1.0, -1.4, -1.4, id="clip_high"),
+        pytest.param({"dual_clip": 1.5}, 2.0, -2.0, 3.0, 0.0, id="dual_clip"),
+        pytest.param({}, 2.0, -2.0, 4.0, 4.0, id="defaults"),
+    ],
+)
+def test_every_bound_of_the_object_reaches_the_loss(
+    knobs: dict[str, float], ratio: float, advantage: float, loss: float, slope: float
+) -> None:
+    view = view_of([math.log(ratio)], old_logprobs=[0.0], advantages=[advantage], dtype=torch.float64)
+    step = run_step(view, loss=ClippedSurrogate(**knobs))
+    assert (float(step.loss), step.gradient.item()) == pytest.approx((loss, slope))

@@ -1,0 +1,101 @@
+"""What a user installs: ``callbacks/`` arrives as ``lightning_rl.callbacks``, however the library is installed."""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lightning_rl import callbacks
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = {"LICENSE", "README.md", "callbacks", "lightning_rl", "pyproject.toml"}
+TOP_LEVEL = SHIPPED | {"CHANGELOG.md", "Makefile", "benchmarks", "docs", "recipes", "tests"}
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+
+# Runs without `site`, or an editable install of the checkout would answer for the one under test; `addsitedir` reads
+# the .pth file by which an editable install is found.
+PROBE = """
+import importlib, json, site, sys
+installed, dependencies, *packages = sys.argv[1:]
+site.addsitedir(installed)
+sys.path.append(dependencies)
+print(json.dumps([importlib.import_module(package).__file__ for package in packages]))
+"""
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    """Returns what ``command`` prints, or fails the test with it."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def imported_files(installed: Path, *what: str | Path) -> list[Path]:
+    """Returns the file of each package, and the typing marker, as imported once ``what`` is ``installed``."""
+    installed.mkdir()
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    run(installed, sys.executable, "-m", "pip", "install", *offline, "--target", installed, *what)
+    printed = run(installed, sys.executable, "-ISc", PROBE, installed, sysconfig.get_path("purelib"), *PACKAGES)
+    files = [Path(file) for file in json.loads(printed)]
+    return [*files, files[0].with_name("py.typed")]
+
+
+@pytest.fixture(params=["linked", "unlinked"])
+def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of what is shipped: a build neither writes into the checkout nor finds an earlier build's leftovers."""
+    copy = tmp_path / "tree"
+    copy.mkdir()
+    for source in (ROOT / name for name in SHIPPED):
+        if source.is_dir():
+            shutil.copytree(source, copy / source.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy)
+    if request.param == "unlinked":  # a checkout where git cannot make symbolic links
+        link = copy / "lightning_rl" / "callbacks"
+        link.unlink()
+        link.write_text("../callbacks")
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--wheel"], []], ids=["from-the-tree", "from-the-sdist"])
+def test_wheel_brings_every_package(tree: Path, tmp_path: Path, options: list[str]) -> None:
+    run(tmp_path, sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", *options, tree)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    files = imported_files(tmp_path / "installed", wheel)
+    assert all(file.is_file() and file.is_relative_to(tmp_path / "installed") for file in files), files
+
+
+@pytest.mark.slow
+def test_editable_install_imports_the_tree(tree: Path, tmp_path: Path) -> None:
+    files = imported_files(tmp_path / "installed", "--editable", tree)
+    assert all(file.is_file() and file.is_relative_to(tree) for file in files), files
+
+
+def test_every_package_is_listed() -> None:
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "lightning_rl").rglob("__init__.py")}
+    assert {".".join(folder.parts) for folder in folders} | {"lightning_rl.callbacks"} == set(PACKAGES)
+
+
+def test_callbacks_are_reached_through_a_link() -> None:
+    link = ROOT / "lightning_rl" / "callbacks"  # a text file where git cannot make links
+    assert (link.readlink().as_posix() if link.is_symlink() else link.read_text()) == "../callbacks"
+
+
+def test_every_callback_file_is_exported() -> None:
+    exported = {getattr(callbacks, name).__module__ for name in callbacks.__all__}
+    files = {f"lightning_rl.callbacks.{file.stem}" for file in (ROOT / "callbacks").glob("[!_]*.py")}
+    assert files <= exported
+
+
+def test_top_level_holds_nothing_unexpected() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("only a git checkout knows which files belong to it")
+    tracked = {Path(file).parts[0] for file in run(ROOT, "git", "ls-files", "-z").split("\0") if file}
+    assert {name for name in tracked if not name.startswith(".")} <= TOP_LEVEL

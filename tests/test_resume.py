@@ -1,0 +1,113 @@
+"""A run that is interrupted at any optimizer step and resumed ends bitwise like the run that was not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
+
+from lightning_rl import RLLightningModule, warmup_then_linear
+from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pre-optimization state.*:UserWarning",  # Lightning, of every checkpoint under manual optimization
+    "ignore:The dirpath has changed:UserWarning",  # a resumed run of these tests saves elsewhere
+)
+
+STEPS = 10  # two epochs of two rollouts with K = 4, and half a rollout more
+GRPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "engine_logprobs": True}
+PPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}
+
+
+def corrections(options: dict[str, Any]) -> list[Callback]:
+    if "critic" in options:
+        return [NoEOSMask(), ReferenceKL(0.05)]
+    return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
+
+
+def run(folder: Path, options: dict[str, Any], *, ckpt_path: Path | None = None, **trainer: Any) -> RLLightningModule:
+    module = tiny_module(**options, lr_scheduler=warmup_then_linear(2, 20))
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(
+        module,
+        callbacks=[*corrections(options), saving],
+        data=tiny_prompts(8, 4, validation=[[2, 3], [5]]),
+        ckpt_path=ckpt_path,
+        **{
+            "max_epochs": 4,
+            "max_steps": STEPS,
+            "val_check_interval": 3,
+            "check_val_every_n_epoch": None,
+            "enable_checkpointing": True,
+            **trainer,
+        },
+    )
+    return module
+
+
+def assert_same_weights(one: RLLightningModule, other: RLLightningModule) -> None:
+    first, second = weights_of(one), weights_of(other)
+    differing = [name for name in first if not torch.equal(first[name], second[name])]
+    assert differing == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = run(tmp_path / "whole", options)
+    for step in range(1, STEPS):
+        resumed = run(tmp_path / f"resumed-{step}", options, ckpt_path=tmp_path / "whole" / f"step={step}.ckpt")
+        assert_same_weights(resumed, expected)
+
+
+def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path) -> None:
+    expected = run(tmp_path / "whole", GRPO)
+    assert_same_weights(run(tmp_path / "resumed", GRPO, ckpt_path=tmp_path / "whole" / "step=6.ckpt"), expected)
+
+
+def test_the_logged_rows_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    def rows(logger: CSVLogger) -> dict[int, dict[str, float]]:
+        timed = ("time/", "tokens_per_second")
+        return {
+            int(row["step"]): {key: value for key, value in row.items() if not key.startswith(timed)}
+            for row in logger.experiment.metrics
+            if "reward/task" in row
+        }
+
+    class Keeps(CSVLogger):
+        def save(self) -> None:
+            pass
+
+    whole, resumed = Keeps(tmp_path, "whole"), Keeps(tmp_path, "resumed")
+    run(tmp_path / "one", GRPO, logger=whole, log_every_n_steps=3)
+    run(tmp_path / "two", GRPO, logger=resumed, log_every_n_steps=3, ckpt_path=tmp_path / "one" / "step=4.ckpt")
+    expected = {step: row for step, row in rows(whole).items() if step >= 4}
+    assert expected and rows(resumed) == expected
+
+
+def test_a_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:
+    run(tmp_path, GRPO, max_steps=2)
+    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    assert checkpoint["lightning_rl"]["ranks"][0]["held"]["cycle"] == 0
+    assert not any("reference" in name for name in checkpoint["state_dict"])
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    run(tmp_path, GRPO, max_steps=2)
+    path = tmp_path / "step=2.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_rl"]["ranks"] *= 2
+    torch.save(checkpoint, path)
+    with pytest.raises(ValueError, match="expected a checkpoint of 1 ranks, got one of 2"):
+        run(tmp_path / "resumed", GRPO, ckpt_path=path)
+
+
+def test_another_reference_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, GRPO, max_steps=2)
+    options = {**GRPO, "reference": lambda: tiny_policy(7)}
+    with pytest.raises(ValueError, match="expected the reference of the checkpoint"):
+        run(tmp_path / "resumed", options, ckpt_path=tmp_path / "step=2.ckpt")

@@ -1,0 +1,236 @@
+"""Rollout: everything that acts on it acts on every field, so that none can be forgotten."""
+
+import copy
+import dataclasses
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support import ragged_rollout, view_of_rollout
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import LossView, Rollout, concatenate
+from lightning_rl.rollout import PROMPT, ROW, TOKEN
+
+
+def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
+    """A rollout in which every field is there and no dict is empty."""
+    rollout = ragged_rollout(seed=seed, **options)
+    rows, width = rollout.response_ids.shape
+    return rollout.replace(
+        extras={"plain": torch.arange(rows), "wide": torch.arange(rows * 3).reshape(rows, 3) + 0.5},
+        token_extras={
+            "teacher": torch.arange(rows * width).reshape(rows, width) / 7,
+            "routes": torch.arange(rows * width * 2).reshape(rows, width, 2),
+        },
+    )
+
+
+def whole_view() -> LossView:
+    rollout = whole_rollout()
+    logprobs = torch.full(rollout.response_ids.shape, -1.0)
+    return view_of_rollout(rollout, logprobs).replace(current_values=logprobs * 2)
+
+
+EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]
+CASES = [
+    pytest.param(example, name, id=f"{type(example).__name__}-{name}")
+    for example in EXAMPLES
+    for name, _ in example.tensors()
+]
+each_tensor = pytest.mark.parametrize(("example", "name"), CASES)
+each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+
+
+def axes_of(example: Rollout, name: str) -> str:
+    return {spec.name: spec.metadata["axes"] for spec in dataclasses.fields(example)}[name.partition("/")[0]]
+
+
+def pad_of(example: Rollout, name: str) -> float:
+    return {spec.name: spec.metadata["pad"] for spec in dataclasses.fields(example)}[name.partition("/")[0]]
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def changed(example: Rollout, name: str, tensor: Tensor) -> Rollout:
+    stem, slash, key = name.partition("/")
+    return example.replace(**{stem: {**getattr(example, stem), key: tensor} if slash else tensor})
+
+
+@each
+def test_the_example_has_every_field(example: Rollout) -> None:
+    there = {name.partition("/")[0] for name, _ in example.tensors()}
+    assert there == {spec.name for spec in dataclasses.fields(example)}
+    assert {spec.metadata["axes"] for spec in dataclasses.fields(example)} <= {ROW, PROMPT, TOKEN}
+
+
+@each_tensor
+def test_select_takes_the_rows_of_every_field(example: Rollout, name: str) -> None:
+    tensor, order = dict(example.tensors())[name], torch.tensor([4, 0, 4, 11])
+    same(dict(example.select(order).tensors())[name], tensor[order])
+    mask = torch.arange(len(example)) % 3 == 1
+    same(dict(example.select(mask).tensors())[name], tensor[mask])
+    assert dict(example.select(order[:0]).tensors())[name].shape == (0, *tensor.shape[1:])
+
+
+@each_tensor
+def test_concatenate_undoes_a_split_of_every_field(example: Rollout, name: str) -> None:
+    rows = torch.arange(len(example))
+    joined = concatenate([example.select(rows[:5]), example.select(rows[5:5]), example.select(rows[5:])])
+    assert type(joined) is type(example)
+    same(dict(joined.tensors())[name], dict(example.tensors())[name])
+
+
+@each_tensor
+def test_concatenate_pads_every_field_to_the_widest(example: Rollout, name: str) -> None:
+    narrow = example.fit_width(4).map(lambda tensor, axes, _: tensor[:, :2] if axes == PROMPT else tensor)
+    joined = dict(concatenate([narrow, example]).tensors())[name]
+    have = dict(narrow.tensors())[name]
+    same(joined[len(narrow) :], dict(example.tensors())[name])
+    if axes_of(example, name) == ROW:
+        same(joined[: len(narrow)], have)
+    else:
+        same(joined[: len(narrow), : have.shape[1]], have)
+        assert (joined[: len(narrow), have.shape[1] :] == pad_of(example, name)).all()
+
+
+@each_tensor
+def test_fit_width_cuts_and_pads_the_response_axis_alone(example: Rollout, name: str) -> None:
+    tensor = dict(example.tensors())[name]
+    for width in (0, 3, example.width, 10):
+        found = dict(example.fit_width(width).tensors())[name]
+        if axes_of(example, name) != TOKEN:
+            same(found, tensor)
+            continue
+        assert found.shape == (len(example), width, *tensor.shape[2:])
+        same(found[:, : example.width], tensor[:, :width])
+        assert (found[:, example.width :] == pad_of(example, name)).all()
+
+
+@each_tensor
+def test_padding_rows_have_every_field(example: Rollout, name: str) -> None:
+    padding, tensor = dict(example.padding_rows(2).tensors())[name], dict(example.tensors())[name]
+    assert padding.shape == (2, *tensor.shape[1:])
+    assert padding.dtype == tensor.dtype
+    assert padding.isfinite().all()
+
+
+@each
+def test_padding_rows_are_nobody(example: Rollout) -> None:
+    padding = example.padding_rows(3)
+    assert len(padding) == 3 and len(example.padding_rows(0)) == 0
+    assert padding.sample_ids.tolist() == padding.groups.tolist() == [-1] * 3
+    assert padding.prompt_lengths.tolist() == [1] * 3 and padding.response_lengths.tolist() == [0] * 3
+    for mask in (padding.trained, padding.rewarded, padding.real, padding.valid_tokens, padding.action_mask):
+        assert not mask.any()
+    assert (padding.policy_version == -1).all()
+    assert example.real.all()
+    joined = concatenate([example, padding])
+    assert joined.real.tolist() == [True] * len(example) + [False] * 3
+
+
+@each_tensor
+def test_moving_moves_every_field(example: Rollout, name: str) -> None:
+    assert dict(example.to("meta").tensors())[name].device.type == "meta"
+
+
+@each
+@pytest.mark.parametrize("way", ["state", "pickle", "copy", "deepcopy", "weights_only"])
+def test_saving_and_copying_keep_every_field(example: Rollout, way: str) -> None:
+    buffer = io.BytesIO()
+    if way == "weights_only":
+        torch.save(example.state(), buffer)
+        buffer.seek(0)
+        found = type(example).from_state(torch.load(buffer, weights_only=True))
+    else:
+        found = {
+            "state": lambda: type(example).from_state(example.state()),
+            "pickle": lambda: pickle.loads(pickle.dumps(example)),
+            "copy": lambda: copy.copy(example),
+            "deepcopy": lambda: copy.deepcopy(example),
+        }[way]()
+    assert type(found) is type(example)
+    assert [name for name, _ in found.tensors()] == [name for name, _ in example.tensors()]
+    for (_, ours), (_, theirs) in zip(found.tensors(), example.tensors(), strict=True):
+        same(ours, theirs)
+    shared = found.response_ids.data_ptr() == example.response_ids.data_ptr()
+    assert shared == (way in ("state", "copy"))
+
+
+@each_tensor
+def test_a_wrong_number_of_rows_is_refused_by_name(example: Rollout, name: str) -> None:
+    tensor = dict(example.tensors())[name]
+    blame = "prompt_ids" if name == "prompt_lengths" else name  # the number of rows is that of prompt_lengths
+    with pytest.raises(
+        ValueError, match=rf"expected {blame} of shape \[1[12], .*got|expected {blame} of shape \[1[12]\]"
+    ):
+        changed(example, name, tensor[:-1])
+
+
+@each_tensor
+def test_a_wrong_width_or_rank_is_refused_by_name(example: Rollout, name: str) -> None:
+    tensor, axes = dict(example.tensors())[name], axes_of(example, name)
+    if axes == TOKEN:
+        blame = "action_mask" if name == "response_ids" else name  # the width is that of response_ids
+        with pytest.raises(ValueError, match=f"expected {blame} of shape"):
+            changed(example, name, tensor[:, :-1])
+    if "/" not in name and name != "prompt_lengths":
+        with pytest.raises(ValueError, match=f"expected {name} of shape"):
+            changed(example, name, tensor[..., None])
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(Rollout)])
+def test_no_field_can_be_assigned(name: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(EXAMPLES[0], name, None)
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(Rollout) if "Mapping" in str(spec.type)])
+def test_dict_fields_are_read_only_copies(name: str) -> None:
+    given = {"own": torch.zeros(12, 7)}
+    rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "task_rewards" else given})
+    field = getattr(rollout, name)
+    with pytest.raises(TypeError):
+        field["another"] = torch.zeros(12)
+    given["late"] = torch.zeros(1)
+    assert list(field) == ["own"]
+
+
+def test_concatenate_refuses_different_fields_and_names_them() -> None:
+    rollout = whole_rollout()
+    other = rollout.replace(values=None, token_extras={"teacher": rollout.token_extras["teacher"]})
+    with pytest.raises(ValueError, match=r"only some have token_extras/routes, values$"):
+        concatenate([rollout, other])
+    with pytest.raises(ValueError, match="at least one rollout"):
+        concatenate([])
+
+
+def test_required_names_what_is_missing() -> None:
+    rollout = whole_rollout()
+    assert rollout.required("values") is rollout.values
+    with pytest.raises(ValueError, match=r'expected a rollout with "values", got none'):
+        rollout.replace(values=None).required("values")
+
+
+def test_versions_tell_an_edit_and_a_swap_of_any_tensor() -> None:
+    rollout = whole_rollout().map(lambda tensor, _axes, _pad: tensor.clone())  # else some fields share one tensor
+    before = rollout.versions()
+    assert rollout.versions() == before
+    for name, tensor in rollout.tensors():
+        tensor[0] = tensor[1].clone()
+        assert [key for key, version in rollout.versions().items() if version != before[key]] == [name]
+        before = rollout.versions()
+    assert rollout.replace(values=rollout.required("values").clone()).versions() != before
+
+
+def test_replace_leaves_the_original_alone() -> None:
+    rollout = whole_rollout()
+    assert rollout.replace(values=None).values is None and rollout.values is not None
+    assert math.isclose(float(rollout.rewards.sum()), float(whole_rollout().rewards.sum()))

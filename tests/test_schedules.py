@@ -1,0 +1,41 @@
+"""Learning-rate schedules by hand."""
+
+import pytest
+import torch
+
+from lightning_rl import warmup_then_linear
+
+
+def rates(warmup: int, total: int, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = warmup_then_linear(warmup, total)(optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_without_warmup_the_rate_falls_from_full_to_zero() -> None:
+    assert rates(0, 4, 6) == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(1, 4), (2, 4), (5, 50), (4, 5)])
+def test_it_goes_up_over_the_warmup_and_then_down_in_equal_steps_to_zero(warmup: int, total: int) -> None:
+    found = torch.tensor(rates(warmup, total, total + 2), dtype=torch.float64)
+    after = found[warmup : total + 1]
+    torch.testing.assert_close(after.diff(), after.diff()[:1].expand(total - warmup), rtol=0, atol=1e-12)
+    assert found[total:].tolist() == [0.0, 0.0] and (after.diff() < 0).all() and (found[:total] > 0).all()
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(2, 4), (5, 50), (4, 5)])
+def test_the_warmup_is_linear_and_reaches_the_full_rate(warmup: int, total: int) -> None:
+    expected = [(step + 1) / warmup for step in range(warmup)]
+    assert rates(warmup, total, warmup) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(-1, 4), (4, 4), (5, 4), (0, 0)])
+def test_a_warmup_that_does_not_fit_is_refused(warmup: int, total: int) -> None:
+    with pytest.raises(ValueError, match=f"expected 0 <= warmup < total, got {warmup} and {total}"):
+        warmup_then_linear(warmup, total)
