@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
@@ -68,15 +69,14 @@ class Rollout:
         """Freezes the dict fields and checks every shape against B, P and T."""
         rows = len(self.prompt_lengths)
         sizes = {ROW: (rows,), PROMPT: (rows, self.prompt_ids.shape[-1]), TOKEN: (rows, self.response_ids.shape[-1])}
-        for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            if isinstance(value, Mapping):
-                object.__setattr__(self, spec.name, MappingProxyType(dict(value)))
-            expected = tuple(sizes[spec.metadata["axes"]])
-            for name, tensor in _entries(spec.name, value):
-                ranks_match = isinstance(value, Mapping) or tensor.dim() == len(expected)
-                if not ranks_match or tuple(tensor.shape[: len(expected)]) != expected:
-                    raise ValueError(f"expected {name} of shape {list(expected)}, got {list(tensor.shape)}")
+        for field_name, axes, _, named in _columns(type(self)):
+            value, expected = getattr(self, field_name), sizes[axes]
+            if named:
+                object.__setattr__(self, field_name, MappingProxyType(dict(value)))
+                for key, tensor in value.items():
+                    _check_shape(f"{field_name}/{key}", tensor, tensor.shape[: len(expected)], expected)
+            elif value is not None:
+                _check_shape(field_name, value, value.shape, expected)
 
     def __len__(self) -> int:
         """B, the number of rows, padding included."""
@@ -109,19 +109,15 @@ class Rollout:
 
     def map(self: RolloutT, function: Callable[[Tensor, str, float], Tensor]) -> RolloutT:
         """Applies ``function(tensor, axes, pad)`` to every tensor of every field."""
-        return dataclasses.replace(self, **_mapped(self, function))
+        return type(self)(**_mapped(self, function))
 
-    def select(self: RolloutT, rows: Tensor) -> RolloutT:
-        """The rows of an index [b] int64 or a mask [B] bool, in that order, with every field."""
-        return self.map(lambda tensor, _axes, _pad: tensor[rows])
+    def select(self: RolloutT, rows: Tensor, *, width: int | None = None) -> RolloutT:
+        """The rows of an index [b] int64 or a mask [B] bool, in that order, with every field; cut to ``width``."""
+        return self.map(lambda tensor, axes, _pad: tensor[rows][:, :width] if axes == TOKEN else tensor[rows])
 
     def fit_width(self: RolloutT, width: int) -> RolloutT:
         """Cuts or pads the response axis to ``width`` positions."""
-
-        def fit(tensor: Tensor, axes: str, pad: float) -> Tensor:
-            return _resized(tensor, width, pad) if axes == TOKEN else tensor
-
-        return dataclasses.replace(self, **_mapped(self, fit))
+        return self.map(lambda tensor, axes, pad: _resized(tensor, width, pad) if axes == TOKEN else tensor)
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
         """Every tensor on ``device``."""
@@ -151,8 +147,8 @@ class Rollout:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Every tensor with its name, entries of dict fields as ``field/key``."""
-        specs = dataclasses.fields(self)
-        return [entry for spec in specs for entry in _entries(spec.name, getattr(self, spec.name))]
+        columns = _columns(type(self))
+        return [entry for column in columns for entry in _entries(column, getattr(self, column.name))]
 
     def state(self) -> dict[str, Tensor]:
         """A flat dict of tensors that loads under ``weights_only=True``."""
@@ -201,20 +197,42 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     return type(parts[0])(**joined)
 
 
-def _entries(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Mapping):
-        return [(f"{name}/{key}", tensor) for key, tensor in value.items()]
-    return [] if value is None else [(name, value)]
+def _check_shape(name: str, tensor: Tensor, own: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if own != expected:
+        raise ValueError(f"expected {name} of shape {list(expected)}, got {list(tensor.shape)}")
+
+
+class _Column(NamedTuple):
+    """A field, as its metadata describes it."""
+
+    name: str
+    axes: str
+    pad: float
+    named: bool  # a mapping from names to tensors
+
+
+@cache
+def _columns(kind: type[Rollout]) -> tuple[_Column, ...]:
+    return tuple(
+        _Column(spec.name, spec.metadata["axes"], spec.metadata["pad"], spec.default_factory is dict)
+        for spec in dataclasses.fields(kind)
+    )
+
+
+def _entries(column: _Column, value: Any) -> list[tuple[str, Tensor]]:
+    if column.named:
+        return [(f"{column.name}/{key}", tensor) for key, tensor in value.items()]
+    return [] if value is None else [(column.name, value)]
 
 
 def _mapped(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
-    for spec in dataclasses.fields(rollout):
-        value, axes, pad = getattr(rollout, spec.name), spec.metadata["axes"], spec.metadata["pad"]
-        if isinstance(value, Mapping):
-            changed[spec.name] = {key: function(tensor, axes, pad) for key, tensor in value.items()}
+    for name, axes, pad, named in _columns(type(rollout)):
+        value = getattr(rollout, name)
+        if named:
+            changed[name] = {key: function(tensor, axes, pad) for key, tensor in value.items()}
         else:
-            changed[spec.name] = None if value is None else function(value, axes, pad)
+            changed[name] = None if value is None else function(value, axes, pad)
     return changed
 
 

@@ -35,6 +35,6 @@ class PhaseTimes:
 
     def taken(self) -> dict[str, Stat]:
         """``time/<phase>`` of every phase since the last call, in seconds."""
-        stats = {f"time/{name}": Stat.single(seconds) for name, seconds in self._seconds.items()}
+        stats = Stat.singles({f"time/{name}": torch.tensor(seconds) for name, seconds in self._seconds.items()})
         self._seconds = {}
         return stats

@@ -45,6 +45,16 @@ class Stat:
         return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
 
     @staticmethod
+    def singles(values: Mapping[str, Tensor]) -> "dict[str, Stat]":
+        """A population of one number for each name, or an empty one if the number is not finite."""
+        device = next(iter(values.values())).device
+        exact = torch.stack([value.detach().double().to(device) for value in values.values()])
+        finite = torch.isfinite(exact)
+        mean, maximum = torch.where(finite, exact, 0.0), torch.where(finite, exact, -torch.inf)
+        moments = torch.stack([finite.double(), mean, torch.zeros_like(exact), maximum], -1)
+        return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
+
+    @staticmethod
     def single(value: float | Tensor) -> "Stat":
         """A population of one number."""
         exact = torch.as_tensor(value, dtype=torch.float64).detach()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -59,6 +61,7 @@ def lay_out(rows: Rollout, *, packed: bool = True) -> Layout:
     """Joins prompt and response of every row and finds the prediction of every valid token."""
     prompt, total = rows.prompt_lengths, rows.prompt_lengths + rows.response_lengths
     lengths = (total - 1).clamp(min=1)
+    packed = packed and bool((lengths != lengths[0]).any())  # rows of one length need no padding anyway
     position = torch.arange(int(lengths.max()), device=lengths.device).expand(len(rows), -1)
     from_prompt = rows.prompt_ids.gather(1, position.clamp(max=rows.prompt_ids.shape[1] - 1))
     from_response = rows.response_ids.gather(1, (position - prompt[:, None]).clamp(0, rows.width - 1))
@@ -117,15 +120,37 @@ def _attention(
         window = int(attention_mask)
     if _flash_applies(query):
         return _flash(query, key, value, boundaries, max(lengths), scaling, window), None
-    grouped = query.shape[1] != key.shape[1]
-    parts = [
-        functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=_window_mask(q, window), is_causal=not _windowed(q, window), scale=scaling,
-            enable_gqa=grouped,
-        )
-        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    ]  # fmt: skip
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    runs, sizes = _runs(lengths)
+    queries, keys, values = (
+        [
+            part[0].unflatten(1, (number, length)).transpose(0, 1)
+            for part, (length, number) in zip(parts, runs, strict=True)
+        ]
+        for parts in (tensor.split(sizes, 2) for tensor in (query, key, value))
+    )
+    mixed = [_causal(q, k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
+    return torch.cat(mixed)[None], None
+
+
+@lru_cache(maxsize=1024)
+def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Neighbouring sequences of equal length: (length, number) and tokens of each run. Rows come sorted by length."""
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    return runs, [length * number for length, number in runs]
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attention within each of n sequences of one length, from [n, heads, length, D] to [n * length, heads, D]."""
+    mixed = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_window_mask(query, window),
+        is_causal=not _windowed(query, window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return mixed.transpose(1, 2).flatten(0, 1)
 
 
 def _windowed(query: Tensor, window: int | None) -> bool:

@@ -24,7 +24,7 @@ class Microbatch:
         """The microbatch's rows with every field, cut to its longest response."""
         if not len(self.index):
             return rollout.padding_rows(1).fit_width(self.layout.shape[1])
-        return rollout.select(self.index).fit_width(self.layout.shape[1])
+        return rollout.select(self.index, width=self.layout.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ None is masked or averaged, and no value is clamped: a clamp kills the restoring
 Source: Schulman 2020, "Approximating KL Divergence"; gradients: Tang and Munos 2025, arXiv:2506.09477.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,13 +26,13 @@ from torch import Tensor
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 TANGENT_BEYOND = 20.0
+TANGENT_SLOPE = math.exp(TANGENT_BEYOND)
 
 
 def tangent_exp(exponent: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """``exp`` up to 20 and its tangent line beyond, so that it cannot overflow and its slope never decreases."""
     bounded = torch.exp(exponent.clamp(max=TANGENT_BEYOND))
-    slope = torch.exp(torch.full_like(exponent, TANGENT_BEYOND))
-    return torch.where(exponent > TANGENT_BEYOND, slope * (exponent - TANGENT_BEYOND + 1), bounded)
+    return torch.where(exponent > TANGENT_BEYOND, TANGENT_SLOPE * (exponent - TANGENT_BEYOND + 1), bounded)
 
 
 def k1(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.hooks import Contributions
+from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.metrics import MetricLog, RunningStats
 from lightning_rl.policy import Scorer
 from lightning_rl.stages.checks import Needs
@@ -66,6 +66,11 @@ class RunState:
                 "learning rate, or look for a loss term, weight or reward that is not finite"
             )
         return False
+
+    def count(self, cycle: int) -> None:
+        """Notes how far the run is: number of the rollout, optimizer steps left out."""
+        counters = Stat.singles({"optim/skipped": torch.tensor(self.skipped), "rollout": torch.tensor(cycle)})
+        self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
     def state(self) -> dict[str, Any]:
         """This rank's part of a checkpoint, in values that load under ``weights_only=True``."""

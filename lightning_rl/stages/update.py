@@ -61,10 +61,8 @@ class StepGradient:
     def measured(self, world_size: int, **numbers: Tensor | float) -> dict[str, Stat]:
         """The step's losses over all ranks, and other numbers of the step; what is not finite is left out."""
         values = {name: part * world_size for name, part in self.parts.items()}  # merging takes the mean over ranks
-        values |= {
-            name.replace("__", "/"): torch.as_tensor(number).detach().double() for name, number in numbers.items()
-        }
-        return {name: Stat.of(value[None], torch.isfinite(value)[None]) for name, value in values.items()}
+        values |= {name.replace("__", "/"): torch.as_tensor(number) for name, number in numbers.items()}
+        return Stat.singles(values)
 
 
 def accumulated(
