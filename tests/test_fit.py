@@ -278,7 +278,7 @@ def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
     ("options", "message"),
     [
         ({"loss": "ppx"}, "expected a loss out of ppo, reinforce"),
-        ({"advantages": "grop"}, "expected advantages out of grpo"),
+        ({"advantages": "ppo"}, "expected advantages out of grpo"),
         ({"reduction": "mean"}, "expected a reduction out of token_mean"),
         ({"temperature": 0.0}, "expected temperature > 0, got 0.0"),
         ({"group_size": 0}, "expected group_size > 0, got 0"),
