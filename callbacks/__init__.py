@@ -1,9 +1,27 @@
 """Corrections: each one idea, one file, switched on by adding it to ``Trainer(callbacks=[...])``."""
 
+from lightning_rl.callbacks.geometric_mask import GeometricMask
+from lightning_rl.callbacks.ice_pop import IcePop
 from lightning_rl.callbacks.no_eos_mask import NoEOSMask
 from lightning_rl.callbacks.off_policy_is import OffPolicyIS
 from lightning_rl.callbacks.opsm import OPSM
+from lightning_rl.callbacks.outlier_mask import OutlierMask
+from lightning_rl.callbacks.overlong_penalty import OverlongPenalty
+from lightning_rl.callbacks.product_mask import ProductMask
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.callbacks.rollout_kl import RolloutKL
+from lightning_rl.callbacks.truncated_is import TruncatedIS
 
-__all__ = ["OPSM", "NoEOSMask", "OffPolicyIS", "ReferenceKL", "RolloutKL"]
+__all__ = [
+    "OPSM",
+    "GeometricMask",
+    "IcePop",
+    "NoEOSMask",
+    "OffPolicyIS",
+    "OutlierMask",
+    "OverlongPenalty",
+    "ProductMask",
+    "ReferenceKL",
+    "RolloutKL",
+    "TruncatedIS",
+]

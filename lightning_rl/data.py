@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -235,6 +235,18 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"expected a tokenizer with a chat template, because {name} is a list of messages")
         rendered = self._tokenizer.apply_chat_template(list(content), add_generation_prompt=True, tokenize=False)
         return tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+
+
+def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
+    """The data module that a Trainer was given.
+
+    Raises:
+        TypeError: if it is none of prompts.
+    """
+    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(data, PromptDataModule):
+        raise TypeError(f"expected Trainer.fit(module, PromptDataModule(...)), got {type(data).__name__}")
+    return data
 
 
 @lru_cache(maxsize=2)

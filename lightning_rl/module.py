@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import GroupEstimator, TokenEstimator, resolve_advantages
-from lightning_rl.data import PromptBatch, PromptDataModule, Ticket, TicketLoader
+from lightning_rl.data import PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.generation import Engine, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
 from lightning_rl.losses import PolicyLoss, resolve_loss
@@ -49,6 +50,9 @@ from lightning_rl.stages.held import Held
 from lightning_rl.stages.run_state import RunState
 from lightning_rl.stages.signal import validation_metrics
 from lightning_rl.stages.update import StepGradient, accumulated
+
+# Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
+warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
 
 
 class RLLightningModule(LightningModule):
@@ -155,10 +159,7 @@ class RLLightningModule(LightningModule):
     @property
     def prompt_stream(self) -> PromptDataModule:
         """The trainer's data module."""
-        data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(data, PromptDataModule):
-            raise TypeError(f"expected Trainer.fit(module, PromptDataModule(...)), got {type(data).__name__}")
-        return data
+        return prompt_stream_of(self.trainer)
 
     @override
     def setup(self, stage: str) -> None:
@@ -208,8 +209,7 @@ class RLLightningModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         """Checks that an epoch of tickets holds whole rollouts."""
-        loader = cast(TicketLoader, self.trainer.train_dataloader)
-        check_whole_rollouts(len(loader), self.steps_per_rollout)
+        check_whole_rollouts(len(cast(TicketLoader, self.trainer.train_dataloader)), self.steps_per_rollout)
 
     @override
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:

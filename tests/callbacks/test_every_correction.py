@@ -24,7 +24,19 @@ from lightning_rl import (
     Stat,
     concatenate,
 )
-from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import (
+    OPSM,
+    GeometricMask,
+    IcePop,
+    NoEOSMask,
+    OffPolicyIS,
+    OutlierMask,
+    OverlongPenalty,
+    ProductMask,
+    ReferenceKL,
+    RolloutKL,
+    TruncatedIS,
+)
 from lightning_rl.stages.signal import excluding, with_signal
 
 EXAMPLES: list[RLCallback] = [
@@ -33,13 +45,29 @@ EXAMPLES: list[RLCallback] = [
     OPSM(0.05),
     OPSM(0.05, against="rollout"),
     OffPolicyIS(0.8, 1.2),
+    TruncatedIS(cap=1.05),
+    TruncatedIS("sequence", cap=1.1),
+    IcePop(0.95, 1.05),
+    GeometricMask(),
+    ProductMask(0.9, 1.1),
+    OutlierMask(0.9, 1.1),
+    OverlongPenalty(7, 4),
     ReferenceKL(0.1),
     ReferenceKL(0.1, as_loss=True),
     RolloutKL(0.1),
     RolloutKL(0.1, estimator="k3"),
 ]
-CHANGES_ON_POLICY = (NoEOSMask,)  # decides by the finish reason, whatever the policies
-OFF: list[RLCallback] = [ReferenceKL(0.0), ReferenceKL(0.0, as_loss=True), RolloutKL(0.0)]
+CHANGES_ON_POLICY = (NoEOSMask, OverlongPenalty)  # decide by finish reason and length, whatever the policies
+OFF: list[RLCallback] = [
+    ReferenceKL(0.0),
+    ReferenceKL(0.0, as_loss=True),
+    RolloutKL(0.0),
+    IcePop(0.0, math.inf),
+    GeometricMask(0.0, math.inf),
+    ProductMask(0.0, math.inf),
+    OutlierMask(0.0),
+    OverlongPenalty(7, 4, coef=0.0),
+]
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
 each = pytest.mark.parametrize("correction", EXAMPLES, ids=lambda correction: type(correction).__name__)
 

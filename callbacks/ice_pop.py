@@ -1,0 +1,53 @@
+r"""IcePop: leave out tokens whose probability in engine and trainer differs too much, in either direction.
+
+.. math::
+    \text{keep } (b, t) \iff \alpha \le \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
+
+with :math:`\pi_{\text{old}}` the trainer's policy before the update. A token that is left out still counts in the
+denominator. What is kept keeps weight 1; add :class:`~lightning_rl.callbacks.TruncatedIS` to weigh it as well.
+
+Source: Ling team 2025 (Every Step Evolves), arXiv:2510.18855, section 3.
+"""
+
+from jaxtyping import Bool
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.signal.losses import policy_ratio
+
+
+class IcePop(RLCallback):
+    """Masks mismatched tokens.
+
+    Logs ``ice_pop/ratio`` and ``ice_pop/ratio_max`` before the mask, and the core's ``ice_pop/rejected_tokens``.
+
+    Args:
+        low: smallest ratio that is kept, in [0, 1].
+        high: largest ratio that is kept, at least 1.
+
+    Raises:
+        ValueError: if a bound is out of range.
+    """
+
+    name = "ice_pop"
+    reads_at_loss = ("old_logprobs", "rollout_logprobs")
+
+    def __init__(self, low: float = 0.5, high: float = 5.0) -> None:
+        if not 0 <= low <= 1 <= high:
+            raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+        self.low = low
+        self.high = high
+
+    @override
+    def token_mask(self, view: LossView) -> Bool[Tensor, "B T"]:
+        ratio = self._ratio(view)
+        return (ratio >= self.low) & (ratio <= self.high)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        raw = Stat.of(self._ratio(view), view.valid_tokens)
+        return {"ice_pop/ratio": raw, "ice_pop/ratio_max": raw.maximum()}
+
+    def _ratio(self, view: LossView) -> Tensor:
+        return policy_ratio(view.required("old_logprobs"), view.required("rollout_logprobs"))

@@ -1,0 +1,62 @@
+r"""Outlier mask: veto a response that holds a single token on which engine and trainer disagree beyond belief.
+
+.. math::
+    \text{keep } b \iff \alpha \le \min_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}
+    \ \text{and}\ \max_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
+
+with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. One decision for the whole
+response, which still counts in the denominator.
+
+Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.signal.losses import policy_ratio
+
+
+class OutlierMask(RLCallback):
+    """Masks responses with an outlier.
+
+    Logs ``outlier_mask/tokens``, the fraction of tokens out of bounds, ``outlier_mask/ratio_max`` before the mask, and
+    the core's ``outlier_mask/rejected``.
+
+    Args:
+        low: smallest ratio of a token that is no outlier, in [0, 1].
+        high: largest ratio of a token that is no outlier, at least 1; infinite for no bound.
+
+    Raises:
+        ValueError: if a bound is out of range.
+    """
+
+    name = "outlier_mask"
+    reads_at_loss = ("old_logprobs", "rollout_logprobs")
+
+    def __init__(self, low: float = 1e-4, high: float = math.inf) -> None:
+        if not 0 <= low <= 1 <= high:
+            raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+        self.low = low
+        self.high = high
+
+    @override
+    def sequence_mask(self, view: LossView) -> Bool[Tensor, " B"]:
+        return ~(self._outlier(view) & view.valid_tokens).any(-1)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        ratio = Stat.of(self._ratio(view), view.valid_tokens)
+        tokens = Stat.of(self._outlier(view), view.valid_tokens)
+        return {"outlier_mask/tokens": tokens, "outlier_mask/ratio_max": ratio.maximum()}
+
+    def _outlier(self, view: LossView) -> Tensor:
+        ratio = self._ratio(view)
+        return torch.logical_or(ratio < self.low, ratio > self.high)
+
+    def _ratio(self, view: LossView) -> Tensor:
+        return policy_ratio(view.required("old_logprobs"), view.required("rollout_logprobs"))

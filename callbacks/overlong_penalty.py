@@ -1,0 +1,61 @@
+r"""Overlong penalty: a bonus that falls from 0 to -1 as a response nears its maximum length.
+
+.. math::
+    p(L) = \operatorname{clip}\Bigl(\frac{M - C - L}{C},\ -1,\ 0\Bigr)
+
+with :math:`L` the length of the response, :math:`M` the maximum and :math:`C` the cache below it. It is added to the
+task reward before any normalisation and is computed from lengths alone, so applying it twice is adding it twice and
+nothing more. A row that a reward mask takes out (:class:`~lightning_rl.callbacks.NoEOSMask`) gets no bonus either.
+
+Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.hooks import RLCallback, Stat
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.corrections import overlong_penalty
+
+
+class OverlongPenalty(RLCallback):
+    """Punishes length softly.
+
+    Logs ``overlong_penalty/penalty``, its mean over the responses, and ``overlong_penalty/punished``, the fraction
+    that it reaches.
+
+    Args:
+        longest: the maximum M, usually the module's ``max_new_tokens``.
+        cache: the interval C below it.
+        coef: what the penalty is multiplied with.
+
+    Raises:
+        ValueError: unless ``0 < cache <= longest`` and ``coef >= 0``.
+    """
+
+    name = "overlong_penalty"
+
+    def __init__(self, longest: int, cache: int, *, coef: float = 1.0) -> None:
+        if not 0 < cache <= longest:
+            raise ValueError(f"expected 0 < cache <= longest, got {cache} and {longest}")
+        if not coef >= 0:
+            raise ValueError(f"expected coef >= 0, got {coef}")
+        self.longest = longest
+        self.cache = cache
+        self.coef = coef
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
+        return self.coef * self._penalty(rollout)
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
+        penalty = self._penalty(rollout)
+        stats = Stat.many({"penalty": penalty, "punished": penalty < 0}, rollout.real)
+        return {f"overlong_penalty/{what}": stat for what, stat in stats.items()}
+
+    def _penalty(self, rollout: Rollout) -> Tensor:
+        return overlong_penalty(rollout.response_lengths, longest=self.longest, cache=self.cache).to(
+            rollout.rewards.dtype
+        )
