@@ -36,6 +36,7 @@ from lightning_rl import (
     token_mean,
 )
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.stages.update import accumulated
@@ -106,7 +107,7 @@ def our_update(
 ) -> None:
     """The library's own update stage, every metric included."""
     objective = Objective(loss=ClippedSurrogate(), reduction=token_mean, contributions=Contributions(callbacks))
-    accumulated(
+    gradient = accumulated(
         rollout,
         microbatches,
         policy,
@@ -115,6 +116,9 @@ def our_update(
         around=lambda _last: nullcontext(),
         backward=lambda loss: loss.backward(),
     )
+    log = MetricLog()
+    for stats in gradient.stats:
+        log.add("microbatch", stats)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

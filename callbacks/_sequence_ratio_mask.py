@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.hooks import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import sequence_ratio
+from lightning_rl.signal.corrections import check_band, sequence_ratio
 
 
 class SequenceRatioMask(RLCallback):
@@ -25,8 +25,7 @@ class SequenceRatioMask(RLCallback):
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
 
     def __init__(self, low: float, high: float) -> None:
-        if not 0 <= low <= 1 <= high:
-            raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+        check_band(low, high)
         self.low = low
         self.high = high
 

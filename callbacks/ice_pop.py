@@ -6,7 +6,7 @@ r"""IcePop: leave out tokens whose probability in engine and trainer differs too
 with :math:`\pi_{\text{old}}` the trainer's policy before the update. A token that is left out still counts in the
 denominator. What is kept keeps weight 1; add :class:`~lightning_rl.callbacks.TruncatedIS` to weigh it as well.
 
-Source: Ling team 2025 (Every Step Evolves), arXiv:2510.18855, section 3.
+Source: Ling team 2025 (Every Step Evolves), arXiv:2510.18855.
 """
 
 from jaxtyping import Bool
@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.signal.corrections import check_band
 from lightning_rl.signal.losses import policy_ratio
 
 
@@ -34,8 +35,7 @@ class IcePop(RLCallback):
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
 
     def __init__(self, low: float = 0.5, high: float = 5.0) -> None:
-        if not 0 <= low <= 1 <= high:
-            raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+        check_band(low, high)
         self.low = low
         self.high = high
 

@@ -9,7 +9,7 @@ The gradient flows only through the loss that the weight multiplies. On a ``rein
 the rollout. On a base that carries the ratio :math:`\pi_\theta / \pi_{\text{old}}` itself it would count
 :math:`\pi_\theta` twice, so the two are refused together. The denominator of the loss does not change.
 
-Source: MiniMax 2025 (CISPO), arXiv:2506.13585, eq. 4, anchored on the policy that sampled.
+Source: MiniMax 2025 (CISPO), arXiv:2506.13585, anchored on the policy that sampled.
 """
 
 from jaxtyping import Float

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.signal.corrections import check_band
 from lightning_rl.signal.losses import policy_ratio
 
 
@@ -39,8 +40,7 @@ class OutlierMask(RLCallback):
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
 
     def __init__(self, low: float = 1e-4, high: float = math.inf) -> None:
-        if not 0 <= low <= 1 <= high:
-            raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+        check_band(low, high)
         self.low = low
         self.high = high
 

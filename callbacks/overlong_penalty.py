@@ -5,7 +5,8 @@ r"""Overlong penalty: a bonus that falls from 0 to -1 as a response nears its ma
 
 with :math:`L` the length of the response, :math:`M` the maximum and :math:`C` the cache below it. It is added to the
 task reward before any normalisation and is computed from lengths alone, so applying it twice is adding it twice and
-nothing more. A row that a reward mask takes out (:class:`~lightning_rl.callbacks.NoEOSMask`) gets no bonus either.
+nothing more. A row that a reward mask takes out (:class:`~lightning_rl.callbacks.NoEOSMask`) keeps the penalty with an
+estimator that works per token, and has no advantage at all with one that compares the rows of a group.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
 """

@@ -10,7 +10,7 @@ The first form shapes the reward of a per-token estimator (PPO), the second, ``a
 one scalar for each row (GRPO) and is reduced over all valid tokens. Either way the raw KL is measured from untouched
 log-probabilities and is another tensor than the penalty.
 
-Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; as a loss: Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3.
+Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; as a loss: Shao et al. 2024 (GRPO), arXiv:2402.03300.
 """
 
 import warnings

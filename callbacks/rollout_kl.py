@@ -17,12 +17,14 @@ from typing_extensions import override
 from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.signal.kl import kl_estimator
 
+DRIFTED_BEYOND = 1e-3  # nats; far above rounding, so that the fraction does not depend on how a step is cut
+
 
 class RolloutKL(RLCallback):
     """Adds a KL between trainer and engine to the loss.
 
     Logs ``rollout_kl/estimate``, the raw estimate of each valid token, ``rollout_kl/drifted``, the fraction of tokens
-    whose two log-probabilities differ at all, and the core's ``rollout_kl/loss``.
+    whose two log-probabilities differ by more than 0.001 nats, and the core's ``rollout_kl/loss``.
 
     Args:
         coef: what the term is multiplied with.
@@ -56,6 +58,6 @@ class RolloutKL(RLCallback):
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
         logprobs, rollout = view.logprobs.detach(), view.required("rollout_logprobs")
-        values = {"estimate": self.estimator(logprobs, rollout), "drifted": logprobs != rollout}
+        values = {"estimate": self.estimator(logprobs, rollout), "drifted": (logprobs - rollout).abs() > DRIFTED_BEYOND}
         stats = Stat.many(values, view.valid_tokens)
         return {f"rollout_kl/{what}": stat for what, stat in stats.items()}

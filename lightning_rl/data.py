@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -206,7 +207,9 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues the stream at a saved cursor."""
+        """Continues the stream at a saved cursor, in a fit; an evaluation of a checkpoint leaves it alone."""
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
         self.cursor = int(state_dict["cursor"])
 
     @property

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
@@ -15,17 +16,30 @@ class _SyncsGradients(Protocol):
     require_backward_grad_sync: bool
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Refuses strategies under which accumulation would be silently wrong.
+def check_support(strategy: Strategy) -> None:
+    """Refuses strategies and precisions under which a gradient would be silently wrong.
 
     Raises:
-        ValueError: naming the strategies that work.
+        ValueError: naming what works.
     """
+    check_precision(strategy.precision_plugin)
     if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise ValueError(
             f"expected a single device or DDPStrategy, got {type(strategy).__name__}: sharded strategies are not "
             'supported yet; use strategy="ddp" or one device'
         )
+    if strategy.root_device.type == "mps":
+        raise ValueError('expected a device with float64, which statistics need, got mps: use accelerator="cpu"')
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuses a gradient scaler: the norm would be judged and clipped while it is still scaled.
+
+    Raises:
+        ValueError: naming the precision to use.
+    """
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise ValueError('expected a precision without gradient scaler, got 16-mixed: use precision="bf16-mixed"')
 
 
 def world_size() -> int:

@@ -113,7 +113,8 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 def monitored_keys(trainer: Trainer) -> set[str]:
     """What checkpoints, early stopping and the progress bar read; the only keys that pass through ``self.log``."""
     watching = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
-    return {callback.monitor for callback in watching if callback.monitor} | set(SHOWN_ON_THE_BAR)
+    monitors = {callback.monitor for callback in watching if callback.monitor}
+    return {key for key in monitors if not key.startswith("val/")} | set(SHOWN_ON_THE_BAR)
 
 
 def global_values(stats: Mapping[str, Stat], device: torch.device | str = "cpu") -> dict[str, float]:

@@ -1,6 +1,5 @@
 """RLLightningModule: the stages of a rollout as hooks of a LightningModule, and nothing that bends the signal."""
 
-import copy
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
@@ -27,8 +27,8 @@ from lightning_rl.policy import Microbatch, PolicyModel, Scorer
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
-    build_model,
     build_policy,
+    build_reference,
     build_tokenizer,
     eos_ids_of,
     longest_prompt,
@@ -131,10 +131,9 @@ class RLLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        check_positive(
-            group_size=group_size, minibatches=minibatches, epochs=epochs, temperature=temperature,
-            max_new_tokens=max_new_tokens, token_budget=token_budget,
-        )  # fmt: skip
+        numbers = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs, "temperature": temperature}
+        numbers |= {"max_new_tokens": max_new_tokens, "token_budget": token_budget}
+        check_positive(**numbers, value_clip=value_clip, max_grad_norm=max_grad_norm)
         self._sources = {"policy": policy, "reference": reference, "critic": critic}
         self.rewards = Rewards([rewards] if callable(rewards) else rewards, reward_weights)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
@@ -164,12 +163,12 @@ class RLLightningModule(LightningModule):
     @override
     def setup(self, stage: str) -> None:
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
-        distributed.check_strategy(self.trainer.strategy)
+        distributed.check_support(self.trainer.strategy)
         critic = self._sources["critic"] is not None
         corrections = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         contributions = self.run.contributions = Contributions(corrections)
         check_ratios(contributions, self.loss)
-        check_estimator(contributions, self.estimator, critic=critic)
+        check_estimator(contributions, self.estimator, critic=critic, group_size=self.group_size)
         self.run.needs = check_reads(
             contributions, self.loss, self.estimator, engine=self.engine, engine_logprobs=self.engine_logprobs,
             critic=critic, steps_per_rollout=self.steps_per_rollout,
@@ -186,8 +185,8 @@ class RLLightningModule(LightningModule):
             self.policy = build_policy(policy, critic, temperature=self.temperature, packed=self.packing)
         model, vocabulary = self.policy.model, self.policy.model.config.get_text_config().vocab_size
         if self.run.needs.ref_logprobs and self.run.reference is None:
-            source = self._sources["reference"]
-            frozen = copy.deepcopy(model) if source is None else build_model(source)
+            unmoved = None if self.run.stepped else model
+            frozen = build_reference(self._sources["reference"], self._sources["policy"], unmoved, packed=self.packing)
             frozen = cast(PreTrainedModel, self.trainer.precision_plugin.convert_module(frozen))
             self.run.reference = Scorer(frozen, temperature=self.temperature, packed=self.packing)
         self.run.eos_ids = eos_ids_of(model, self.tokenizer, self.eos_token_ids, self.stop)
@@ -218,10 +217,8 @@ class RLLightningModule(LightningModule):
         if self.run.held is not None and self.run.held.cycle == batch.cycle:
             return
         if batch.step != 0:
-            raise RuntimeError(
-                f"step {batch.step} of rollout {batch.cycle} begins without its rollout: resume from a checkpoint of "
-                "this run, or start a new fit"
-            )
+            where = f"step {batch.step} of rollout {batch.cycle}"
+            raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
         with self.run.times.phase("sync", self.device):
             self._sync(batch.cycle)
         stream, collect = self.prompt_stream, self._collector().collect
@@ -346,7 +343,9 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes this rank's part; it comes to life when fit starts."""
+        """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
+        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
         self.run.load(checkpoint["lightning_rl"], rank=self.global_rank, world_size=self.trainer.world_size)
 
     @override

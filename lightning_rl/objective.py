@@ -59,7 +59,7 @@ class Objective:
         view = view.sanitised()
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.contributions.policy_factor(view)
-        raw = self.loss(view)
+        raw = self._raw_loss(view)
         parts = {"loss/policy": _reduced(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.contributions.loss_terms(view):
@@ -81,6 +81,17 @@ class Objective:
         with torch.no_grad():
             measured = policy_metrics(view), self.loss.metrics(view), self.contributions.metrics(view)
         return LossParts(total, detached, disjoint(stats, *measured))
+
+    def _raw_loss(self, view: LossView) -> Tensor:
+        name, before = type(self.loss).__name__, view.versions()
+        raw = self.loss(view)
+        changed = [field for field, version in view.versions().items() if version != before[field]]
+        if changed:
+            raise RuntimeError(f"the loss {name} wrote in place to {', '.join(changed)}: a loss returns a new tensor")
+        if raw.shape != view.valid_tokens.shape:
+            expected = list(view.valid_tokens.shape)
+            raise ValueError(f"expected the loss {name} to return a value per token {expected}, got {list(raw.shape)}")
+        return raw
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:

@@ -121,7 +121,7 @@ class Rollout:
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
         """Every tensor on ``device``."""
-        return self.map(lambda tensor, _axes, _pad: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor, _axes, _pad: tensor.to(device))
 
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
         """``number`` rows of padding with the same set of fields: ids -1, one prompt token, no response."""

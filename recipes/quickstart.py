@@ -27,7 +27,7 @@ def main(
     updates: int = 1,
     rollouts: int = 50,
     seed: int = 0,
-    accelerator: str = "auto",
+    accelerator: str = "cpu",
 ) -> Trainer:
     """Train on rollouts of 256 answers, with ``updates`` optimizer steps each; print greedy accuracy on held-out
     lists.

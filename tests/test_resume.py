@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
@@ -87,6 +87,16 @@ def test_the_logged_rows_go_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     run(tmp_path / "two", GRPO, logger=resumed, log_every_n_steps=3, ckpt_path=tmp_path / "one" / "step=4.ckpt")
     expected = {step: row for step, row in rows(whole).items() if step >= 4}
     assert expected and rows(resumed) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")  # without its callbacks
+@pytest.mark.parametrize("name", ["step=2.ckpt", "step=4.ckpt"])
+def test_evaluating_a_checkpoint_leaves_no_rollout_behind_for_a_later_fit(tmp_path: Path, name: str) -> None:
+    run(tmp_path, GRPO, max_steps=4)
+    module, data = tiny_module(**GRPO), tiny_prompts(8, 4, validation=[[2, 3]])
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer.validate(module, data, ckpt_path=tmp_path / name, verbose=False)
+    assert module.run.loaded is None and data.cursor == 0
 
 
 def test_a_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Building policy, critic, reference and tokenizer from a name, a path or a callable."""
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
+from lightning_rl.policy.packing import PACKED_ATTENTION
 
 ModelSource = str | Path | Callable[[], PreTrainedModel]
 TokenizerSource = str | Path | PreTrainedTokenizerBase
@@ -34,6 +36,28 @@ def build_policy(policy: ModelSource, critic: ModelSource | None, *, temperature
         check_dropout(backbone)
         check_scoring(backbone, packed=packed)
     return built.train()  # transformers checkpoints activations in train mode only; there is no dropout
+
+
+def build_reference(
+    reference: ModelSource | None, policy: ModelSource, unmoved: PreTrainedModel | None, *, packed: bool
+) -> PreTrainedModel:
+    """The frozen model of a reference, in eval mode and checked like the policy.
+
+    Args:
+        reference: where it comes from; None for the policy before its first step.
+        policy: where the policy came from.
+        unmoved: the policy, if it has not trained yet; it is copied.
+        packed: whether it scores without padding.
+    """
+    if reference is None and unmoved is not None:
+        frozen = copy.deepcopy(unmoved)
+    else:
+        frozen = build_model(policy if reference is None else reference)
+    check_dropout(frozen)
+    if packed:
+        frozen.set_attn_implementation(PACKED_ATTENTION)
+    check_scoring(frozen, packed=packed)
+    return frozen.eval()
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -129,6 +129,8 @@ def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
     Raises:
         ValueError: if they differ by more than rounding; the message says what to change.
     """
+    if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
+        raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
     rows = _random_rows(model)
     layout = lay_out(rows, packed=packed).to(model.device)
     ours = layout.scatter(_scored(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])

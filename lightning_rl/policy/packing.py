@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -118,6 +118,7 @@ def _attention(
     scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
     if attention_mask is not None:  # some models tell the window to the mask alone
         window = int(attention_mask)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
     if _flash_applies(query):
         return _flash(query, key, value, boundaries, max(lengths), scaling, window), None
     runs, sizes = _runs(lengths)
@@ -167,7 +168,12 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
 
 def _flash_applies(query: Tensor) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and importlib.util.find_spec("flash_attn") is not None
+    return query.is_cuda and half and _has_flash()
+
+
+@cache
+def _has_flash() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 def _flash(

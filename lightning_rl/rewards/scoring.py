@@ -1,5 +1,6 @@
 """Scoring: calls every reward function, and turns what it cannot score into a missing reward, never into 0."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,7 @@ class Rewards:
         applied, failed = torch.zeros(len(prompts), dtype=torch.bool), torch.zeros(len(prompts), dtype=torch.bool)
         raw: dict[str, Tensor] = {}
         for name, function in self.functions.items():
+            _check_signature(name, function, columns)
             values = _values(name, function, prompts, completions, completion_ids, columns)
             finite = torch.tensor([value is not None and math.isfinite(value) for value in values], dtype=torch.bool)
             broken = torch.tensor(
@@ -84,6 +86,21 @@ class Rewards:
             _warn("functions", "no value", prompts[row], str(completions[row]))
         scored = applied & ~failed & torch.isfinite(total.to(dtype))
         return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored)
+
+
+def _check_signature(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Raises a TypeError at once for a function that cannot be called like a reward, which no row is to blame for."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind([], [], completion_ids=[], **columns)
+    except TypeError as error:
+        raise TypeError(
+            f"expected reward {name} to accept (prompts, completions, *, completion_ids, **columns) with the columns "
+            f"{sorted(columns)}, got {name}{signature}: {error}"
+        ) from error
 
 
 def _values(

@@ -8,6 +8,12 @@ from lightning_rl.signal.losses import policy_ratio
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 
 
+def check_band(low: float, high: float) -> None:
+    """Raises a ValueError unless ``low`` and ``high`` bound ratios around 1."""
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+
+
 def clipped_weight(
     numerator: Float[Tensor, "B T"], denominator: Float[Tensor, "B T"], *, minimum: float, maximum: float
 ) -> Float[Tensor, "B T"]:

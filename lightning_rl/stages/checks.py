@@ -12,6 +12,7 @@ from lightning_rl.generation import Engine
 from lightning_rl.hooks import Contributions, LossView
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import Rollout
+from lightning_rl.signal.advantages import grpo, rloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,9 @@ def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:
                     )
 
 
-def check_estimator(contributions: Contributions, estimator: GroupEstimator | TokenEstimator, *, critic: bool) -> None:
+def check_estimator(
+    contributions: Contributions, estimator: GroupEstimator | TokenEstimator, *, critic: bool, group_size: int = 2
+) -> None:
     """Refuses token rewards, or a critic, that the estimator would never read.
 
     Raises:
@@ -105,20 +108,24 @@ def check_estimator(contributions: Contributions, estimator: GroupEstimator | To
             f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "
             f"row: use {cure}an estimator that works per token such as GAE"
         )
+    if group_size == 1 and estimator in (grpo, rloo):
+        warnings.warn(
+            f"advantages={name} compares the samples of a prompt, so group_size=1 trains nothing", stacklevel=2
+        )
     if critic:
         raise ValueError(
             f"critic= trains for nothing, because advantages={name} reads no values: use GAE, or no critic"
         )
 
 
-def check_positive(**numbers: float) -> None:
-    """Refuses arguments that are not above 0.
+def check_positive(**numbers: float | None) -> None:
+    """Refuses arguments that are neither None nor above 0.
 
     Raises:
         ValueError: naming the argument.
     """
     for name, number in numbers.items():
-        if not number > 0:
+        if number is not None and not number > 0:
             raise ValueError(f"expected {name} > 0, got {number}")
 
 
@@ -159,7 +166,7 @@ def _reading(
 
 def _warn_of_dead_knobs(contributions: Contributions) -> None:
     for callback in contributions.callbacks:
-        if "old_logprobs" in callback.reads_at_loss:
+        if "old_logprobs" in callback.reads_at_loss and "rollout_logprobs" not in callback.reads_at_loss:
             cure = f": use {callback.alternative}" if callback.alternative else ""
             warnings.warn(
                 "with one optimizer step per rollout old_logprobs are the step's own values, so "

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Drawer:
         missing, filtered = number, 0
         refills = bool(self.contributions.offering("keep_groups"))
         for _ in range(self.most_rounds if refills else 1):
-            wanted = [int(str(want)) for want in gathered_objects(missing)]
+            wanted = cast(list[int], gathered_objects(missing))
             if not sum(wanted):
                 break
             part = self.sample(dealt(take(sum(wanted)), wanted)[rank], cycle)
@@ -121,7 +122,7 @@ class Drawer:
         prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
         actions = torch.arange(response.shape[1]) < lengths[:, None]
         versions = torch.tensor([completion.version for completion in completions], dtype=torch.int64)
-        whole = torch.ones(len(ids), dtype=torch.bool)
+        trained = torch.tensor([completion.finish != Finish.ABORT for completion in completions], dtype=torch.bool)
         return Rollout(
             prompt_ids=prompt,
             prompt_lengths=prompt_lengths,
@@ -133,8 +134,8 @@ class Drawer:
             sample_ids=torch.tensor([request.sample_id for request in requests], dtype=torch.int64),
             finish=torch.tensor([completion.finish for completion in completions], dtype=torch.uint8),
             policy_version=torch.where(actions, versions[:, None], -1),
-            trained=whole & torch.tensor([c.finish != Finish.ABORT for c in completions], dtype=torch.bool),
-            rewarded=scores.scored,
+            trained=trained,
+            rewarded=scores.scored & trained,
             rewards=scores.total,
             task_rewards=scores.raw,
             rollout_logprobs=self._logprobs(completions) if self.logprobs else None,

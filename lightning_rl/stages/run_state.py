@@ -31,6 +31,7 @@ class RunState:
         metrics: what has not been logged yet.
         validation: the same of the validation that runs.
         times: seconds by phase.
+        stepped: whether the policy has moved since it was built.
         skipped: optimizer steps that were left out.
         nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
         loaded: this rank's part of a checkpoint, until fit starts.
@@ -45,6 +46,7 @@ class RunState:
     metrics: MetricLog = field(default_factory=MetricLog)
     validation: RunningStats = field(default_factory=RunningStats)
     times: PhaseTimes = field(default_factory=PhaseTimes)
+    stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
@@ -57,6 +59,7 @@ class RunState:
         """
         if torch.isfinite(norm):
             self.nonfinite_in_a_row = 0
+            self.stepped = True
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1
@@ -100,6 +103,7 @@ class RunState:
         Raises:
             ValueError: if the checkpoint was written by another number of ranks or with another reference.
         """
+        self.stepped = True
         ranks, known = checkpoint["ranks"], checkpoint["reference_hash"]
         mine = None if self.reference is None else self.reference.fingerprint
         if len(ranks) != world_size:

@@ -30,8 +30,8 @@ def with_signal(
     """
     rollout = contributions.provide(rollout).sanitised()
     bonus, token_rewards = contributions.reward_bonus(rollout), contributions.token_reward(rollout)
-    scores = rollout.rewards if bonus is None else rollout.rewards + bonus
-    scores = masked_fill_invalid(scores, rollout.rewarded)
+    task = masked_fill_invalid(rollout.rewards, rollout.rewarded)
+    scores = task if bonus is None else task + bonus
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
     _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
     if isinstance(estimator, TokenEstimator):

@@ -59,7 +59,7 @@ class StepGradient:
             self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
 
     def measured(self, world_size: int, **numbers: Tensor | float) -> dict[str, Stat]:
-        """The step's losses over all ranks, and other numbers of the step; what is not finite is left out."""
+        """The step's losses over all ranks, and other numbers of the step."""
         values = {name: part * world_size for name, part in self.parts.items()}  # merging takes the mean over ranks
         values |= {name.replace("__", "/"): torch.as_tensor(number) for name, number in numbers.items()}
         return Stat.singles(values)

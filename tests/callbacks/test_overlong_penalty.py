@@ -33,11 +33,11 @@ def test_enters_the_reward_before_the_group_is_normalised() -> None:
     assert float(advantages[0, 0]) == pytest.approx(-0.7071, abs=1e-4) == -float(advantages[1, 0])
 
 
-def test_a_row_without_reward_gets_no_penalty_either() -> None:
-    rollout = rollout_of_lengths(10, 6)
-    rollout = rollout.replace(rewarded=torch.tensor([False, True]))
-    _, stats = with_signal(rollout, grpo, Contributions([OverlongPenalty(10, 4), NoEOSMask()]))
-    assert stats["reward/shaped"].value() == 0.0
+def test_a_row_without_reward_keeps_the_penalty_but_moves_nothing_in_its_group() -> None:
+    rollout = rollout_of_lengths(10, 6).replace(rewarded=torch.tensor([False, True]))
+    found, stats = with_signal(rollout, grpo, Contributions([OverlongPenalty(10, 4), NoEOSMask()]))
+    assert stats["reward/shaped"].value() == -0.5
+    assert not found.required("advantages").any()
 
 
 def test_logs_mean_and_share() -> None:

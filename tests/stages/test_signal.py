@@ -104,8 +104,17 @@ def test_bonuses_join_the_task_reward_and_leave_it_raw() -> None:
     rollout = rollout.replace(rewarded=torch.tensor([True, True, False]))
     advantages, stats, found = signal(rollout, rloo, bonus)
     assert advantages.tolist() == [[0.5], [-0.5], [0.0]]
-    assert stats["reward/task"] == 1.0 and stats["reward/shaped"] == pytest.approx(2.5 / 3)
+    assert stats["reward/task"] == 1.0 and stats["reward/shaped"] == pytest.approx(-0.5 / 3)
     assert found.rewards.tolist() == [1.0, 1.0, 1.0] and found.returns is None
+
+
+def test_outside_rewarded_only_the_task_part_is_zero() -> None:
+    bonus = callback_of("bonus", reward_bonus=lambda _: torch.tensor([-0.5, 0.0]))
+    rollout = rollout_of([7.0, 1.0], [[1, 1], [1, 1]]).replace(
+        rewarded=torch.tensor([False, True]), values=torch.zeros(2, 2)
+    )
+    found = signal(rollout, GAE(whitened=False), bonus)[2]
+    assert found.required("returns").tolist() == [[-0.5, -0.5], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, PLAIN])
