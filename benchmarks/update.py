@@ -35,7 +35,18 @@ from lightning_rl import (
     Rollout,
     token_mean,
 )
-from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import (
+    OPSM,
+    GeometricMask,
+    IcePop,
+    NoEOSMask,
+    OutlierMask,
+    OverlongPenalty,
+    ProductMask,
+    ReferenceKL,
+    RolloutKL,
+    TruncatedIS,
+)
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
 from lightning_rl.signal.masked import own_sum
@@ -162,7 +173,18 @@ def update_phase(rounds: int) -> None:
     bare, policy = model_1m(), PolicyModel(model_1m(), None, temperature=1.0, packed=True)
     builds = partial(AdamW, lr=1e-5, weight_decay=0.0, fused=True)
     bare_optimizer, optimizer = builds(bare.parameters()), builds(policy.parameters())
-    corrections: list[RLCallback] = [NoEOSMask(), OPSM(), RolloutKL(), ReferenceKL(as_loss=True)]
+    corrections: list[RLCallback] = [
+        NoEOSMask(),
+        OPSM(),
+        RolloutKL(),
+        ReferenceKL(as_loss=True),
+        TruncatedIS(),
+        IcePop(),
+        GeometricMask(),
+        ProductMask(),
+        OutlierMask(),
+        OverlongPenalty(64, 16),
+    ]
     plain, corrected = "update stage, no correction", "update stage, largest legal set"
     seconds = interleaved(
         {
