@@ -288,7 +288,7 @@ class RLLightningModule(LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         measured = gradient.measured(
             self.trainer.world_size,
-            optim__grad_norm=norm,
+            norm=norm,
             optim__lr=optimizer.param_groups[0]["lr"],
             tokens_per_second=tokens / self.run.times.elapsed(),
         )

@@ -22,6 +22,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RolloutKL,
 )
+from lightning_rl.stages.update import StepGradient
 
 
 class Watch(RLCallback):
@@ -259,6 +260,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_the_weights() -
     assert trainer.global_step == 2
     assert module.run.skipped == 2
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_logs_no_loss() -> None:
+    gradient = StepGradient(parts={"loss/total": torch.tensor(2.0, dtype=torch.float64)})
+    measured = gradient.measured(2, norm=torch.tensor(1.0), optim__lr=0.1)
+    assert [measured[name].value() for name in ("loss/total", "optim/grad_norm")] == [4.0, 1.0]
+    skipped = gradient.measured(2, norm=torch.tensor(torch.inf), optim__lr=0.1)
+    assert {name for name, stat in skipped.items() if stat.value() == stat.value()} == {"optim/lr"}
 
 
 def test_three_gradients_in_a_row_that_are_not_finite_end_the_run() -> None:

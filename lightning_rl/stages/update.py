@@ -58,9 +58,15 @@ class StepGradient:
         for name, part in loss.parts.items():
             self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
 
-    def measured(self, world_size: int, **numbers: Tensor | float) -> dict[str, Stat]:
-        """The step's losses over all ranks, and other numbers of the step."""
-        values = {name: part * world_size for name, part in self.parts.items()}  # merging takes the mean over ranks
+    def measured(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
+        """The step's losses over all ranks, its gradient norm, and other numbers of the step.
+
+        Losses are left out on every rank alike if the norm, which all ranks share, is not finite: the mean over the
+        ranks that remain would look like a loss.
+        """
+        scale = torch.where(torch.isfinite(norm), float(world_size), torch.nan)  # merging takes the mean over ranks
+        values = {name: part * scale for name, part in self.parts.items()}
+        values["optim/grad_norm"] = norm
         values |= {name.replace("__", "/"): torch.as_tensor(number) for name, number in numbers.items()}
         return Stat.singles(values)
 
