@@ -7,7 +7,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.hooks import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import check_band, sequence_ratio
+from lightning_rl.signal.corrections import check_band
+from lightning_rl.signal.ratios import sequence_ratio
 
 
 class SequenceRatioMask(RLCallback):

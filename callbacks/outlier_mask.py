@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_rl.hooks import LossView, RLCallback, Stat
 from lightning_rl.signal.corrections import check_band
-from lightning_rl.signal.losses import policy_ratio
+from lightning_rl.signal.ratios import policy_ratio
 
 
 class OutlierMask(RLCallback):

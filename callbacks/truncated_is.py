@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.hooks import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import clipped_weight, sequence_ratio
-from lightning_rl.signal.losses import policy_ratio
+from lightning_rl.signal.corrections import clipped_weight
+from lightning_rl.signal.ratios import policy_ratio, sequence_ratio
 
 CAPS = {"token": 2.0, "sequence": 5.0}
 

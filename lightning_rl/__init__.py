@@ -1,6 +1,6 @@
 """Reinforcement learning of language models as plain PyTorch Lightning, with every signal checked."""
 
-from lightning_rl.advantages import GAE, TokenEstimator
+from lightning_rl.advantages import GAE, Estimator
 from lightning_rl.data import Prompt, PromptDataModule, Ticket
 from lightning_rl.generation import Completion, Engine, FakeEngine, Request, TransformersEngine
 from lightning_rl.hooks import Contributions, LossTerm, LossView, RLCallback, Stat
@@ -18,6 +18,7 @@ __all__ = [
     "Completion",
     "Contributions",
     "Engine",
+    "Estimator",
     "FakeEngine",
     "Finish",
     "LossParts",
@@ -35,7 +36,6 @@ __all__ = [
     "SequenceSumNorm",
     "Stat",
     "Ticket",
-    "TokenEstimator",
     "TransformersEngine",
     "concatenate",
     "grpo",

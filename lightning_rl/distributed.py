@@ -61,6 +61,16 @@ def global_gather(values: Tensor) -> list[Tensor]:
     return parts
 
 
+def global_concat(values: Tensor) -> Tensor:
+    """Tensors [N], of any length on each rank, joined in rank order. A collective: every rank calls it."""
+    if world_size() == 1:
+        return values
+    longest = global_maximum([len(values)], values.device)[0]
+    lengths = global_gather(torch.tensor(len(values), device=values.device))
+    padded = torch.cat([values, values.new_zeros(longest - len(values))])
+    return torch.cat([part[: int(length)] for part, length in zip(global_gather(padded), lengths, strict=True)])
+
+
 def global_maximum(numbers: Sequence[int], device: torch.device) -> list[int]:
     """The element-wise maximum of a list over all ranks. A collective: every rank calls it."""
     return torch.stack(global_gather(torch.tensor(numbers, device=device))).amax(0).tolist()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.advantages import GroupEstimator, TokenEstimator, resolve_advantages
+from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.data import PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.generation import Engine, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
@@ -67,7 +67,7 @@ class RLLightningModule(LightningModule):
         rewards: ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, one or several,
             or a mapping from names to them.
         reward_weights: what each reward is multiplied with; 1 by default, 0 to log only.
-        advantages: an estimator: a function of (scores, groups, rewarded), a TokenEstimator, or a known name.
+        advantages: an Estimator, a function of (scores, groups, rewarded), or a known name.
         loss: a PolicyLoss, a function of a LossView, or a known name.
         reduction: how tokens are weighed: a function or a known name.
         reference: the frozen policy that corrections compare with; by default a copy of the policy before its first
@@ -104,7 +104,7 @@ class RLLightningModule(LightningModule):
         rewards: Reward | Sequence[Reward] | Mapping[str, Reward],
         *,
         reward_weights: Sequence[float] | None = None,
-        advantages: GroupEstimator | TokenEstimator | str = "grpo",
+        advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
         reduction: Reduction | str = "token_mean",
         reference: ModelSource | None = None,
@@ -266,6 +266,7 @@ class RLLightningModule(LightningModule):
             self._policy,
             objective,
             global_sum=distributed.global_sum,
+            global_concat=distributed.global_concat,
             around=lambda last: distributed.accumulating(strategy, last=last),
             backward=lambda loss: self.manual_backward(loss * world),  # the one place that cancels the mean over ranks
         )

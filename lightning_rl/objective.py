@@ -12,8 +12,9 @@ from lightning_rl.hooks import Contributions, LossView, Stat
 from lightning_rl.hooks.stat import disjoint
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.signal.kl import k1, tangent_exp
-from lightning_rl.signal.losses import policy_ratio, value_loss
+from lightning_rl.signal.losses import value_loss
 from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import Reduction
 
 WeightsOf = Callable[[Reduction], Tensor]
@@ -53,6 +54,11 @@ class Objective:
     entropy_coef: float = 0.0
     value_coef: float = 1.0
     value_clip: float | None = 0.2
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether something trains the entropy, so that the view has to carry its gradient."""
+        return self.entropy_coef != 0
 
     def __call__(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """The loss of one microbatch and everything worth knowing about it."""

@@ -38,6 +38,7 @@ from lightning_rl import (
 )
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.reductions import Reduction
+from lightning_rl.signal.selection import own_values
 
 VOCABULARY, EOS = 16, 1
 
@@ -233,6 +234,10 @@ def run_step(
     objective = Objective(
         loss=loss or ClippedSurrogate(), reduction=reduction, contributions=Contributions(callbacks), **options
     )
+    if objective.loss.prepares:
+        with torch.no_grad():
+            prepared = objective.loss.prepare([view.sanitised()], own_sum, own_values)
+        view = view.replace(prepared=None if prepared is None else prepared[0])
     found = objective(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
     (gradient,) = torch.autograd.grad(found.total, view.logprobs)
     metrics = {name: float(part) for name, part in found.parts.items()}

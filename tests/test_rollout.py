@@ -33,7 +33,7 @@ def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
 def whole_view() -> LossView:
     rollout = whole_rollout()
     logprobs = torch.full(rollout.response_ids.shape, -1.0)
-    return view_of_rollout(rollout, logprobs).replace(current_values=logprobs * 2)
+    return view_of_rollout(rollout, logprobs).replace(current_values=logprobs * 2, prepared=logprobs < -2)
 
 
 EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]

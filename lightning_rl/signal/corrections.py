@@ -1,11 +1,10 @@
 """The pure mathematics of the corrections: importance weights and rejection rules between two policies."""
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.losses import policy_ratio
-from lightning_rl.signal.masked import masked_fill_invalid, row_mean
+from lightning_rl.signal.masked import row_mean
+from lightning_rl.signal.ratios import policy_ratio
 
 
 def check_band(low: float, high: float) -> None:
@@ -46,28 +45,6 @@ def drifted_and_bad(
     return (row_mean(advantages, valid_tokens) < 0) & (row_mean(drift.detach(), valid_tokens) > delta)
 
 
-def sequence_ratio(
-    numerator: Float[Tensor, "B T"],
-    denominator: Float[Tensor, "B T"],
-    valid_tokens: Bool[Tensor, "B T"],
-    *,
-    geometric: bool,
-) -> Float[Tensor, " B"]:
-    r"""The importance ratio of a whole row, without gradient: :math:`\exp` of the sum or of the mean of the log-ratios.
-
-    The exponent is clamped to +-20. The product grows with the length of the row; the geometric mean does not.
-
-    Args:
-        numerator: log-probabilities of the policy that the samples should come from, shape [B, T].
-        denominator: log-probabilities of the policy that they do come from, shape [B, T].
-        valid_tokens: what sum and mean run over, shape [B, T]; a row without any has ratio 1.
-        geometric: the mean instead of the sum.
-    """
-    gap = masked_fill_invalid((numerator - denominator).detach(), valid_tokens)
-    exponent = row_mean(gap, valid_tokens) if geometric else gap.sum(-1)
-    return policy_ratio(exponent, torch.zeros_like(exponent))
-
-
 def overlong_penalty(lengths: Int[Tensor, " B"], *, longest: int, cache: int) -> Float[Tensor, " B"]:
     r"""DAPO's soft punishment: 0 up to ``longest - cache`` tokens, then linear, -1 beyond ``longest``.
 
@@ -81,6 +58,7 @@ def overlong_penalty(lengths: Int[Tensor, " B"], *, longest: int, cache: int) ->
         cache: the interval C below it, above 0.
 
     Example:
+        >>> import torch
         >>> overlong_penalty(torch.tensor([60, 90, 100, 120]), longest=100, cache=20)
         tensor([ 0.0000, -0.5000, -1.0000, -1.0000])
     """

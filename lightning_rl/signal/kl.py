@@ -12,16 +12,21 @@ name      value                 as a metric of KL(p || q)   expected gradient as
 ========  ====================  ==========================  =================================
 
 None is masked or averaged, and no value is clamped: a clamp kills the restoring force just where the drift is large.
+``low_var_kl`` is k3 with such a clamp, for comparison with systems that have one. Times :func:`importance`, k1 and k3
+keep their expected value and get the gradient of the reverse KL.
 
 Source: Schulman 2020, "Approximating KL Divergence"; gradients: Tang and Munos 2025, arXiv:2506.09477.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from lightning_rl.signal.ratios import policy_ratio
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
@@ -61,7 +66,56 @@ def k3(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Ten
     return tangent_exp(-gap) - 1 + gap
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+@dataclass(frozen=True, slots=True)
+class Clamped:
+    """An estimator whose log-ratio, or value, is cut off. Beyond a bound its gradient is 0: nothing pulls back.
+
+    Source: the clamps at 20 and 10 that verl, SkyRL, AReaL, NeMo-RL and OpenRLHF put around their estimators.
+
+    Args:
+        estimator: what is bounded.
+        value: bound of the estimate on either side.
+        log_ratio: bound of the log-ratio that the estimator sees, on either side.
+
+    Raises:
+        ValueError: unless both bounds are positive.
+    """
+
+    estimator: KLEstimator
+    value: float = 10.0
+    log_ratio: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        if not (self.value > 0 and self.log_ratio > 0):
+            raise ValueError(f"expected value > 0 and log_ratio > 0, got {self.value} and {self.log_ratio}")
+
+    def __call__(self, logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The bounded estimate of each token."""
+        gap = (logprobs - other).clamp(-self.log_ratio, self.log_ratio)
+        return self.estimator(gap, torch.zeros_like(gap)).clamp(-self.value, self.value)
+
+
+def importance(logprobs: Float[Tensor, "..."], sampled: Float[Tensor, "..."] | None = None) -> Float[Tensor, "..."]:
+    """The importance ratio, with gradient, that makes a k1 or k3 loss unbiased in value and gradient.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 7; Tang and Munos 2025, arXiv:2506.09477.
+
+    Args:
+        logprobs: of the policy being trained.
+        sampled: of the policy that sampled, without gradient; None takes the policy being trained for it, whose
+            ratio is 1 and carries the score-function gradient alone.
+    """
+    return policy_ratio(logprobs, logprobs.detach() if sampled is None else sampled)
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": Clamped(k3),
+}
 
 
 def kl_estimator(name: str) -> KLEstimator:

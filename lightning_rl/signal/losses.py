@@ -1,10 +1,15 @@
 """Losses of single tokens. None is masked or averaged: :mod:`lightning_rl.signal.reductions` does both."""
 
+import math
+from typing import Literal, get_args
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-LOG_RATIO_BOUND = 20.0
+from lightning_rl.signal.ratios import policy_ratio
+
+Divergence = Literal["tv", "kl"]
 
 
 def check_same_shape(**tensors: Tensor) -> None:
@@ -12,11 +17,6 @@ def check_same_shape(**tensors: Tensor) -> None:
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"expected tensors of one shape, got {shapes}")
-
-
-def policy_ratio(logprobs: Float[Tensor, "*B"], old_logprobs: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-    """``exp(logprobs - old_logprobs)``, the exponent clamped to +-20 so that it cannot overflow."""
-    return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def clipped_surrogate(
@@ -84,12 +84,156 @@ def policy_gradient(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B
     return -advantages * logprobs
 
 
+def cispo(
+    logprobs: Float[Tensor, "B T"],
+    anchor: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> Float[Tensor, "B T"]:
+    r"""The policy gradient, weighed with a clipped importance ratio, so that no token loses its gradient.
+
+    .. math::
+        \ell = -\operatorname{sg}\bigl[\operatorname{clip}(r,\ 1 - \epsilon_{low},\ 1 + \epsilon_{high})\bigr]\,
+        A \log p
+
+    Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4.
+
+    Args:
+        logprobs: log-probability of each token, with gradient, shape [B, T].
+        anchor: the same under the policy that the ratio is taken to, shape [B, T].
+        advantages: shape [B, T].
+        clip_low: how far below 1 the weight goes, in [0, 1]; 1 for no lower bound.
+        clip_high: how far above 1 the weight goes, at least 0.
+
+    Raises:
+        ValueError: if the tensors differ in shape or a bound is out of range.
+    """
+    check_same_shape(logprobs=logprobs, anchor=anchor, advantages=advantages)
+    check_clip(clip_low, clip_high, None)
+    weight = policy_ratio(logprobs.detach(), anchor).clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs
+
+
+def dppo(
+    logprobs: Float[Tensor, "B T"],
+    rollout_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    divergence: Divergence = "tv",
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float | None = None,
+) -> Float[Tensor, "B T"]:
+    r"""The surrogate :math:`-\rho A` wherever the token has not left a trust region in the direction of its advantage.
+
+    The region bounds the divergence between two Bernoulli distributions, "this token" or "another", of the policy being
+    trained and the one that sampled: the total variation :math:`|p - q|` or the KL of q to p. A token that
+    is left out has loss and gradient 0.
+
+    Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 11 to 14.
+
+    Args:
+        logprobs: log-probability of each token, with gradient, shape [B, T].
+        rollout_logprobs: the same under the policy that sampled, shape [B, T].
+        advantages: shape [B, T]; 0 counts as negative.
+        divergence: ``"tv"`` or ``"kl"``.
+        low: bound for tokens that a negative advantage made less likely.
+        high: bound for tokens that a positive advantage made more likely.
+        cap: None for :math:`-\rho A`; a number for the score-function form
+            :math:`-\operatorname{sg}[\min(\rho, cap)] A \log p`, which has the same gradient below the cap.
+
+    Raises:
+        ValueError: if the tensors differ in shape or an option is out of range.
+    """
+    check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages)
+    check_trust_region(divergence, low, high, cap)
+    ratio = policy_ratio(logprobs, rollout_logprobs)
+    kept = ~outside_trust_region(logprobs, rollout_logprobs, advantages, divergence=divergence, low=low, high=high)
+    if cap is None:
+        return torch.where(kept, -ratio * advantages, 0.0)
+    return torch.where(kept, -ratio.detach().clamp(max=cap) * advantages * logprobs, 0.0)
+
+
+def outside_trust_region(
+    logprobs: Float[Tensor, "B T"],
+    rollout_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    divergence: Divergence,
+    low: float,
+    high: float,
+) -> Tensor:
+    """The tokens that :func:`dppo` leaves out, shape [B, T] bool; arguments as there."""
+    now, then = logprobs.detach().exp(), rollout_logprobs.exp()
+    distance = (now - then).abs() if divergence == "tv" else _binary_kl(then, now)
+    grown = (now > then) & (distance > high) & (advantages > 0)
+    shrunk = (now < then) & (distance > low) & (advantages <= 0)
+    return grown | shrunk
+
+
+def _binary_kl(then: Tensor, now: Tensor) -> Tensor:
+    tiny = 1e-8
+    rest_then, rest_now = (1 - then).clamp(min=tiny), (1 - now).clamp(min=tiny)
+    then, now = then.clamp(min=tiny), now.clamp(min=tiny)
+    return then * (then / now).log() + rest_then * (rest_then / rest_now).log()
+
+
+def check_trust_region(divergence: Divergence, low: float, high: float, cap: float | None) -> None:
+    """Raises a ValueError unless the options of :func:`dppo` make sense."""
+    if divergence not in get_args(Divergence):
+        raise ValueError(f"expected divergence tv or kl, got {divergence!r}")
+    if not (low >= 0 and high >= 0):
+        raise ValueError(f"expected low >= 0 and high >= 0, got {low} and {high}")
+    if cap is not None and not cap >= 1:
+        raise ValueError(f"expected cap >= 1 or None, got {cap}")
+
+
+def sapo(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Float[Tensor, "B T"]:
+    r"""A soft gate on the ratio instead of a clip: :math:`-\tfrac{4}{\tau}\,\sigma(\tau (r - 1))\, A`.
+
+    Near a ratio of 1 its gradient is that of :math:`-rA`; away from it the gradient fades.
+
+    Source: Gao et al. 2025 (SAPO), arXiv:2511.20347, eq. 6.
+
+    Args:
+        logprobs: log-probability of each token, with gradient, shape [B, T].
+        old_logprobs: the same before the update, shape [B, T].
+        advantages: shape [B, T].
+        tau_positive: temperature for positive advantages, above 0.
+        tau_negative: temperature for the others; the larger, the sooner their gradient fades.
+
+    Raises:
+        ValueError: if the tensors differ in shape or a temperature is not positive.
+    """
+    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    check_temperatures(tau_positive, tau_negative)
+    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_positive), tau_negative)
+    gate = torch.sigmoid(tau * (policy_ratio(logprobs, old_logprobs) - 1))
+    return -4 / tau * gate * advantages
+
+
+def check_temperatures(tau_positive: float, tau_negative: float) -> None:
+    """Raises a ValueError unless the temperatures of :func:`sapo` are positive."""
+    if not (tau_positive > 0 and tau_negative > 0):
+        raise ValueError(f"expected tau_positive > 0 and tau_negative > 0, got {tau_positive} and {tau_negative}")
+
+
 def value_loss(
     values: Float[Tensor, "B T"],
     old_values: Float[Tensor, "B T"],
     returns: Float[Tensor, "B T"],
     *,
     clip: float | None = 0.2,
+    huber: float = math.inf,
 ) -> Float[Tensor, "B T"]:
     r"""Half the squared error of the critic at each token, the larger of plain and clipped.
 
@@ -101,16 +245,28 @@ def value_loss(
         values: the critic's predictions, with gradient, shape [B, T].
         old_values: its predictions before the update, shape [B, T].
         returns: what it should have predicted, shape [B, T].
-        clip: how far the prediction may move within a rollout; None for the plain squared error.
+        clip: how far the prediction may move within a rollout; None for the plain error.
+        huber: error from which on the loss grows linearly instead of squared, above 0; infinite for never.
 
     Raises:
-        ValueError: if the tensors differ in shape or ``clip`` is not positive.
+        ValueError: if the tensors differ in shape, or ``clip`` or ``huber`` is not positive.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns)
-    plain = (values - returns).square()
+    check_value_options(clip, huber)
+
+    def error(predicted: Tensor) -> Tensor:
+        gap = (predicted - returns).abs()
+        bounded = gap.clamp(max=huber)
+        return bounded * (gap - 0.5 * bounded)  # half the square up to the bound, its tangent beyond
+
     if clip is None:
-        return 0.5 * plain
-    if not clip > 0:
+        return error(values)
+    return torch.maximum(error(values), error(old_values + (values - old_values).clamp(-clip, clip)))
+
+
+def check_value_options(clip: float | None, huber: float) -> None:
+    """Raises a ValueError unless the options of :func:`value_loss` are positive."""
+    if clip is not None and not clip > 0:
         raise ValueError(f"expected clip > 0 or None, got {clip}")
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    return 0.5 * torch.maximum(plain, (clipped - returns).square())
+    if not huber > 0:
+        raise ValueError(f"expected huber > 0, got {huber}")

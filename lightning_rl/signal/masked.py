@@ -1,6 +1,7 @@
 """Statistics over the masked entries of a tensor, in which a masked value, NaN included, takes no part."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -40,28 +41,65 @@ def last_true(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return mask & (later == 1)
 
 
+class Moments(NamedTuple):
+    """Mean and deviation of the masked-in values of all ranks, in float64."""
+
+    number: Float[Tensor, ""]
+    mean: Float[Tensor, ""]
+    deviation: Float[Tensor, "..."]  # of each value from the mean; 0 at masked places
+    squares: Float[Tensor, ""]  # sum of the squared deviations
+    spread: Bool[Tensor, ""]  # whether the values differ at all
+
+    def std(self, *, unbiased: bool = True) -> Float[Tensor, ""]:
+        """The standard deviation; 0 if the values do not differ."""
+        return (self.squares / (self.number - int(unbiased)).clamp(min=1)).sqrt() * self.spread
+
+
+def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = own_sum) -> Moments:
+    """Two passes in float64, so that a large offset costs no precision.
+
+    Whether values differ is a test and not an epsilon: in float64 the mean of equal float32 values is exact up to
+    rounding of the sum. A NaN counts as differing, so that it shows.
+
+    Args:
+        values: of any shape.
+        mask: the population, of the same shape.
+        global_sum: adds tensors up over the ranks that share the population.
+    """
+    exact = masked_fill_invalid(values, mask).double()
+    number = global_sum(mask.sum().double())
+    mean = global_sum(exact.sum()) / number.clamp(min=1)
+    deviation = torch.where(mask, exact - mean, 0.0)
+    rounding = 4 * torch.finfo(torch.float64).eps * mean.abs()
+    spread = global_sum((~(deviation.abs() <= rounding)).sum().double()) > 0
+    return Moments(number, mean, deviation, global_sum(deviation.square().sum()), spread)
+
+
 def whiten(
-    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], global_sum: GlobalSum = own_sum
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    global_sum: GlobalSum = own_sum,
+    *,
+    shifted: bool = True,
+    unbiased: bool = True,
+    epsilon: float = 0.0,
 ) -> Float[Tensor, "B T"]:
     r"""Shifts and scales the masked-in values of all ranks to mean 0 and standard deviation 1; 0 at masked places.
 
-    Two passes in float64, so that a large offset costs no precision. Values that do not differ give zeros, by test and
-    not by an epsilon in the denominator: in float64 the mean of equal float32 values is exact.
+    Values that do not differ give zeros, by test and not by an epsilon in the denominator.
 
     Args:
         values: shape [B, T].
         mask: the population, shape [B, T].
         global_sum: adds tensors up over the ranks that share the population.
+        shifted: False to scale alone and keep the mean.
+        unbiased: whether the variance divides by n - 1 instead of n.
+        epsilon: added to the standard deviation.
     """
-    exact = masked_fill_invalid(values, mask).double()
-    count = global_sum(mask.sum().double())
-    mean = global_sum(exact.sum()) / count.clamp(min=1)
-    deviation = torch.where(mask, exact - mean, 0.0)
-    rounding = 4 * torch.finfo(torch.float64).eps * mean.abs()
-    differing = global_sum((~(deviation.abs() <= rounding)).sum().double())  # so that NaN counts as differing
-    variance = global_sum(deviation.square().sum()) / (count - 1).clamp(min=1)
-    scaled = deviation / torch.where(differing > 0, variance, 1.0).sqrt()
-    return torch.where(differing > 0, scaled, 0.0).to(values.dtype)
+    moments = global_moments(values, mask, global_sum)
+    std = torch.where(moments.spread, moments.std(unbiased=unbiased) + epsilon, 1.0)
+    centred = torch.where(moments.spread, moments.deviation, 0.0)
+    return torch.where(mask, centred / std + (0.0 if shifted else moments.mean), 0.0).to(values.dtype)
 
 
 def group_index(groups: Int[Tensor, " B"]) -> tuple[Int[Tensor, " B"], int]:

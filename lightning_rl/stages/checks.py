@@ -7,12 +7,11 @@ import dataclasses
 import warnings
 from dataclasses import dataclass
 
-from lightning_rl.advantages import GroupEstimator, TokenEstimator
+from lightning_rl.advantages import Estimator
 from lightning_rl.generation import Engine
 from lightning_rl.hooks import Contributions, LossView
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import grpo, rloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class Needs:
 def check_reads(
     contributions: Contributions,
     loss: PolicyLoss,
-    estimator: GroupEstimator | TokenEstimator,
+    estimator: Estimator,
     *,
     engine: Engine,
     engine_logprobs: bool | None,
@@ -91,28 +90,25 @@ def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:
                     )
 
 
-def check_estimator(
-    contributions: Contributions, estimator: GroupEstimator | TokenEstimator, *, critic: bool, group_size: int = 2
-) -> None:
-    """Refuses token rewards, or a critic, that the estimator would never read.
+def check_estimator(contributions: Contributions, estimator: Estimator, *, critic: bool, group_size: int = 2) -> None:
+    """Refuses token rewards, a critic or groups that the estimator could make nothing of.
 
     Raises:
         ValueError: naming both sides and the fix.
     """
-    if isinstance(estimator, TokenEstimator):
-        return
-    name = getattr(estimator, "__name__", type(estimator).__name__)
-    for callback in contributions.offering("token_reward"):
+    name = estimator.name
+    for callback in () if estimator.per_token else contributions.offering("token_reward"):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
             f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "
             f"row: use {cure}an estimator that works per token such as GAE"
         )
-    if group_size == 1 and estimator in (grpo, rloo):
-        warnings.warn(
-            f"advantages={name} compares the samples of a prompt, so group_size=1 trains nothing", stacklevel=2
+    if group_size == 1 and estimator.compares:
+        raise ValueError(
+            f"advantages={name} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
+            "more, or an estimator without a group such as reinforce, ReMax or GAE"
         )
-    if critic:
+    if critic and "values" not in estimator.reads:
         raise ValueError(
             f"critic= trains for nothing, because advantages={name} reads no values: use GAE, or no critic"
         )
@@ -154,13 +150,10 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
         )
 
 
-def _reading(
-    contributions: Contributions, loss: PolicyLoss, estimator: GroupEstimator | TokenEstimator
-) -> list[tuple[str, tuple[str, ...]]]:
+def _reading(contributions: Contributions, loss: PolicyLoss, estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
     reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in contributions.callbacks]
     reading.append((type(loss).__name__, loss.reads))
-    if isinstance(estimator, TokenEstimator):
-        reading.append((type(estimator).__name__, estimator.reads))
+    reading.append((estimator.name, estimator.reads))
     return reading
 
 

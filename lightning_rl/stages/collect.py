@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from lightning_rl import distributed
-from lightning_rl.advantages import GroupEstimator, TokenEstimator
+from lightning_rl.advantages import Estimator
 from lightning_rl.data import Prompt
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.policy import PolicyModel, Scorer, make_plan
@@ -42,7 +42,7 @@ class Collector:
     drawer: Drawer
     policy: PolicyModel
     reference: Scorer | None
-    estimator: GroupEstimator | TokenEstimator
+    estimator: Estimator
     contributions: Contributions
     old: bool
     minibatches: int

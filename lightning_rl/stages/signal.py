@@ -3,17 +3,19 @@
 import torch
 from torch import Tensor
 
-from lightning_rl.advantages import GroupEstimator, TokenEstimator
+from lightning_rl.advantages import Estimator, RewardSignal
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.signal.advantages import group_statistics
 from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
 from lightning_rl.signal.rewards import shaped_rewards
 
+GREEDY_SCORE = "greedy_score"  # of the row's prompt, in ``extras``, if the estimator needs it
+
 
 def with_signal(
     rollout: Rollout,
-    estimator: GroupEstimator | TokenEstimator,
+    estimator: Estimator,
     contributions: Contributions,
     global_sum: GlobalSum = own_sum,
 ) -> tuple[Rollout, dict[str, Stat]]:
@@ -21,7 +23,7 @@ def with_signal(
 
     Args:
         rollout: planned and scored: ``trained``, ``rewarded`` and ``valid_tokens`` are final.
-        estimator: from shaped rewards, or from scalar rewards and groups, to advantages.
+        estimator: from rewards to advantages.
         contributions: the corrections; here provided fields, bonuses and token rewards.
         global_sum: adds tensors up over the ranks.
 
@@ -34,11 +36,19 @@ def with_signal(
     scores = task if bonus is None else task + bonus
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
     _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
-    if isinstance(estimator, TokenEstimator):
-        advantages, returns = estimator(shaped, rollout.values, rollout.valid_tokens, global_sum)
-    else:
-        per_row = estimator(scores, rollout.groups, rollout.rewarded)
-        advantages, returns = torch.where(rollout.valid_tokens, per_row[:, None], 0.0), None
+    advantages, returns = estimator(
+        RewardSignal(
+            scores=scores,
+            rewarded=rollout.rewarded,
+            groups=rollout.groups,
+            valid_tokens=rollout.valid_tokens,
+            token_rewards=torch.zeros_like(shaped) if token_rewards is None else token_rewards,
+            shaped=shaped,
+            values=rollout.values,
+            greedy=rollout.extras.get(GREEDY_SCORE),
+            global_sum=global_sum,
+        )
+    )
     _check_finite(advantages, rollout)
     stats = reward_metrics(rollout, scores, shaped)
     if token_rewards is not None:

@@ -13,6 +13,7 @@ from lightning_rl.policy import Microbatch, Outputs, PolicyModel
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
+from lightning_rl.signal.selection import GlobalConcat, own_values
 from lightning_rl.stages.score import check_finite
 
 
@@ -78,6 +79,7 @@ def accumulated(
     objective: Objective,
     *,
     global_sum: GlobalSum,
+    global_concat: GlobalConcat = own_values,
     around: Callable[[bool], AbstractContextManager[object]],
     backward: Callable[[Tensor], None],
 ) -> StepGradient:
@@ -89,17 +91,29 @@ def accumulated(
         policy: gets the gradient.
         objective: the loss.
         global_sum: adds tensors up over the ranks.
+        global_concat: joins tensors of the ranks.
         around: context for a microbatch, told whether it is the last.
         backward: differentiates a loss.
     """
     weights, gradient = StepWeights(rollout, microbatches, global_sum), StepGradient()
-    for number, microbatch in enumerate(microbatches):
+    entropy_gradient, prepared = objective.entropy_gradient, None
+
+    def viewed(microbatch: Microbatch) -> LossView:
         rows = microbatch.rows_of(rollout)
+        with objective.contributions.forward_context(rows):
+            outputs = policy(microbatch.layout)
+        check_finite(outputs, rows)
+        return view_of(rows, outputs, entropy_gradient=entropy_gradient)
+
+    if objective.loss.prepares:
+        with torch.no_grad():
+            views = [viewed(microbatch).sanitised() for microbatch in microbatches]
+            prepared = objective.loss.prepare(views, global_sum, global_concat)
+    for number, microbatch in enumerate(microbatches):
         with around(number == len(microbatches) - 1):
-            with objective.contributions.forward_context(rows):
-                outputs = policy(microbatch.layout)
-            check_finite(outputs, rows)
-            view = view_of(rows, outputs, entropy_gradient=objective.entropy_coef != 0)
+            view = viewed(microbatch)
+            if prepared is not None:
+                view = view.replace(prepared=prepared[number])
             loss = objective(view, lambda reduction, own=microbatch: weights.of(reduction, own))
             backward(loss.total)
         gradient.add(loss)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, Finish, Reinforce, Rollout, grpo, rloo, token_mean
+from lightning_rl.advantages import PerRow, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.hooks import RLCallback
 from lightning_rl.stages.signal import excluding, with_signal
@@ -22,7 +23,7 @@ def finished(rollout: Rollout, callback: NoEOSMask, estimator: Any, *others: RLC
     """The rollout as the stages hand it to the update."""
     contributions = Contributions([callback, *others])
     rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return with_signal(excluding(rollout, contributions)[0], estimator, contributions)[0]
+    return with_signal(excluding(rollout, contributions)[0], resolve_advantages(estimator), contributions)[0]
 
 
 def two_rows(second: float) -> Rollout:
@@ -39,7 +40,7 @@ def test_witness_the_reward_of_a_row_without_eos_does_not_reach_the_other(estima
 
 
 def test_without_the_mask_it_would() -> None:
-    found = with_signal(two_rows(100.0), rloo, Contributions())[0]
+    found = with_signal(two_rows(100.0), PerRow(rloo), Contributions())[0]
     assert found.required("advantages").tolist() == [[-99.0, 0.0], [99.0, 99.0]]
 
 

@@ -105,5 +105,5 @@ def test_a_coefficient_below_0_is_refused(coef: float) -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="out of k1, abs, k2, k3, got 'kl'"):
+    with pytest.raises(ValueError, match="out of k1, abs, k2, k3, low_var_kl, got 'kl'"):
         RolloutKL(estimator="kl")

@@ -11,9 +11,10 @@ from support import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE
-from lightning_rl.signal.advantages import gae
-from lightning_rl.signal.masked import whiten
+from lightning_rl import GAE, Estimator
+from lightning_rl.advantages import Advantages, RewardSignal
+from lightning_rl.signal.masked import GlobalSum, own_sum, whiten
+from lightning_rl.signal.returns import gae
 from lightning_rl.signal.rewards import shaped_rewards
 
 NAN, INF = math.nan, math.inf
@@ -110,9 +111,9 @@ def test_reward_is_conserved_even_if_the_last_token_is_a_tool_token() -> None:
 def test_discounts_outside_0_to_1_are_refused(knob: str, value: float) -> None:
     knobs: dict[str, Any] = {knob: value}
     row = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"expected gamma and lam in \[0, 1\]"):
+    with pytest.raises(ValueError, match=rf"expected {knob} in \[0, 1\]"):
         gae(row, row, row.bool(), **knobs)
-    with pytest.raises(ValueError, match=r"expected gamma and lam in \[0, 1\]"):
+    with pytest.raises(ValueError, match=rf"expected {knob} in \[0, 1\]"):
         GAE(**knobs)
 
 
@@ -121,9 +122,26 @@ def test_no_rows_are_no_error() -> None:
     assert gae(nothing, nothing, nothing.bool()).shape == (0, 3)
 
 
+def estimated(
+    estimator: Estimator, shaped: Tensor, values: Tensor | None, valid: Tensor, total: GlobalSum = own_sum
+) -> Advantages:
+    rows = len(shaped)
+    signal = RewardSignal(
+        scores=torch.zeros(rows),
+        rewarded=torch.ones(rows, dtype=torch.bool),
+        groups=torch.arange(rows),
+        valid_tokens=valid,
+        token_rewards=torch.zeros_like(shaped),
+        shaped=shaped,
+        values=values,
+        global_sum=total,
+    )
+    return estimator(signal)
+
+
 def test_the_object_returns_advantages_and_returns_that_are_0_at_masked_tokens() -> None:
     rewards, values = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[0.25, 0.5, NAN]])
-    advantages, returns = GAE(whitened=False, lam=0.5)(rewards, values, torch.tensor([[True, True, False]]))
+    advantages, returns = estimated(GAE(whitened=False, lam=0.5), rewards, values, torch.tensor([[True, True, False]]))
     assert_close(advantages, torch.tensor([[0.5, 0.5, 0.0]]))
     assert_close(returns, torch.tensor([[0.75, 1.0, 0.0]]))
 
@@ -132,17 +150,17 @@ def test_whitening_touches_the_advantages_and_not_the_returns() -> None:
     draw = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 4, 5, generator=draw).unbind()
     valid = torch.rand(4, 5, generator=draw) > 0.3
-    raw, plain_returns = GAE(whitened=False)(rewards, values, valid)
-    advantages, returns = GAE()(rewards, values, valid)
+    raw, plain_returns = estimated(GAE(whitened=False), rewards, values, valid)
+    advantages, returns = estimated(GAE(), rewards, values, valid)
     assert_close(advantages, whiten(raw, valid))
-    assert torch.equal(returns, plain_returns)
+    assert returns is not None and plain_returns is not None and torch.equal(returns, plain_returns)
     parts = [slice(0, 1), slice(1, 4)]
     ranks = in_lockstep(
-        *[lambda total, own=own: GAE()(rewards[own], values[own], valid[own], total)[0] for own in parts]
+        *[lambda total, own=own: estimated(GAE(), rewards[own], values[own], valid[own], total)[0] for own in parts]
     )
     assert_close(torch.cat(ranks), advantages)
 
 
 def test_the_object_needs_values() -> None:
     with pytest.raises(ValueError, match=r"expected values for GAE, got none: pass critic="):
-        GAE()(torch.zeros(1, 1), None, torch.ones(1, 1, dtype=torch.bool))
+        estimated(GAE(), torch.zeros(1, 1), None, torch.ones(1, 1, dtype=torch.bool))

@@ -119,5 +119,5 @@ def test_estimators_estimate_and_pull_as_the_table_says() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, got 'k4'"):
+    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, low_var_kl, got 'k4'"):
         kl_estimator("k4")

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from lightning_rl.signal.losses import clipped_surrogate, policy_gradient, policy_ratio, value_loss
+from lightning_rl.signal.losses import clipped_surrogate, policy_gradient, value_loss
+from lightning_rl.signal.ratios import policy_ratio
 
 NAN, INF = math.nan, math.inf
 

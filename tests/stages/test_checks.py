@@ -8,6 +8,7 @@ import pytest
 from support import callback_of
 
 from lightning_rl import GAE, ClippedSurrogate, Contributions, FakeEngine, Reinforce, RLCallback, grpo, rloo
+from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RolloutKL
 from lightning_rl.hooks.callback import Ratio
 from lightning_rl.losses import resolve_loss
@@ -26,7 +27,7 @@ def reads(*callbacks: RLCallback, **given: Any) -> Needs:
     """The check under settings in which nothing is missing."""
     settings: dict[str, Any] = {
         "loss": ClippedSurrogate(),
-        "estimator": grpo,
+        "estimator": PerRow(grpo),
         "engine": FakeEngine(lambda _: []),
         "engine_logprobs": True,
         "critic": False,
@@ -161,7 +162,7 @@ def test_legal_chains_pass() -> None:
 
 @pytest.mark.parametrize("estimator", [grpo, rloo])
 def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
-    name = estimator.__name__
+    name, estimator = estimator.__name__, PerRow(estimator)
     with pytest.raises(
         ValueError, match=rf"ReferenceKL gives a reward .* advantages={name} .*ReferenceKL\(as_loss=True\)"
     ):
@@ -179,7 +180,7 @@ def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(
         ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
     ):
-        check_estimator(Contributions(), grpo, critic=True)
+        check_estimator(Contributions(), PerRow(grpo), critic=True)
     check_estimator(Contributions(), GAE(), critic=True)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, Finish, Rollout, grpo, reinforce, rloo
-from lightning_rl.advantages import GroupEstimator, TokenEstimator
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.hooks import RLCallback, Stat
-from lightning_rl.signal.advantages import gae
+from lightning_rl.signal.returns import gae
 from lightning_rl.stages.signal import excluding, validation_metrics, with_signal
 
 NAN, INF = math.nan, math.inf
@@ -21,9 +21,9 @@ PLAIN = GAE(whitened=False)
 
 
 def signal(
-    rollout: Rollout, estimator: GroupEstimator | TokenEstimator, *callbacks: RLCallback
+    rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
 ) -> tuple[Tensor, dict[str, float], Rollout]:
-    found, stats = with_signal(rollout, estimator, Contributions(callbacks))
+    found, stats = with_signal(rollout, resolve_advantages(estimator), Contributions(callbacks))
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
 
 
@@ -40,9 +40,9 @@ def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:
     shaped: list[Tensor] = []
 
     class Spy(GAE):
-        def __call__(self, rewards: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            shaped.append(rewards.clone())
-            return super().__call__(rewards, *rest)
+        def __call__(self, signal: RewardSignal) -> Advantages:
+            shaped.append(signal.shaped.clone())
+            return super().__call__(signal)
 
     for _ in range(2):  # idempotent
         advantages, stats, found = signal(rollout, Spy(whitened=False), ReferenceKL(0.05))
@@ -161,7 +161,7 @@ def test_poison_where_nothing_counts_reaches_nothing(estimator: Any) -> None:
         "teacher", provide=lambda seen: {"token_extras/teacher": torch.where(seen.valid_tokens, 1.0, INF)}
     )
     penalty = callback_of("penalty", token_reward=lambda seen: torch.where(seen.valid_tokens, -0.1, NAN))
-    callbacks = [teacher, penalty] if isinstance(estimator, TokenEstimator) else [teacher]
+    callbacks = [teacher, penalty] if resolve_advantages(estimator).per_token else [teacher]
     advantages, stats, found = signal(rollout, estimator, *callbacks)
     assert advantages.isfinite().all() and not advantages[~rollout.valid_tokens].any()
     assert all(math.isfinite(value) for value in stats.values())

@@ -1,0 +1,44 @@
+"""Policy losses as small frozen objects, and the names they are known by."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_rl.hooks import LossView
+from lightning_rl.losses.base import FunctionLoss, PolicyLoss
+from lightning_rl.losses.per_sequence import GMPO, GSPO
+from lightning_rl.losses.per_step import M2PO, ClipCov, KLCov
+from lightning_rl.losses.per_token import CISPO, DPPO, SAPO, ClippedSurrogate, Reinforce
+
+__all__ = [
+    "CISPO", "DPPO", "GMPO", "GSPO", "LOSSES", "M2PO", "SAPO", "ClipCov", "ClippedSurrogate", "FunctionLoss", "KLCov",
+    "PolicyLoss", "Reinforce", "resolve_loss",
+]  # fmt: skip
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo": ClippedSurrogate(),
+    "reinforce": Reinforce(),
+    "gspo": GSPO(),
+    "cispo": CISPO(),
+    "dppo": DPPO(),
+    "sapo": SAPO(),
+    "gmpo": GMPO(),
+    "clip_cov": ClipCov(),
+    "kl_cov": KLCov(),
+    "m2po": M2PO(),
+}
+
+
+def resolve_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> PolicyLoss:
+    """A loss object from an object, a function or a known name.
+
+    Raises:
+        ValueError: if the name is unknown; the message lists the known ones.
+    """
+    if isinstance(loss, PolicyLoss):
+        return loss
+    if callable(loss):
+        return FunctionLoss(loss)
+    if loss not in LOSSES:
+        raise ValueError(f"expected a loss out of {', '.join(LOSSES)}, an object or a function, got {loss!r}")
+    return LOSSES[loss]

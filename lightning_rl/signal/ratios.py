@@ -1,0 +1,47 @@
+"""Importance ratios between two policies, of a token and of a whole row."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lightning_rl.signal.masked import masked_fill_invalid, row_mean
+
+LOG_RATIO_BOUND = 20.0
+
+
+def policy_ratio(logprobs: Float[Tensor, "*B"], old_logprobs: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+    """``exp(logprobs - old_logprobs)``, the exponent clamped to +-20 so that it cannot overflow."""
+    return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def sequence_log_ratio(
+    numerator: Float[Tensor, "B T"],
+    denominator: Float[Tensor, "B T"],
+    valid_tokens: Bool[Tensor, "B T"],
+    *,
+    geometric: bool,
+) -> Float[Tensor, " B"]:
+    """Sum, or mean if ``geometric``, of the log-ratios over the valid tokens of each row; 0 for a row without any."""
+    gap = masked_fill_invalid(numerator - denominator, valid_tokens)
+    return row_mean(gap, valid_tokens) if geometric else gap.sum(-1)
+
+
+def sequence_ratio(
+    numerator: Float[Tensor, "B T"],
+    denominator: Float[Tensor, "B T"],
+    valid_tokens: Bool[Tensor, "B T"],
+    *,
+    geometric: bool,
+) -> Float[Tensor, " B"]:
+    r"""The importance ratio of a whole row, without gradient: :math:`\exp` of the sum or of the mean of the log-ratios.
+
+    The exponent is clamped to +-20. The product grows with the length of the row; the geometric mean does not.
+
+    Args:
+        numerator: log-probabilities of the policy that the samples should come from, shape [B, T].
+        denominator: log-probabilities of the policy that they do come from, shape [B, T].
+        valid_tokens: what sum and mean run over, shape [B, T]; a row without any has ratio 1.
+        geometric: the mean instead of the sum.
+    """
+    exponent = sequence_log_ratio(numerator.detach(), denominator.detach(), valid_tokens, geometric=geometric)
+    return policy_ratio(exponent, torch.zeros_like(exponent))

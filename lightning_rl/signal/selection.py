@@ -1,0 +1,92 @@
+"""Tokens chosen by a statistic of the whole optimizer step: the same choice for every cut into microbatches and ranks.
+
+Each function takes one tensor for each microbatch and gives one back. Ties at a threshold are all chosen, so that no
+order of rows or ranks decides.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lightning_rl.signal.masked import GlobalSum, masked_fill_invalid, own_sum
+
+GlobalConcat = Callable[[Tensor], Tensor]
+"""Joins tensors [N], of any length on each rank, in rank order; every rank calls it the same number of times."""
+
+
+def own_values(values: Tensor) -> Tensor:
+    """The :data:`GlobalConcat` of a single rank: the tensor itself."""
+    return values
+
+
+def covariances(
+    logprobs: Sequence[Float[Tensor, "b T"]],
+    advantages: Sequence[Float[Tensor, "b T"]],
+    valid_tokens: Sequence[Bool[Tensor, "b T"]],
+    global_sum: GlobalSum = own_sum,
+) -> list[Float[Tensor, "b T"]]:
+    r"""Each token's share :math:`(A - \bar A)(\log p - \overline{\log p})` of the covariance, float64; 0 if masked.
+
+    Source: Cui et al. 2025 (The entropy mechanism), arXiv:2505.22617, eq. 10.
+    """
+    exact = [
+        [masked_fill_invalid(one.detach(), valid).double() for one, valid in zip(values, valid_tokens, strict=True)]
+        for values in (logprobs, advantages)
+    ]
+    number = global_sum(torch.stack([valid.sum().double() for valid in valid_tokens]).sum()).clamp(min=1)
+    means = [global_sum(torch.stack([one.sum() for one in values]).sum()) / number for values in exact]
+    return [
+        torch.where(valid, (logprob - means[0]) * (advantage - means[1]), 0.0)
+        for logprob, advantage, valid in zip(*exact, valid_tokens, strict=True)
+    ]
+
+
+def largest(
+    scores: Sequence[Float[Tensor, "b T"]],
+    candidates: Sequence[Bool[Tensor, "b T"]],
+    number: int,
+    global_concat: GlobalConcat = own_values,
+) -> list[Bool[Tensor, "b T"]]:
+    """The ``number`` candidates with the largest scores of all ranks, ties at the last place included."""
+    own = torch.cat([score[chosen].flatten() for score, chosen in zip(scores, candidates, strict=True)])
+    everyone = global_concat(own).sort(descending=True).values
+    threshold = everyone[min(number, len(everyone)) - 1] if number and len(everyone) else torch.inf
+    return [chosen & (score >= threshold) for score, chosen in zip(scores, candidates, strict=True)]
+
+
+def smallest_with_mean_below(
+    scores: Sequence[Float[Tensor, "b T"]],
+    valid_tokens: Sequence[Bool[Tensor, "b T"]],
+    threshold: float,
+    global_concat: GlobalConcat = own_values,
+) -> list[Bool[Tensor, "b T"]]:
+    """Valid tokens that remain once the largest scores are left out until the mean of the rest is below a threshold.
+
+    At least the smallest score remains.
+
+    Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, with squared log-ratios as scores.
+    """
+    own = torch.cat([score[valid].flatten() for score, valid in zip(scores, valid_tokens, strict=True)])
+    everyone = global_concat(own.double()).sort().values
+    means = everyone.cumsum(0) / torch.arange(1, len(everyone) + 1, device=everyone.device)
+    kept = max(int((means < threshold).sum()), 1)
+    bound = everyone[kept - 1] if len(everyone) else torch.inf
+    return [valid & (score.double() <= bound) for score, valid in zip(scores, valid_tokens, strict=True)]
+
+
+def shuffled_keys(sample_ids: Int[Tensor, " b"], width: int) -> Float[Tensor, "b T"]:
+    """A number in [0, 1) for each position of each sample: random to the eye, but a function of the two alone.
+
+    Source: the finaliser of Steele, Lea and Flood 2014 (SplittableRandom).
+    """
+    positions = torch.arange(width, device=sample_ids.device)
+    mixed = sample_ids[:, None] * 0x9E3779B97F4A7C1 + positions * 0x2545F4914F6CDD1D
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return _shifted(mixed ^ _shifted(mixed, 31), 11).double() / 2**53
+
+
+def _shifted(values: Tensor, places: int) -> Tensor:
+    return (values >> places) & (2 ** (64 - places) - 1)  # a logical shift; >> of a signed integer copies its sign
