@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test-fast test test-long check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-goldens check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,12 @@ test: check-static ## Static checks, then every test but the long ones
 test-long: $(INSTALLED) ## Every test; the output is kept in docs/test-long.txt
 	@mkdir -p docs
 	$(BIN)/pytest --no-header | tee docs/test-long.txt
+
+test-mutations: $(INSTALLED) ## Put known silent bugs into a copy, one at a time, and expect red
+	$(BIN)/python -m tests.mutations
+
+test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
+	$(BIN)/python -m tests.goldens tests/data/goldens
 
 check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling
 	$(BIN)/ruff format --check

@@ -1,5 +1,8 @@
 """Corrections: each one idea, one file, switched on by adding it to ``Trainer(callbacks=[...])``."""
 
+from lightning_rl.callbacks.adaptive_kl import AdaptiveKL
+from lightning_rl.callbacks.dynamic_sampling import DynamicSampling
+from lightning_rl.callbacks.entropy_bonus import EntropyBonus
 from lightning_rl.callbacks.geometric_mask import GeometricMask
 from lightning_rl.callbacks.ice_pop import IcePop
 from lightning_rl.callbacks.no_eos_mask import NoEOSMask
@@ -9,11 +12,16 @@ from lightning_rl.callbacks.outlier_mask import OutlierMask
 from lightning_rl.callbacks.overlong_penalty import OverlongPenalty
 from lightning_rl.callbacks.product_mask import ProductMask
 from lightning_rl.callbacks.reference_kl import ReferenceKL
+from lightning_rl.callbacks.reward_normalization import RewardNormalization
 from lightning_rl.callbacks.rollout_kl import RolloutKL
+from lightning_rl.callbacks.teacher_kl import TeacherKL
 from lightning_rl.callbacks.truncated_is import TruncatedIS
 
 __all__ = [
     "OPSM",
+    "AdaptiveKL",
+    "DynamicSampling",
+    "EntropyBonus",
     "GeometricMask",
     "IcePop",
     "NoEOSMask",
@@ -22,6 +30,8 @@ __all__ = [
     "OverlongPenalty",
     "ProductMask",
     "ReferenceKL",
+    "RewardNormalization",
     "RolloutKL",
+    "TeacherKL",
     "TruncatedIS",
 ]

@@ -10,26 +10,19 @@ The first form shapes the reward of a per-token estimator (PPO), the second, ``a
 one scalar for each row (GRPO) and is reduced over all valid tokens. Either way the raw KL is measured from untouched
 log-probabilities and is another tensor than the penalty.
 
-Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; as a loss: Shao et al. 2024 (GRPO), arXiv:2402.03300.
+Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; as a loss: Shao et al. 2024 (GRPO), arXiv:2402.03300; unbiased:
+DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 7.
 """
-
-import warnings
 
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.callbacks._frozen_kl import FrozenKL
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.kl import kl_estimator
-
-WARN_AS_LOSS = {
-    "k1": "its expected gradient is zero, so it trains nothing",
-    "abs": "its gradient is that of no divergence and does not shrink near the reference",
-}
 
 
-class ReferenceKL(RLCallback):
+class ReferenceKL(FrozenKL):
     """Penalises distance from the reference.
 
     Logs ``reference_kl/estimate``, the raw estimate of each valid token of the policy being trained, and
@@ -38,44 +31,26 @@ class ReferenceKL(RLCallback):
 
     Args:
         beta: what the KL is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2`` or ``k3``; by default ``k1`` as a reward and ``k3`` as a loss.
+        estimator: ``k1``, ``abs``, ``k2``, ``k3`` or ``low_var_kl``; by default ``k1`` as a reward and ``k3`` as a
+            loss.
         as_loss: a term of the loss instead of a reward of each token.
+        unbiased: multiply the term with the importance ratio of current to old policy, gradient included, which makes
+            ``k1`` and ``k3`` unbiased in value and gradient; only with ``as_loss``.
 
     Raises:
-        ValueError: if the estimator is unknown or ``beta`` is negative.
+        ValueError: if the estimator is unknown, ``beta`` is negative, or ``unbiased`` comes without ``as_loss``.
     """
 
     name = "reference_kl"
     alternative = "ReferenceKL(as_loss=True)"
 
-    def __init__(self, beta: float = 0.05, *, estimator: str | None = None, as_loss: bool = False) -> None:
-        if not beta >= 0:
-            raise ValueError(f"expected beta >= 0, got {beta}")
-        chosen = ("k3" if as_loss else "k1") if estimator is None else estimator
-        self.beta = beta
-        self.estimator = kl_estimator(chosen)
-        self.as_loss = as_loss
-        self.reads = () if as_loss else ("old_logprobs", "ref_logprobs")
-        self.reads_at_loss = ("ref_logprobs",)
-        if as_loss and chosen in WARN_AS_LOSS:
-            warnings.warn(f"ReferenceKL with {chosen} as a loss: {WARN_AS_LOSS[chosen]}", stacklevel=2)
-
-    @property
-    @override
-    def contributes(self) -> frozenset[str]:
-        """Either a token reward or a loss term, and its metrics."""
-        return frozenset({"loss_term" if self.as_loss else "token_reward", "metrics"})
+    def __init__(
+        self, beta: float = 0.05, *, estimator: str | None = None, as_loss: bool = False, unbiased: bool = False
+    ) -> None:
+        super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
+        self.reads = (*self.reads, *(() if as_loss else ("ref_logprobs",)))
+        self.reads_at_loss = (*self.reads_at_loss, "ref_logprobs")
 
     @override
-    def token_reward(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        return -self.beta * self.estimator(rollout.required("old_logprobs"), rollout.required("ref_logprobs"))
-
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        return LossTerm(per_token=self.estimator(view.logprobs, view.required("ref_logprobs")), coef=self.beta)
-
-    @override
-    def metrics(self, view: LossView) -> dict[str, Stat]:
-        raw = self.estimator(view.logprobs.detach(), view.required("ref_logprobs"))
-        stats = Stat.many({"estimate": raw, "positive": raw > 0}, view.valid_tokens)
-        return {f"reference_kl/{what}": stat for what, stat in stats.items()}
+    def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
+        return rows.required("ref_logprobs")

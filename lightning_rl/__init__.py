@@ -1,19 +1,53 @@
 """Reinforcement learning of language models as plain PyTorch Lightning, with every signal checked."""
 
-from lightning_rl.advantages import GAE, Estimator
+from lightning_rl.advantages import (
+    GAE,
+    OPO,
+    Advantages,
+    Estimator,
+    Normalised,
+    PerRow,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+    RewardSignal,
+)
 from lightning_rl.data import Prompt, PromptDataModule, Ticket
 from lightning_rl.generation import Completion, Engine, FakeEngine, Request, TransformersEngine
 from lightning_rl.hooks import Contributions, LossTerm, LossView, RLCallback, Stat
-from lightning_rl.losses import ClippedSurrogate, PolicyLoss, Reinforce
+from lightning_rl.losses import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    M2PO,
+    SAPO,
+    ClipCov,
+    ClippedSurrogate,
+    FunctionLoss,
+    KLCov,
+    PolicyLoss,
+    Reinforce,
+    ValueLoss,
+)
 from lightning_rl.module import RLLightningModule
 from lightning_rl.objective import LossParts, Objective
 from lightning_rl.rollout import Finish, Rollout, concatenate
 from lightning_rl.schedules import warmup_then_linear
-from lightning_rl.signal.advantages import grpo, reinforce, rloo
+from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, reinforce, rloo
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 __all__ = [
+    "CISPO",
+    "DPPO",
     "GAE",
+    "GMPO",
+    "GSPO",
+    "M2PO",
+    "OPO",
+    "SAPO",
+    "Advantages",
+    "ClipCov",
     "ClippedSurrogate",
     "Completion",
     "Contributions",
@@ -21,24 +55,35 @@ __all__ = [
     "Estimator",
     "FakeEngine",
     "Finish",
+    "FunctionLoss",
+    "KLCov",
     "LossParts",
     "LossTerm",
     "LossView",
+    "Normalised",
     "Objective",
+    "PerRow",
     "PolicyLoss",
     "Prompt",
     "PromptDataModule",
     "RLCallback",
     "RLLightningModule",
+    "ReMax",
     "Reinforce",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
     "Request",
+    "RewardSignal",
     "Rollout",
     "SequenceSumNorm",
     "Stat",
     "Ticket",
     "TransformersEngine",
+    "ValueLoss",
     "concatenate",
+    "dr_grpo",
     "grpo",
+    "maxrl",
     "prompt_mean",
     "reinforce",
     "rloo",

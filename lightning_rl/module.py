@@ -1,11 +1,9 @@
 """RLLightningModule: the stages of a rollout as hooks of a LightningModule, and nothing that bends the signal."""
 
-import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -20,7 +18,7 @@ from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.data import PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.generation import Engine, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
-from lightning_rl.losses import PolicyLoss, resolve_loss
+from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
 from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_monitored, log_row
 from lightning_rl.objective import Objective
 from lightning_rl.policy import Microbatch, PolicyModel, Scorer
@@ -37,6 +35,7 @@ from lightning_rl.rewards import Reward, Rewards
 from lightning_rl.schedules import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
 from lightning_rl.stages.checks import (
+    check_entropy,
     check_estimator,
     check_positive,
     check_ratios,
@@ -46,6 +45,7 @@ from lightning_rl.stages.checks import (
 )
 from lightning_rl.stages.collect import Collector
 from lightning_rl.stages.draw import Drawer
+from lightning_rl.stages.generators import seed_everything
 from lightning_rl.stages.held import Held
 from lightning_rl.stages.run_state import RunState
 from lightning_rl.stages.signal import validation_metrics
@@ -89,7 +89,7 @@ class RLLightningModule(LightningModule):
         engine_logprobs: whether the engine returns log-probabilities; None for when something reads them.
         entropy_coef: what the entropy bonus is multiplied with.
         value_coef: what the critic's loss is multiplied with.
-        value_clip: how far a value may move within a rollout; None for no clip.
+        value_loss: of the critic at each token: a ValueLoss or a function (values, old_values, returns) -> [b, T].
         max_grad_norm: what the gradient norm is clipped to; None for no clipping.
         seed: of the run; every random number follows from it.
 
@@ -125,7 +125,7 @@ class RLLightningModule(LightningModule):
         engine_logprobs: bool | None = None,
         entropy_coef: float = 0.0,
         value_coef: float = 1.0,
-        value_clip: float | None = 0.2,
+        value_loss: ValueFunction = DEFAULT_VALUE_LOSS,
         max_grad_norm: float | None = 1.0,
         seed: int = 0,
     ) -> None:
@@ -133,7 +133,7 @@ class RLLightningModule(LightningModule):
         self.automatic_optimization = False
         numbers = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs, "temperature": temperature}
         numbers |= {"max_new_tokens": max_new_tokens, "token_budget": token_budget}
-        check_positive(**numbers, value_clip=value_clip, max_grad_norm=max_grad_norm)
+        check_positive(**numbers, max_grad_norm=max_grad_norm)
         self._sources = {"policy": policy, "reference": reference, "critic": critic}
         self.rewards = Rewards([rewards] if callable(rewards) else rewards, reward_weights)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
@@ -143,7 +143,7 @@ class RLLightningModule(LightningModule):
         self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, tuple(stop)
         self.eos_token_ids = eos_token_ids
         self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
-        self.entropy_coef, self.value_coef, self.value_clip = entropy_coef, value_coef, value_clip
+        self.entropy_coef, self.value_coef, self.value_loss = entropy_coef, value_coef, value_loss
         self.max_grad_norm, self.seed = max_grad_norm, seed
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
@@ -168,6 +168,7 @@ class RLLightningModule(LightningModule):
         corrections = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         contributions = self.run.contributions = Contributions(corrections)
         check_ratios(contributions, self.loss)
+        check_entropy(contributions, self.entropy_coef)
         check_estimator(contributions, self.estimator, critic=critic, group_size=self.group_size)
         self.run.needs = check_reads(
             contributions, self.loss, self.estimator, engine=self.engine, engine_logprobs=self.engine_logprobs,
@@ -228,8 +229,8 @@ class RLLightningModule(LightningModule):
         log_monitored(self, global_values(stats, self.device))
 
     @override
-    def training_step(self, batch: Ticket, batch_idx: int) -> None:
-        """Makes exactly one optimizer step, or skips it on all ranks."""
+    def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
+        """Makes exactly one optimizer step, or skips it on all ranks; returns what callbacks may want to know."""
         held = self.run.held
         if held is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of cycle {batch.cycle}, got none")
@@ -238,17 +239,20 @@ class RLLightningModule(LightningModule):
         microbatches = held.plan.step(batch.step)
         tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
         tokens = int(distributed.global_sum(torch.tensor(tokens, device=self.device)))
+        outputs: dict[str, Tensor] = {}
         if tokens:
             with self.run.times.phase("update", self.device):
                 gradient = self._accumulated(held, microbatches)
                 norm = self._stepped()
             self._measure(gradient, norm, tokens)
+            outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
         else:
             self.run.skipped += 1
         self.run.count(held.cycle)
         if batch.step == self.steps_per_rollout - 1:
             self.run.held = None  # before on_train_batch_end, where checkpoints are written
         log_row(self, self.run.metrics, batch.index)
+        return outputs
 
     def _accumulated(self, held: Held, microbatches: tuple[Microbatch, ...]) -> StepGradient:
         objective = Objective(
@@ -257,7 +261,7 @@ class RLLightningModule(LightningModule):
             contributions=self.run.contributions,
             entropy_coef=self.entropy_coef,
             value_coef=self.value_coef,
-            value_clip=self.value_clip,
+            value_loss=self.value_loss,
         )
         world, strategy = self.trainer.world_size, self.trainer.strategy
         return accumulated(
@@ -297,12 +301,7 @@ class RLLightningModule(LightningModule):
 
     def key_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
-        seed = request_seed(self.seed, self.global_rank, ticket.index)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack trace for each device: 0.4 ms
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed_all(seed)
+        seed_everything(request_seed(self.seed, self.global_rank, ticket.index), self.device)
 
     @override
     def on_validation_start(self) -> None:
@@ -330,7 +329,7 @@ class RLLightningModule(LightningModule):
         stream = PromptDataModule(list(prompts), 1, shuffle=False)
         stream.connect(self.tokenizer, None)
         drawer = self._collector().drawer
-        _, completions = drawer.generate(stream.take(len(prompts)), 0, 1, temperature)
+        completions = drawer.completed(drawer.requests(stream.take(len(prompts)), 0, 1, temperature))
         return [drawer.text(completion.token_ids) for completion in completions]
 
     @override
@@ -383,6 +382,7 @@ class RLLightningModule(LightningModule):
             logprobs=run.needs.rollout_logprobs,
             dtype=torch.promote_types(self._policy.model.dtype, torch.float32),
             generating=precise,
+            greedy_baseline=self.estimator.needs_greedy,
         )
         return Collector(
             drawer=drawer,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from lightning_rl.hooks import Contributions, LossView, Stat
 from lightning_rl.hooks.stat import disjoint
-from lightning_rl.losses import PolicyLoss
+from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction
 from lightning_rl.signal.kl import k1, tangent_exp
-from lightning_rl.signal.losses import value_loss
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import Reduction
@@ -45,7 +45,7 @@ class Objective:
         contributions: the corrections.
         entropy_coef: what the entropy bonus is multiplied with; 0 for none.
         value_coef: what the value loss is multiplied with.
-        value_clip: how far a value may move within a rollout; None for no clip.
+        value_loss: what the critic minimises at each token.
     """
 
     loss: PolicyLoss
@@ -53,19 +53,19 @@ class Objective:
     contributions: Contributions
     entropy_coef: float = 0.0
     value_coef: float = 1.0
-    value_clip: float | None = 0.2
+    value_loss: ValueFunction = DEFAULT_VALUE_LOSS
 
     @property
     def entropy_gradient(self) -> bool:
         """Whether something trains the entropy, so that the view has to carry its gradient."""
-        return self.entropy_coef != 0
+        return self.entropy_coef != 0 or any(each.trains_entropy for each in self.contributions.callbacks)
 
     def __call__(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """The loss of one microbatch and everything worth knowing about it."""
         view = view.sanitised()
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.contributions.policy_factor(view)
-        raw = self._raw_loss(view)
+        raw = _checked(f"loss {type(self.loss).__name__}", view, partial(self.loss, view))
         parts = {"loss/policy": _reduced(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.contributions.loss_terms(view):
@@ -79,7 +79,8 @@ class Objective:
             parts["loss/entropy"] = -_reduced(view.entropy, weights, valid)
             total = total + self.entropy_coef * parts["loss/entropy"]
         if view.current_values is not None and view.values is not None and view.returns is not None:
-            error = value_loss(view.current_values, view.values, view.returns, clip=self.value_clip)
+            compared = partial(self.value_loss, view.current_values, view.values, view.returns)
+            error = _checked(f"value loss {_name_of(self.value_loss)}", view, compared)
             parts["loss/value"] = _reduced(error, weights, valid)
             total = total + self.value_coef * parts["loss/value"]
         parts = {"loss/total": total, **parts}
@@ -87,17 +88,6 @@ class Objective:
         with torch.no_grad():
             measured = policy_metrics(view), self.loss.metrics(view), self.contributions.metrics(view)
         return LossParts(total, detached, disjoint(stats, *measured))
-
-    def _raw_loss(self, view: LossView) -> Tensor:
-        name, before = type(self.loss).__name__, view.versions()
-        raw = self.loss(view)
-        changed = [field for field, version in view.versions().items() if version != before[field]]
-        if changed:
-            raise RuntimeError(f"the loss {name} wrote in place to {', '.join(changed)}: a loss returns a new tensor")
-        if raw.shape != view.valid_tokens.shape:
-            expected = list(view.valid_tokens.shape)
-            raise ValueError(f"expected the loss {name} to return a value per token {expected}, got {list(raw.shape)}")
-        return raw
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:
@@ -122,6 +112,23 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
         ratio = stats["policy/ratio_max"]
         stats |= {"policy/ratio_max": ratio.maximum(), "policy/ess": ratio.ess()}
     return stats
+
+
+def _checked(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
+    """What a loss returns, which is a value per token and was made without writing to the view."""
+    before = view.versions()
+    raw = loss()
+    changed = [field for field, version in view.versions().items() if version != before[field]]
+    if changed:
+        raise RuntimeError(f"the {what} wrote in place to {', '.join(changed)}: a loss returns a new tensor")
+    if raw.shape != view.valid_tokens.shape:
+        expected = list(view.valid_tokens.shape)
+        raise ValueError(f"expected the {what} to return a value per token {expected}, got {list(raw.shape)}")
+    return raw
+
+
+def _name_of(function: Callable[..., Tensor]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _divergence_of_samples(gap: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
+GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
 
 
 class Finish(IntEnum):
@@ -25,7 +26,7 @@ class Finish(IntEnum):
     ABORT = 2
 
 
-def along(axes: str, pad: float = 0) -> dict[str, Any]:
+def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
     """Metadata of a field: along which axes it runs and what fills its padding."""
     return {"axes": axes, "pad": pad}
 

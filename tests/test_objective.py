@@ -20,6 +20,7 @@ from lightning_rl import (
     Reinforce,
     SequenceSumNorm,
     Stat,
+    ValueLoss,
     prompt_mean,
     sequence_mean,
     token_mean,
@@ -173,7 +174,7 @@ def test_the_entropy_bonus_pushes_entropy_up() -> None:
 def test_the_value_loss_is_clipped_around_the_old_value(clip: float | None, loss: float, slope: float) -> None:
     view = view_of([-1.0], values=[0.0], returns=[1.0], current_values=[0.5])
     view = view.replace(current_values=view.required("current_values").requires_grad_())
-    found = evaluate(view, value_clip=clip, value_coef=2.0)
+    found = evaluate(view, value_loss=ValueLoss(clip=clip), value_coef=2.0)
     assert float(found.parts["loss/value"]) == loss
     assert torch.autograd.grad(found.total, view.required("current_values"))[0].item() == 2 * slope
     assert float(found.stats["value/error"].value()) == 0.5

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 
 from lightning_rl import RLLightningModule, warmup_then_linear
-from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",  # Lightning, of every checkpoint under manual optimization
@@ -21,11 +21,14 @@ pytestmark = pytest.mark.filterwarnings(
 STEPS = 10  # two epochs of two rollouts with K = 4, and half a rollout more
 GRPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "engine_logprobs": True}
 PPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}
+REMAX: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "remax", "group_size": 1}
 
 
 def corrections(options: dict[str, Any]) -> list[Callback]:
     if "critic" in options:
         return [NoEOSMask(), ReferenceKL(0.05)]
+    if options.get("advantages") == "remax":
+        return [AdaptiveKL(0.05, target=0.01, horizon=20), EntropyBonus(0.02, target=2.2, step=0.01)]
     return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
 
@@ -53,10 +56,12 @@ def assert_same_weights(one: RLLightningModule, other: RLLightningModule) -> Non
     first, second = weights_of(one), weights_of(other)
     differing = [name for name in first if not torch.equal(first[name], second[name])]
     assert differing == []
+    states = [[callback.state_dict() for callback in each.run.contributions.callbacks] for each in (one, other)]
+    assert states[0] == states[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("options", [GRPO, PPO, REMAX], ids=["grpo", "ppo", "remax"])
 def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = run(tmp_path / "whole", options)
     for step in range(1, STEPS):
@@ -64,9 +69,19 @@ def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, opti
         assert_same_weights(resumed, expected)
 
 
-def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path) -> None:
-    expected = run(tmp_path / "whole", GRPO)
-    assert_same_weights(run(tmp_path / "resumed", GRPO, ckpt_path=tmp_path / "whole" / "step=6.ckpt"), expected)
+@pytest.mark.parametrize("options", [GRPO, REMAX], ids=["grpo", "remax"])
+def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = run(tmp_path / "whole", options)
+    assert_same_weights(run(tmp_path / "resumed", options, ckpt_path=tmp_path / "whole" / "step=6.ckpt"), expected)
+
+
+def test_coefficients_that_adapt_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, REMAX, max_steps=7)
+    states = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["callbacks"]
+    assert states["adaptive_kl"]["beta"] != 0.05 and states["entropy_bonus"].keys() == {"coef", "resting"}
+    last = torch.load(tmp_path / "step=7.ckpt", weights_only=True)["callbacks"]
+    assert last["entropy_bonus"]["coef"] == pytest.approx(states["entropy_bonus"]["coef"], abs=0.01 + 1e-12)
+    assert last["entropy_bonus"] != states["entropy_bonus"] and last["adaptive_kl"] == states["adaptive_kl"]
 
 
 def test_the_logged_rows_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ class RLCallback(Callback):
         reads_at_loss: names of the fields that its loss-time methods need.
         ratio: (numerator, denominator) of the importance ratio that its weight carries; None for masks and terms.
         alternative: what to use instead where this correction does not fit, for error messages.
+        compares_rows: whether its bonus of a row depends on the other rows.
+        compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
+        trains_entropy: whether its loss term needs the gradient of ``view.entropy``.
+        most_rounds: how often prompts are drawn at most until enough groups are kept, if it filters groups.
     """
 
     name: str = ""
@@ -57,6 +61,10 @@ class RLCallback(Callback):
     reads_at_loss: tuple[str, ...] = ()
     ratio: Ratio | None = None
     alternative: str | None = None
+    compares_rows: bool = False
+    compares_groups: bool = False
+    trains_entropy: bool = False
+    most_rounds: int = 10
 
     METHODS: ClassVar[tuple[str, ...]] = (
         "reward_mask",

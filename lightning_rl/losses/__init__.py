@@ -9,10 +9,11 @@ from lightning_rl.losses.base import FunctionLoss, PolicyLoss
 from lightning_rl.losses.per_sequence import GMPO, GSPO
 from lightning_rl.losses.per_step import M2PO, ClipCov, KLCov
 from lightning_rl.losses.per_token import CISPO, DPPO, SAPO, ClippedSurrogate, Reinforce
+from lightning_rl.losses.value import DEFAULT_VALUE_LOSS, ValueFunction, ValueLoss
 
 __all__ = [
-    "CISPO", "DPPO", "GMPO", "GSPO", "LOSSES", "M2PO", "SAPO", "ClipCov", "ClippedSurrogate", "FunctionLoss", "KLCov",
-    "PolicyLoss", "Reinforce", "resolve_loss",
+    "CISPO", "DEFAULT_VALUE_LOSS", "DPPO", "GMPO", "GSPO", "LOSSES", "M2PO", "SAPO", "ClipCov", "ClippedSurrogate",
+    "FunctionLoss", "KLCov", "PolicyLoss", "Reinforce", "ValueFunction", "ValueLoss", "resolve_loss",
 ]  # fmt: skip
 
 LOSSES: dict[str, PolicyLoss] = {

@@ -53,11 +53,20 @@ def build_reference(
         frozen = copy.deepcopy(unmoved)
     else:
         frozen = build_model(policy if reference is None else reference)
-    check_dropout(frozen)
+    return check_frozen(frozen, packed=packed)
+
+
+def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
+    """The model in eval mode, checked like the policy.
+
+    Raises:
+        ValueError: if it has dropout, or our forward does not agree with its own.
+    """
+    check_dropout(model)
     if packed:
-        frozen.set_attn_implementation(PACKED_ATTENTION)
-    check_scoring(frozen, packed=packed)
-    return frozen.eval()
+        model.set_attn_implementation(PACKED_ATTENTION)
+    check_scoring(model, packed=packed)
+    return model.eval()
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:

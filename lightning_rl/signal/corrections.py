@@ -63,3 +63,25 @@ def overlong_penalty(lengths: Int[Tensor, " B"], *, longest: int, cache: int) ->
         tensor([ 0.0000, -0.5000, -1.0000, -1.0000])
     """
     return ((longest - cache - lengths) / cache).clamp(-1.0, 0.0)
+
+
+def adapted_coefficient(coef: float, measured: float, *, target: float, number: int, horizon: int) -> float:
+    r"""A coefficient that moves towards holding a KL at its target, by at most a fifth for each ``horizon`` of samples.
+
+    .. math:: \beta \leftarrow \beta\,\bigl(1 + \operatorname{clip}(KL / target - 1,\ \pm 0.2)\, n / horizon\bigr)
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+
+    Args:
+        coef: the present coefficient.
+        measured: the KL found, in nats.
+        target: the KL wanted, in nats, above 0.
+        number: how many samples it was measured on.
+        horizon: how many samples a change by a fifth takes, above 0.
+
+    Example:
+        >>> adapted_coefficient(0.5, 0.3, target=0.1, number=50, horizon=100)  # 10 % more
+        0.55
+    """
+    error = min(max(measured / target - 1, -0.2), 0.2)
+    return max(coef * (1 + error * number / horizon), 0.0)

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,8 +34,10 @@ TANGENT_BEYOND = 20.0
 TANGENT_SLOPE = math.exp(TANGENT_BEYOND)
 
 
-def tangent_exp(exponent: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def tangent_exp(exponent: Float[Tensor, "..."], *, tangent: bool = True) -> Float[Tensor, "..."]:
     """``exp`` up to 20 and its tangent line beyond, so that it cannot overflow and its slope never decreases."""
+    if not tangent:
+        return torch.exp(exponent)
     bounded = torch.exp(exponent.clamp(max=TANGENT_BEYOND))
     return torch.where(exponent > TANGENT_BEYOND, TANGENT_SLOPE * (exponent - TANGENT_BEYOND + 1), bounded)
 
@@ -55,15 +57,20 @@ def k2(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Ten
     return 0.5 * (logprobs - other).square()
 
 
-def k3(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def k3(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."], *, tangent: bool = True) -> Float[Tensor, "..."]:
     """``exp(-d) - 1 + d``: unbiased and never negative; beyond a gap of 20 the exponential goes on as its tangent.
+
+    Args:
+        logprobs: of the policy that the tokens are from.
+        other: of the policy that it is compared to.
+        tangent: False for the exponential itself, which overflows beyond a gap of 88.
 
     Example:
         >>> k3(torch.tensor([-1.0]), torch.tensor([-1.5]))
         tensor([0.1065])
     """
     gap = logprobs - other
-    return tangent_exp(-gap) - 1 + gap
+    return tangent_exp(-gap, tangent=tangent) - 1 + gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,9 @@ class Clamped:
         return self.estimator(gap, torch.zeros_like(gap)).clamp(-self.value, self.value)
 
 
-def importance(logprobs: Float[Tensor, "..."], sampled: Float[Tensor, "..."] | None = None) -> Float[Tensor, "..."]:
+def importance(
+    logprobs: Float[Tensor, "..."], sampled: Float[Tensor, "..."] | None = None, *, bound: float = LOG_RATIO_BOUND
+) -> Float[Tensor, "..."]:
     """The importance ratio, with gradient, that makes a k1 or k3 loss unbiased in value and gradient.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 7; Tang and Munos 2025, arXiv:2506.09477.
@@ -105,8 +114,9 @@ def importance(logprobs: Float[Tensor, "..."], sampled: Float[Tensor, "..."] | N
         logprobs: of the policy being trained.
         sampled: of the policy that sampled, without gradient; None takes the policy being trained for it, whose
             ratio is 1 and carries the score-function gradient alone.
+        bound: of the log-ratio on either side, above 0; infinite for none.
     """
-    return policy_ratio(logprobs, logprobs.detach() if sampled is None else sampled)
+    return policy_ratio(logprobs, logprobs.detach() if sampled is None else sampled, bound=bound)
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
 
 Divergence = Literal["tv", "kl"]
 
@@ -27,6 +27,7 @@ def clipped_surrogate(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    log_ratio_bound: float = LOG_RATIO_BOUND,
 ) -> Float[Tensor, "B T"]:
     r"""PPO's clipped objective for each token, negated so that lower is better.
 
@@ -46,6 +47,7 @@ def clipped_surrogate(
         clip_low: how far below 1 the ratio still has a gradient, in [0, 1].
         clip_high: how far above 1 it still has one, at least 0. More than ``clip_low`` is DAPO's clip-higher.
         dual_clip: bound above 1 on the ratio of tokens with negative advantage; None for no bound.
+        log_ratio_bound: of the log-ratio on either side, above 0; infinite for none. Beyond it the gradient is 0.
 
     Returns:
         The loss of each token, padding included, shape [B, T].
@@ -60,7 +62,7 @@ def clipped_surrogate(
     """
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     check_clip(clip_low, clip_high, dual_clip)
-    ratio = policy_ratio(logprobs, old_logprobs)
+    ratio = policy_ratio(logprobs, old_logprobs, bound=log_ratio_bound)
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is None:
         return loss
@@ -125,6 +127,7 @@ def dppo(
     low: float = 0.2,
     high: float = 0.2,
     cap: float | None = None,
+    log_ratio_bound: float = LOG_RATIO_BOUND,
 ) -> Float[Tensor, "B T"]:
     r"""The surrogate :math:`-\rho A` wherever the token has not left a trust region in the direction of its advantage.
 
@@ -143,13 +146,14 @@ def dppo(
         high: bound for tokens that a positive advantage made more likely.
         cap: None for :math:`-\rho A`; a number for the score-function form
             :math:`-\operatorname{sg}[\min(\rho, cap)] A \log p`, which has the same gradient below the cap.
+        log_ratio_bound: of the log-ratio on either side, above 0; infinite for none. Beyond it the gradient is 0.
 
     Raises:
         ValueError: if the tensors differ in shape or an option is out of range.
     """
     check_same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages)
     check_trust_region(divergence, low, high, cap)
-    ratio = policy_ratio(logprobs, rollout_logprobs)
+    ratio = policy_ratio(logprobs, rollout_logprobs, bound=log_ratio_bound)
     kept = ~outside_trust_region(logprobs, rollout_logprobs, advantages, divergence=divergence, low=low, high=high)
     if cap is None:
         return torch.where(kept, -ratio * advantages, 0.0)

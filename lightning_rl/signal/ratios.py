@@ -9,9 +9,11 @@ from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 LOG_RATIO_BOUND = 20.0
 
 
-def policy_ratio(logprobs: Float[Tensor, "*B"], old_logprobs: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-    """``exp(logprobs - old_logprobs)``, the exponent clamped to +-20 so that it cannot overflow."""
-    return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+def policy_ratio(
+    logprobs: Float[Tensor, "*B"], old_logprobs: Float[Tensor, "*B"], *, bound: float = LOG_RATIO_BOUND
+) -> Float[Tensor, "*B"]:
+    """``exp(logprobs - old_logprobs)``, the exponent clamped to +-``bound`` so that it cannot overflow."""
+    return torch.exp((logprobs - old_logprobs).clamp(-bound, bound))
 
 
 def sequence_log_ratio(

@@ -81,7 +81,7 @@ def shuffled_keys(sample_ids: Int[Tensor, " b"], width: int) -> Float[Tensor, "b
 
     Source: the finaliser of Steele, Lea and Flood 2014 (SplittableRandom).
     """
-    positions = torch.arange(width, device=sample_ids.device)
+    positions = torch.arange(1, width + 1, device=sample_ids.device)  # not 0, which the finaliser leaves where it is
     mixed = sample_ids[:, None] * 0x9E3779B97F4A7C1 + positions * 0x2545F4914F6CDD1D
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ _shifted(mixed, shift)) * factor

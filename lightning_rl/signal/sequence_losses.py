@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_rl.signal.losses import check_same_shape, clipped_surrogate
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, sequence_log_ratio
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio, sequence_log_ratio
 
 
 def gspo(
@@ -18,6 +18,7 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     per_token: bool = False,
+    log_ratio_bound: float = LOG_RATIO_BOUND,
 ) -> Float[Tensor, "B T"]:
     r"""The clipped surrogate with one ratio for a whole response, the geometric mean of those of its tokens.
 
@@ -36,6 +37,7 @@ def gspo(
         clip_high: how far above 1 it still has one, at least 0.
         per_token: give every token its own gradient, :math:`\operatorname{sg}[s_b]\, p_t / \operatorname{sg}[p_t]`, for
             advantages that differ along a row.
+        log_ratio_bound: of the mean log-ratio on either side, above 0; infinite for none. Beyond it the gradient is 0.
 
     Raises:
         ValueError: if the tensors differ in shape or a bound is out of range.
@@ -47,7 +49,9 @@ def gspo(
         log_ratio = log_ratio.detach() + (own - own.detach())
     log_ratio = log_ratio.expand_as(logprobs)
     unmoved = torch.zeros_like(log_ratio)
-    return clipped_surrogate(log_ratio, unmoved, advantages, clip_low=clip_low, clip_high=clip_high)
+    return clipped_surrogate(
+        log_ratio, unmoved, advantages, clip_low=clip_low, clip_high=clip_high, log_ratio_bound=log_ratio_bound
+    )
 
 
 def gmpo(
@@ -80,10 +84,11 @@ def gmpo(
     """
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     check_log_clip(clip)
-    log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio = logprobs - old_logprobs
     sign = advantages.sign()
     worse = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip, clip))
-    ratio = row_mean(worse, valid_tokens).exp()
+    mean = row_mean(worse, valid_tokens)
+    ratio = policy_ratio(mean, torch.zeros_like(mean))
     return (-row_mean(advantages, valid_tokens) * ratio)[:, None].expand_as(logprobs)
 
 

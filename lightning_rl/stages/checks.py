@@ -108,10 +108,36 @@ def check_estimator(contributions: Contributions, estimator: Estimator, *, criti
             f"advantages={name} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
             "more, or an estimator without a group such as reinforce, ReMax or GAE"
         )
+    for callback in contributions.offering("reward_bonus") if estimator.needs_greedy else ():
+        if callback.compares_rows:
+            raise ValueError(
+                f"advantages={name} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
+                "normalise with the samples: use one without the other"
+            )
+    for callback in contributions.callbacks if group_size == 1 else ():
+        if callback.compares_groups:
+            raise ValueError(
+                f"{type(callback).__name__} compares the samples of a prompt, which group_size=1 does not have: use "
+                "group_size=2 or more, or leave it out"
+            )
     if critic and "values" not in estimator.reads:
         raise ValueError(
             f"critic= trains for nothing, because advantages={name} reads no values: use GAE, or no critic"
         )
+
+
+def check_entropy(contributions: Contributions, entropy_coef: float) -> None:
+    """Refuses two entropy bonuses.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for callback in contributions.callbacks:
+        if callback.trains_entropy and entropy_coef != 0:
+            raise ValueError(
+                f"expected one entropy bonus, got entropy_coef={entropy_coef} and {type(callback).__name__}: "
+                "leave one out"
+            )
 
 
 def check_positive(**numbers: float | None) -> None:
@@ -159,6 +185,8 @@ def _reading(contributions: Contributions, loss: PolicyLoss, estimator: Estimato
 
 def _warn_of_dead_knobs(contributions: Contributions) -> None:
     for callback in contributions.callbacks:
+        if "loss_term" in callback.contributes:
+            continue  # a ratio of 1 in a term still carries its gradient
         if "old_logprobs" in callback.reads_at_loss and "rollout_logprobs" not in callback.reads_at_loss:
             cure = f": use {callback.alternative}" if callback.alternative else ""
             warnings.warn(

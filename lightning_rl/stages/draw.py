@@ -15,7 +15,9 @@ from lightning_rl.distributed import gathered_objects
 from lightning_rl.generation import Completion, Engine, Request, request_seed
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollout import Finish, Rollout, concatenate
+from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout, concatenate
+
+GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class Drawer:
         logprobs: whether the engine's log-probabilities are kept.
         dtype: of rewards and log-probabilities.
         generating: context to generate in, for the precision of the forward.
-        most_rounds: how often filtered groups are replaced at most.
+        greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
     """
 
     engine: Engine
@@ -52,7 +54,7 @@ class Drawer:
     logprobs: bool
     dtype: torch.dtype
     generating: Callable[[], AbstractContextManager[object]]
-    most_rounds: int = 10
+    greedy_baseline: bool = False
 
     def draw(
         self, take: Callable[[int], list[Prompt]], number: int, *, cycle: int, rank: int
@@ -60,12 +62,12 @@ class Drawer:
         """``number`` groups for this rank. Ranks agree between the rounds; within one there is no collective."""
         kept: list[Rollout] = []
         missing, filtered = number, 0
-        refills = bool(self.contributions.offering("keep_groups"))
-        for _ in range(self.most_rounds if refills else 1):
+        rounds = max((filtering.most_rounds for filtering in self.contributions.offering("keep_groups")), default=1)
+        for _ in range(rounds):
             wanted = cast(list[int], gathered_objects(missing))
             if not sum(wanted):
                 break
-            part = self.sample(dealt(take(sum(wanted)), wanted)[rank], cycle)
+            part = self.sample(dealt(take(sum(wanted)), wanted)[rank], cycle, greedy_baseline=self.greedy_baseline)
             part = part.replace(rewarded=part.rewarded & self.contributions.reward_mask(part))
             keep = _whole_groups(part, self.contributions.keep_groups(part))
             kept.append(part.select(keep))
@@ -73,26 +75,44 @@ class Drawer:
             filtered += len(part) // self.group_size - found
             missing -= found
         if missing:
-            warnings.warn(f"{missing} groups are missing after {self.most_rounds} rounds of refilling", stacklevel=2)
-        return concatenate(kept), {"groups/filtered": Stat.single(filtered).sum()}
+            warnings.warn(f"{missing} groups are missing after {rounds} rounds of refilling", stacklevel=2)
+        counts = {"groups/sampled": filtered + number - missing, "groups/filtered": filtered}
+        return concatenate(kept), {name: Stat.single(count).sum() for name, count in counts.items()}
 
     def sample(
-        self, prompts: Sequence[Prompt], cycle: int, *, group_size: int | None = None, temperature: float | None = None
+        self,
+        prompts: Sequence[Prompt],
+        cycle: int,
+        *,
+        group_size: int | None = None,
+        temperature: float | None = None,
+        greedy_baseline: bool = False,
     ) -> Rollout:
-        """Generates and scores ``group_size`` samples of each prompt."""
+        """Generates and scores ``group_size`` samples of each prompt, and a greedy answer that never trains."""
         size = self.group_size if group_size is None else group_size
-        requests, completions = self.generate(prompts, cycle, size, temperature)
-        return self._rollout([prompt for prompt in prompts for _ in range(size)], requests, completions)
+        requests = self.requests(prompts, cycle, size, temperature)
+        greedy = self.requests(prompts, cycle, 1, 0.0, first_id=GREEDY_IDS) if greedy_baseline else []
+        completions = self.completed([*requests, *greedy])
+        rollout = self._rollout([prompt for prompt in prompts for _ in range(size)], requests, completions)
+        if not greedy_baseline:
+            return rollout
+        return self._with_baseline(rollout, self._rollout(list(prompts), greedy, completions[len(requests) :]), size)
 
-    def generate(
-        self, prompts: Sequence[Prompt], cycle: int, group_size: int, temperature: float | None = None
-    ) -> tuple[list[Request], list[Completion]]:
-        """Requests for ``group_size`` samples of each prompt, and their completions."""
-        requests = [
+    def requests(
+        self,
+        prompts: Sequence[Prompt],
+        cycle: int,
+        group_size: int,
+        temperature: float | None = None,
+        *,
+        first_id: int = 0,
+    ) -> list[Request]:
+        """Requests for ``group_size`` samples of each prompt."""
+        return [
             Request(
                 prefix_ids=prompt.token_ids,
-                sample_id=prompt.index * group_size + j,
-                seed=request_seed(self.seed, cycle, prompt.index * group_size + j),
+                sample_id=first_id + prompt.index * group_size + j,
+                seed=request_seed(self.seed, cycle, first_id + prompt.index * group_size + j),
                 max_new_tokens=self.max_new_tokens,
                 temperature=self.temperature if temperature is None else temperature,
                 eos_ids=self.eos_ids,
@@ -101,14 +121,26 @@ class Drawer:
             for prompt in prompts
             for j in range(group_size)
         ]
+
+    def completed(self, requests: list[Request]) -> list[Completion]:
+        """What the engine makes of requests."""
         with self.generating():
-            return requests, self.engine.generate(requests, logprobs=self.logprobs) if requests else []
+            return self.engine.generate(requests, logprobs=self.logprobs) if requests else []
 
     def text(self, token_ids: Sequence[int]) -> str:
         """A completion as the rewards see it."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def _with_baseline(self, rollout: Rollout, greedy: Rollout, size: int) -> Rollout:
+        rewarded = greedy.rewarded & self.contributions.reward_mask(greedy)
+        score = torch.where(rewarded, greedy.rewards, 0.0)
+        bonus = self.contributions.reward_bonus(greedy)
+        score = (score if bonus is None else (score.double() + bonus).to(score.dtype)).repeat_interleave(size)
+        known = rollout.rewarded & rewarded.repeat_interleave(size)
+        return rollout.replace(rewarded=known, extras={**rollout.extras, GREEDY_SCORE: score})
+
     def _rollout(self, prompts: list[Prompt], requests: list[Request], completions: list[Completion]) -> Rollout:
+        completions = completions[: len(requests)]
         ids = [completion.token_ids for completion in completions]
         keys = sorted({key for prompt in prompts for key in prompt.columns})
         scores = self.rewards(

@@ -5,12 +5,10 @@ from torch import Tensor
 
 from lightning_rl.advantages import Estimator, RewardSignal
 from lightning_rl.hooks import Contributions, Stat
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
 from lightning_rl.signal.advantages import group_statistics
 from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
 from lightning_rl.signal.rewards import shaped_rewards
-
-GREEDY_SCORE = "greedy_score"  # of the row's prompt, in ``extras``, if the estimator needs it
 
 
 def with_signal(
@@ -32,8 +30,9 @@ def with_signal(
     """
     rollout = contributions.provide(rollout).sanitised()
     bonus, token_rewards = contributions.reward_bonus(rollout), contributions.token_reward(rollout)
-    task = masked_fill_invalid(rollout.rewards, rollout.rewarded)
-    scores = task if bonus is None else task + bonus
+    scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
+    if bonus is not None:
+        scores = (scores.double() + bonus).to(scores.dtype)
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
     _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
     advantages, returns = estimator(
@@ -51,6 +50,8 @@ def with_signal(
     )
     _check_finite(advantages, rollout)
     stats = reward_metrics(rollout, scores, shaped)
+    if GREEDY_SCORE in rollout.extras:
+        stats["reward/greedy"] = Stat.of(rollout.extras[GREEDY_SCORE], rollout.rewarded)
     if token_rewards is not None:
         stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
     advantage = Stat.of(advantages, rollout.valid_tokens)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.hooks import LossView, Stat
+from lightning_rl.hooks.stat import merged_moments
 from lightning_rl.objective import LossParts, Objective
 from lightning_rl.policy import Microbatch, Outputs, PolicyModel
 from lightning_rl.rollout import Rollout
@@ -58,6 +59,10 @@ class StepGradient:
         self.stats.append(loss.stats)
         for name, part in loss.parts.items():
             self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
+
+    def joint(self, name: str) -> Tensor:
+        """The moments of a statistic over all microbatches of this rank, shape [4]."""
+        return merged_moments(torch.stack([stats[name].moments for stats in self.stats]))
 
     def measured(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
         """The step's losses over all ranks, its gradient norm, and other numbers of the step.

@@ -26,6 +26,9 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import (
     OPSM,
+    AdaptiveKL,
+    DynamicSampling,
+    EntropyBonus,
     GeometricMask,
     IcePop,
     NoEOSMask,
@@ -34,7 +37,9 @@ from lightning_rl.callbacks import (
     OverlongPenalty,
     ProductMask,
     ReferenceKL,
+    RewardNormalization,
     RolloutKL,
+    TeacherKL,
     TruncatedIS,
 )
 from lightning_rl.stages.signal import excluding, with_signal
@@ -56,8 +61,19 @@ EXAMPLES: list[RLCallback] = [
     ReferenceKL(0.1, as_loss=True),
     RolloutKL(0.1),
     RolloutKL(0.1, estimator="k3"),
+    ReferenceKL(0.1, as_loss=True, unbiased=True),
+    AdaptiveKL(0.1),
+    AdaptiveKL(0.1, as_loss=True),
+    TeacherKL(),
+    TeacherKL(None, 0.1, as_loss=True, estimator="k2"),
+    DynamicSampling(),
+    EntropyBonus(0.1),
+    EntropyBonus(0.1, target=0.5),
+    RewardNormalization("group", "none"),
 ]
-CHANGES_ON_POLICY = (NoEOSMask, OverlongPenalty)  # decide by finish reason and length, whatever the policies
+# decide by finish reason, length, reward and entropy, whatever the policies
+CHANGES_ON_POLICY = (NoEOSMask, OverlongPenalty, DynamicSampling, EntropyBonus, RewardNormalization)
+LOGGED_BY_THE_CORE = (DynamicSampling,)  # groups/sampled and groups/filtered
 OFF: list[RLCallback] = [
     ReferenceKL(0.0),
     ReferenceKL(0.0, as_loss=True),
@@ -67,6 +83,13 @@ OFF: list[RLCallback] = [
     ProductMask(0.0, math.inf),
     OutlierMask(0.0),
     OverlongPenalty(7, 4, coef=0.0),
+    ReferenceKL(0.0, as_loss=True, unbiased=True),
+    AdaptiveKL(0.0),
+    AdaptiveKL(0.0, as_loss=True),
+    TeacherKL(None, 0.0),
+    TeacherKL(None, 0.0, as_loss=True),
+    EntropyBonus(0.0),
+    RewardNormalization("none", "none"),
 ]
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
 each = pytest.mark.parametrize("correction", EXAMPLES, ids=lambda correction: type(correction).__name__)
@@ -75,8 +98,9 @@ each = pytest.mark.parametrize("correction", EXAMPLES, ids=lambda correction: ty
 def whole_rollout(*, poison: float = 0.0, on_policy: bool = False) -> Rollout:
     """Ragged rows with drift and truncation; ``poison`` at every invalid token of every float field."""
     rollout = ragged_rollout(24, dtype=torch.float64)
+    same, ref = rollout.required("old_logprobs"), rollout.required("ref_logprobs")
+    rollout = rollout.replace(token_extras={"teacher_logprobs": same if on_policy else 0.9 * ref})
     if on_policy:
-        same = rollout.required("old_logprobs")
         rollout = rollout.replace(rollout_logprobs=same, ref_logprobs=same)
 
     def poisoned(tensor: Tensor, axes: str, _pad: float) -> Tensor:
@@ -90,26 +114,32 @@ def loss_of(correction: RLCallback) -> PolicyLoss:
     return Reinforce() if "token_weight" in correction.contributes else ClippedSurrogate()
 
 
-def view_on(rollout: Rollout, *, drift: float = 1.0) -> LossView:
-    """What the objective sees once the policy has moved away from the old one."""
+def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> LossView:
+    """What the objective sees once the policy has moved away from the old one.
+
+    Its entropy is above 0, and carries gradient if one of the callbacks trains it.
+    """
     position = torch.arange(rollout.width, dtype=torch.float64)
     noise = torch.sin(3.0 * rollout.sample_ids[:, None] + 5.0 * position)  # of a token, whatever the rows beside it
-    moved = rollout.required("old_logprobs") + drift * noise / 4
-    return view_of_rollout(rollout, moved.detach().requires_grad_())
+    moved = (rollout.required("old_logprobs") + drift * noise / 4).detach().requires_grad_()
+    entropy = 0.1 + moved.square()
+    trained = any(callback.trains_entropy for callback in callbacks)
+    return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach())
 
 
 def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
     """The rollout through the stages between rewards and update."""
     contributions = Contributions(callbacks)
     rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
+    rollout = rollout.select(contributions.keep_groups(rollout))
     return with_signal(excluding(rollout, contributions)[0], GAE(), contributions)[0]
 
 
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
     """Everything that it contributes, at valid tokens alone."""
     found = {}
-    for method in sorted(correction.contributes):
-        given = getattr(correction, method)(view_on(rollout) if method in AT_LOSS else rollout)
+    for method in sorted(correction.contributes - {"observe"}):  # which returns nothing, and may change its state
+        given = getattr(correction, method)(view_on(rollout, correction) if method in AT_LOSS else rollout)
         given = given.per_token if isinstance(given, LossTerm) else given
         if isinstance(given, Tensor) and given.dim() == 2:
             given = given[rollout.valid_tokens]
@@ -122,7 +152,7 @@ def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]
 def everything(rollout: Rollout, *callbacks: RLCallback, loss: PolicyLoss, drift: float = 1.0) -> list[Tensor]:
     """Advantages, loss and gradient of a whole step."""
     done = finished(rollout, *callbacks)
-    step = run_step(view_on(done, drift=drift), callbacks=callbacks, loss=loss)
+    step = run_step(view_on(done, *callbacks, drift=drift), callbacks=callbacks, loss=loss)
     return [done.required("advantages"), step.loss, step.gradient]
 
 
@@ -162,20 +192,21 @@ def test_is_deaf_to_padding(correction: RLCallback, poison: float) -> None:
 @each
 def test_logs_finite_scalars_under_its_file_name(correction: RLCallback) -> None:
     rollout = finished(whole_rollout(), correction)
-    logged = run_step(view_on(rollout), callbacks=[correction], loss=loss_of(correction)).metrics
+    logged = run_step(view_on(rollout, correction), callbacks=[correction], loss=loss_of(correction)).metrics
     stats = Contributions([correction]).rollout_metrics(rollout)
     logged |= {name: float(stat.value()) for name, stat in stats.items()}
     file = type(correction).__module__.rpartition(".")[-1]
     assert correction.name == type(correction).name == file
     own = {name: value for name, value in logged.items() if name.startswith(f"{file}/")}
-    assert own and all(math.isfinite(value) for value in own.values())
+    assert bool(own) != isinstance(correction, LOGGED_BY_THE_CORE)
+    assert all(math.isfinite(value) for value in own.values())
 
 
 @each
 def test_logs_the_same_keys_whatever_it_sees(correction: RLCallback) -> None:
     rollout = finished(whole_rollout(), correction)
     seen = [rollout, rollout.padding_rows(1), rollout.select(torch.arange(0)), rollout.select(torch.tensor([12]))]
-    steps = [run_step(view_on(rows), callbacks=[correction], loss=loss_of(correction)) for rows in seen]
+    steps = [run_step(view_on(rows, correction), callbacks=[correction], loss=loss_of(correction)) for rows in seen]
     assert len({tuple(sorted(step.metrics)) for step in steps}) == 1
     assert len({tuple(Contributions([correction]).rollout_metrics(rows)) for rows in seen}) == 1
 
@@ -200,7 +231,7 @@ def test_draws_no_global_random_numbers(correction: RLCallback) -> None:
 @each
 def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> None:
     rollout = finished(whole_rollout(), correction)
-    padding = view_on(rollout.padding_rows(3))
+    padding = view_on(rollout.padding_rows(3), correction)
     step = run_step(padding, callbacks=[correction], loss=loss_of(correction))
     assert step.loss == 0 and not step.gradient.any() and step.gradient.shape == (3, rollout.width)
     contributions = Contributions([correction])
@@ -209,7 +240,8 @@ def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> N
         *contributions.policy_factor(padding).stats.values(),
     ]
     counted += [*contributions.rollout_metrics(padding).values(), *contributions.exclude(padding)[1].values()]
-    assert counted and all(stat.moments[0] == 0 for stat in counted)
+    assert bool(counted) != isinstance(correction, LOGGED_BY_THE_CORE)
+    assert all(stat.moments[0] == 0 for stat in counted)
 
 
 @each
@@ -218,16 +250,17 @@ def test_padding_rows_change_nothing_for_the_others(correction: RLCallback) -> N
     padded = concatenate([rollout, rollout.padding_rows(2)])
     advantages, found, gradient = everything(padded, correction, loss=loss)
     expected = everything(rollout, correction, loss=loss)
-    torch.testing.assert_close([advantages[:24], found], expected[:2])
-    assert not gradient[24:].any() and gradient.isfinite().all()
+    rows = len(expected[0])
+    torch.testing.assert_close([advantages[:rows], found, gradient[:rows]], expected)
+    assert not gradient[rows:].any() and gradient.isfinite().all()
 
 
 @each
 def test_rows_may_come_in_any_order(correction: RLCallback) -> None:
     rollout = whole_rollout()
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    view = view_on(rollout)
-    for method in sorted(correction.contributes - {"metrics", "rollout_metrics"}):
+    view = view_on(rollout, correction)
+    for method in sorted(correction.contributes - {"metrics", "rollout_metrics", "observe"}):
         seen = view if method in AT_LOSS else rollout
         plain, moved = getattr(correction, method)(seen), getattr(correction, method)(seen.select(order))
         if isinstance(plain, LossTerm):
@@ -251,7 +284,7 @@ def test_leaves_nothing_behind_when_it_is_removed(correction: RLCallback) -> Non
 
 @each
 def test_its_contributions_carry_no_gradient_but_that_of_its_term(correction: RLCallback) -> None:
-    view = view_on(whole_rollout())
+    view = view_on(whole_rollout(), correction)
     for method in correction.contributes & {"sequence_mask", "token_mask", "token_weight"}:
         assert not getattr(correction, method)(view).requires_grad
     stats = correction.metrics(view).values() if "metrics" in correction.contributes else []

@@ -6,10 +6,12 @@ import warnings
 import pytest
 import torch
 from support import callback_of, ragged_rollout, rollout_of, run_step, view_of, view_of_rollout
+from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.signal.kl import k1, k3
 from lightning_rl.stages.signal import with_signal
 
 NAN, INF = math.nan, math.inf
@@ -137,3 +139,43 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones(estimator: str) -> 
 def test_a_token_that_agrees_with_the_reference_is_not_counted_as_positive() -> None:
     step = run_step(view_of([-1.0, -1.0], ref_logprobs=[-1.0, -2.0]), callbacks=[ReferenceKL(0.1)])
     assert step.metrics["reference_kl/positive"] == 0.5
+
+
+def test_witness_unbiased() -> None:
+    old = [0.4, 0.7, 1.0]
+    view = view_of(LOGPROBS, ref_logprobs=REF, old_logprobs=old, advantages=[0.0] * 3, dtype=torch.float64)
+    step = run_step(view, callbacks=[ReferenceKL(0.05, as_loss=True, unbiased=True)], loss=Reinforce())
+    gaps = torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64)
+    ratio, values = torch.exp(torch.tensor([[0.1, 0.0, -0.1]], dtype=torch.float64)), torch.exp(-gaps) - 1 + gaps
+    assert step.metrics["reference_kl/loss"] == pytest.approx(float((ratio * values).mean()), abs=1e-9)
+    assert step.metrics["reference_kl/estimate"] == pytest.approx(float(values.mean()), abs=1e-9), "raw"
+    assert_close(step.gradient, 0.05 * ratio * (values + 1 - torch.exp(-gaps)) / 3, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_its_expected_gradient_is_that_of_the_reverse_kl(estimator: str) -> None:
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    old, ref = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1]], dtype=torch.float64).log()
+    current = logits.log_softmax(0)
+    expected = gradient((current.exp() * (current - ref)).sum())
+    view = view_of(current, old_logprobs=old, ref_logprobs=ref, dtype=torch.float64).replace(logprobs=current[None])
+    term = ReferenceKL(as_loss=True, unbiased=True, estimator=estimator).loss_term(view).per_token[0]
+    assert_close(gradient((old.exp() * term).sum()), expected)
+    plain = k1(current, ref) if estimator == "k1" else k3(current, ref)
+    assert not torch.allclose(gradient((old.exp() * plain).sum()), expected)
+
+
+def test_unbiased_is_for_losses_and_k1_then_trains_something() -> None:
+    with pytest.raises(ValueError, match="expected as_loss=True with unbiased=True: a reward has no gradient"):
+        ReferenceKL(unbiased=True)
+    with pytest.warns(UserWarning, match="ReferenceKL with abs as a loss"):
+        ReferenceKL(estimator="abs", as_loss=True, unbiased=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback = ReferenceKL(estimator="k1", as_loss=True, unbiased=True)
+    step = run_step(witness(), callbacks=[callback], loss=Reinforce())
+    assert_close(step.gradient, 0.05 * (torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64) + 1) / 3)
+    assert callback.reads == () and callback.reads_at_loss == ("old_logprobs", "ref_logprobs")

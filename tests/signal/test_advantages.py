@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import grpo, reinforce, rloo
-from lightning_rl.advantages import ESTIMATORS, PerRow, resolve_advantages
-from lightning_rl.signal.advantages import group_statistics
+from lightning_rl.advantages import ESTIMATORS, Normalised, PerRow, resolve_advantages
+from lightning_rl.signal.advantages import Level, dr_grpo, group_statistics, maxrl, normalised, opo
 
 NAN, INF = math.nan, math.inf
 HALF = math.sqrt(0.5)
@@ -147,3 +149,140 @@ def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert resolve_advantages(grpo) == PerRow(grpo)
     with pytest.raises(ValueError, match=r"out of grpo, .*, gae or a function, got 'grpoo'"):
         resolve_advantages("grpoo")
+
+
+EVERYONE = torch.ones(5, dtype=torch.bool)
+SCORES, PAIR_AND_THREE = torch.tensor([1.0, 3.0, 0.0, 6.0, 0.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "leave_one_out", "expected"),
+    [
+        pytest.param("none", "none", False, [1, 3, 0, 6, 0], id="reward"),
+        pytest.param("group", "none", False, [-1, 1, -2, 4, -2], id="dr-grpo"),
+        pytest.param("group", "none", True, [-2, 2, -3, 6, -3], id="rloo"),
+        pytest.param("batch", "none", False, [-1, 1, -2, 4, -2], id="batch-mean"),
+        pytest.param("batch", "none", True, [-1.25, 1.25, -2.5, 5, -2.5], id="batch-mean-leave-one-out"),
+        pytest.param("group", "group", False, [-HALF, HALF, -2 / 12**0.5, 4 / 12**0.5, -2 / 12**0.5], id="grpo"),
+        pytest.param(
+            "group", "batch", False, [-1 / 6.5**0.5, 1 / 6.5**0.5, -2 / 6.5**0.5, 4 / 6.5**0.5, -2 / 6.5**0.5],
+            id="lite-ppo",
+        ),
+        pytest.param(
+            "none", "group", False, [1 / 2**0.5, 3 / 2**0.5, 0, 6 / 12**0.5, 0], id="scaled-by-the-group"
+        ),
+        pytest.param(
+            "batch", "group", True, [-1.25 / 2**0.5, 1.25 / 2**0.5, -2.5 / 12**0.5, 5 / 12**0.5, -2.5 / 12**0.5],
+            id="leave-one-out-over-the-deviation",
+        ),
+    ],
+)  # fmt: skip
+def test_normalised_at_every_level(mean: Level, std: Level, expected: list[float], *, leave_one_out: bool) -> None:
+    options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "epsilon": 0.0}
+    found = normalised(SCORES, PAIR_AND_THREE, EVERYONE, **options)
+    assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_leaving_one_out_is_the_distance_to_the_mean_of_the_others() -> None:
+    found = normalised(SCORES, PAIR_AND_THREE, EVERYONE, std="none", leave_one_out=True)
+    others = [3.0, 1.0, 3.0, 0.0, 3.0]
+    assert found.tolist() == [own - other for own, other in zip(SCORES.tolist(), others, strict=True)]
+
+
+def test_the_biased_deviation_divides_by_n_and_epsilon_is_added() -> None:
+    pair = torch.tensor([0.0, 2.0]), torch.tensor([0, 0]), torch.tensor([True, True])
+    assert normalised(*pair, unbiased=False, epsilon=0.0).tolist() == [-1.0, 1.0]
+    assert normalised(*pair, unbiased=False, epsilon=1.0).tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("level", ["group", "batch"])
+def test_rows_outside_rewarded_enter_no_level(level: Level) -> None:
+    scores, rewarded = torch.tensor([0.0, 2.0, NAN]), torch.tensor([True, True, False])
+    found = normalised(scores, torch.zeros(3, dtype=torch.long), rewarded, mean=level, std=level, epsilon=0.0)
+    assert_close(found, torch.tensor([-HALF, HALF, 0.0]))
+
+
+def test_a_constant_population_gives_0_at_its_own_level_alone() -> None:
+    scores, groups = torch.tensor([2.0, 2.0, 1.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    whole = torch.ones(4, dtype=torch.bool)
+    assert not normalised(scores, groups, whole, mean="none", std="group")[:2].any()
+    assert normalised(scores, groups, whole, mean="batch", std="batch")[:2].all()
+    assert not normalised(torch.full((4,), 1.1), groups, whole, mean="batch", std="none").any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mean": "row"}, r"expected mean and std out of batch, group, none, got 'row' and 'group'"),
+        ({"std": "all"}, r"got 'group' and 'all'"),
+        ({"mean": "none", "leave_one_out": True}, r'leave_one_out=False with mean="none"'),
+        ({"epsilon": -1.0}, r"expected epsilon >= 0, got -1.0"),
+        ({"epsilon": NAN}, r"expected epsilon >= 0, got nan"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
+    for refuse in (lambda: normalised(SCORES, PAIR_AND_THREE, EVERYONE, **options), lambda: Normalised(**options)):
+        with pytest.raises(ValueError, match=message):
+            refuse()
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups", "rewarded", "expected"),
+    [
+        pytest.param([1, 0, 0, 1], [0] * 4, [1] * 4, [1, -1, -1, 1], id="half-right"),
+        pytest.param([1, 0, 0, 0], [0] * 4, [1] * 4, [3, -1, -1, -1], id="a-rare-success-weighs-more"),
+        pytest.param([1, -1, 0], [0] * 3, [1] * 3, [0, 0, 0], id="mean-of-0"),
+        pytest.param([1, -2, -2], [0] * 3, [1] * 3, [0, 0, 0], id="mean-below-0"),
+        pytest.param([1, 1], [0] * 2, [1] * 2, [0, 0], id="constant"),
+        pytest.param([0, 0], [0] * 2, [1] * 2, [0, 0], id="nobody-succeeds"),
+        pytest.param([1, 0, NAN], [0] * 3, [1, 1, 0], [1, -1, 0], id="left-out"),
+        pytest.param([1, 0, 3], [0, 0, 1], [1] * 3, [1, -1, 0], id="singleton"),
+    ],
+)
+def test_maxrl_is_relative_to_the_mean(
+    scores: list[float], groups: list[int], rewarded: list[int], expected: list[float]
+) -> None:
+    assert_close(
+        advantages(maxrl, [float(score) for score in scores], groups, rewarded),
+        torch.tensor([float(value) for value in expected]),
+        atol=2e-5,  # an epsilon of 1e-6 beside a mean of .25 takes 1.2e-5 off an advantage of 3
+        rtol=0,
+    )
+
+
+def test_maxrl_adds_epsilon_to_the_mean_and_bears_an_epsilon_of_0() -> None:
+    batch = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    assert maxrl(*batch, epsilon=0.5).tolist() == [0.5, -0.5, 0.0, 0.0]
+    assert maxrl(*batch, epsilon=0.0).tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_dr_grpo_leaves_the_scale_alone() -> None:
+    assert advantages(dr_grpo, [100.0, 0.0, 50.0, 7.0], [0, 0, 0, 1]).tolist() == [50.0, -50.0, 0.0, 0.0]
+    assert advantages(dr_grpo, [1.0, 0.0, 9.0], [0, 0, 0], [1, 1, 0]).tolist() == [0.5, -0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("scores", "lengths", "rewarded", "expected"),
+    [
+        pytest.param([1, 0], [1, 3], [1, 1], [0.75, -0.25], id="a-long-row-weighs-more"),
+        pytest.param([1, 0], [2, 2], [1, 1], [0.5, -0.5], id="equal-lengths-give-the-mean"),
+        pytest.param([1, 0, 5], [1, 3, 9], [1, 1, 0], [0.75, -0.25, 0], id="left-out"),
+        pytest.param([1, 0], [4, 0], [1, 1], [0, -1], id="a-row-without-tokens-has-no-weight"),
+        pytest.param([1, 0], [0, 0], [1, 1], [1, 0], id="no-tokens-at-all"),
+        pytest.param([3, 3], [1, 5], [1, 1], [0, 0], id="constant"),
+    ],
+)
+def test_opo_subtracts_the_mean_weighed_with_lengths(
+    scores: list[float], lengths: list[int], rewarded: list[int], expected: list[float]
+) -> None:
+    groups, kept = torch.zeros(len(scores), dtype=torch.long), torch.tensor(rewarded, dtype=torch.bool)
+    found = opo(torch.tensor(scores, dtype=torch.float64), groups, kept, torch.tensor(lengths))
+    assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_whether_a_group_of_one_teaches_nothing_is_declared() -> None:
+    comparing = {name for name, estimator in ESTIMATORS.items() if estimator.compares}
+    assert comparing == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus_baseline"}
+    assert PerRow(partial(grpo, epsilon=0.1)).compares and PerRow(partial(grpo, epsilon=0.1)).name == "grpo"
+    assert not PerRow(reinforce).compares
+    assert Normalised(mean="batch").compares and not Normalised(mean="batch", std="none").compares

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from lightning_rl.signal.corrections import clipped_weight, drifted_and_bad
+from lightning_rl.signal.corrections import adapted_coefficient, clipped_weight, drifted_and_bad, overlong_penalty
 
 NAN, INF = math.nan, math.inf
 
@@ -88,3 +88,33 @@ def test_the_decision_carries_no_gradient_and_accepts_no_rows() -> None:
     assert not drifted_and_bad(drift, -torch.ones(1, 2), valid, delta=0.5).requires_grad
     nothing = torch.zeros(0, 2)
     assert drifted_and_bad(nothing, nothing, nothing.bool(), delta=0.5).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("measured", "number", "expected"),
+    [
+        pytest.param(0.1, 100, 0.5, id="on-target"),
+        pytest.param(0.11, 100, 0.55, id="a-little-above"),
+        pytest.param(0.09, 100, 0.45, id="a-little-below"),
+        pytest.param(9.0, 100, 0.6, id="at-most-a-fifth-up"),
+        pytest.param(0.0, 100, 0.4, id="at-most-a-fifth-down"),
+        pytest.param(-9.0, 100, 0.4, id="an-estimate-below-0"),
+        pytest.param(9.0, 50, 0.55, id="half-a-horizon"),
+        pytest.param(9.0, 0, 0.5, id="no-sample"),
+        pytest.param(0.0, 1000, 0.0, id="many-samples-never-turn-it-negative"),
+    ],
+)
+def test_the_coefficient_moves_towards_its_target(measured: float, number: int, expected: float) -> None:
+    found = adapted_coefficient(0.5, measured, target=0.1, number=number, horizon=100)
+    assert found == pytest.approx(expected)
+
+
+def test_a_coefficient_of_0_stays_there() -> None:
+    assert adapted_coefficient(0.0, 9.0, target=0.1, number=100, horizon=100) == 0.0
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
+def test_the_overlong_penalty_falls_within_its_cache(length: int, penalty: float) -> None:
+    found = overlong_penalty(torch.tensor([length]), longest=100, cache=20)
+    assert found.item() == pytest.approx(penalty)
+    assert torch.equal(overlong_penalty(torch.tensor([length]), longest=100, cache=20), found)

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl.signal.kl import KL_ESTIMATORS, TANGENT_BEYOND, KLEstimator, k1, k2, k3, kl_estimator, tangent_exp
+from lightning_rl.signal.kl import (
+    KL_ESTIMATORS,
+    TANGENT_BEYOND,
+    Clamped,
+    KLEstimator,
+    importance,
+    k1,
+    k2,
+    k3,
+    kl_estimator,
+    tangent_exp,
+)
 
 LOGPROBS, OTHER = [-1.0, -2.0, -3.0, -8.0], [-1.5, -2.0, -2.0, -2.0]
 
@@ -121,3 +132,66 @@ def test_estimators_estimate_and_pull_as_the_table_says() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, low_var_kl, got 'k4'"):
         kl_estimator("k4")
+
+
+def test_the_estimators_of_peers_on_their_batch() -> None:
+    new = torch.tensor([-0.2, -1.5, -0.7, -3.0, -0.9, -0.1, -2.2, -0.4], dtype=torch.float64)
+    gaps = torch.tensor([0.2, -0.3, 0.2, -1.0, 0.1, 0.1, -0.4, 0.2], dtype=torch.float64)
+    old = torch.tensor([-0.5, -1.0, -0.7, -1.0, -1.2, -0.1, -2.0, -0.4], dtype=torch.float64)
+    plain = [0.01873, 0.04986, 0.01873, 0.71828, 0.00484, 0.00484, 0.09182, 0.01873]
+    weighed = [0.02528, 0.03024, 0.01873, 0.09721, 0.00653, 0.00484, 0.07518, 0.01873]
+    found = k3(new, new - gaps)
+    assert found.tolist() == pytest.approx(plain, abs=1e-5)
+    assert (importance(new, old) * found).tolist() == pytest.approx(weighed, abs=1e-5)
+
+
+def pull_at(point: Tensor, other: Tensor) -> float:
+    return slope(kl_estimator("low_var_kl"), point, other).item()
+
+
+@pytest.mark.parametrize(
+    ("gap", "value", "slope"),
+    [
+        pytest.param(0.5, math.exp(-0.5) - 0.5, 1 - math.exp(-0.5), id="inside"),
+        pytest.param(-2.5, math.exp(2.5) - 3.5, 1 - math.exp(2.5), id="still-inside"),
+        pytest.param(-2.7, 10.0, 0.0, id="beyond-the-value"),
+        pytest.param(-50.0, 10.0, 0.0, id="far"),
+        pytest.param(30.0, 10.0, 0.0, id="far-on-the-other-side"),
+    ],
+)
+def test_low_var_kl_is_k3_until_its_clamp_takes_the_gradient(gap: float, value: float, slope: float) -> None:
+    point, other = torch.tensor([gap], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    assert kl_estimator("low_var_kl")(point, other).item() == pytest.approx(value)
+    assert pull_at(point, other) == pytest.approx(slope)
+
+
+def test_both_bounds_of_clamped_bind_on_either_side() -> None:
+    gaps, nothing = torch.tensor([-9.0, -1.0, 1.0, 9.0]), torch.zeros(4)
+    assert Clamped(k1, value=3.0)(gaps, nothing).tolist() == [-3.0, -1.0, 1.0, 3.0]
+    assert Clamped(k1, value=math.inf, log_ratio=2.0)(gaps, nothing).tolist() == [-2.0, -1.0, 1.0, 2.0]
+    assert Clamped(k2, value=math.inf, log_ratio=2.0)(gaps, nothing).tolist() == [2.0, 0.5, 0.5, 2.0]
+    assert torch.equal(Clamped(k2, value=math.inf)(gaps, nothing), k2(gaps, nothing))
+    for bound, slopes in (({"value": 3.0}, [0, 1, 1, 0]), ({"value": 99.0, "log_ratio": 2.0}, [0, 1, 1, 0])):
+        assert slope(Clamped(k1, **bound), gaps, nothing).tolist() == slopes
+
+
+@pytest.mark.parametrize("bounds", [{"value": 0.0}, {"log_ratio": -1.0}, {"value": math.nan}])
+def test_clamped_refuses_bounds_that_are_not_positive(bounds: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected value > 0 and log_ratio > 0, got"):
+        Clamped(k3, **bounds)
+
+
+def test_importance_is_1_with_the_score_function_gradient_on_own_samples() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    ratio = importance(logprobs)
+    assert ratio.tolist() == [1.0, 1.0]
+    assert torch.autograd.grad(ratio.sum(), logprobs)[0].tolist() == [1.0, 1.0]
+    from_another = importance(logprobs, torch.tensor([-1.5, -30.0], dtype=torch.float64))
+    assert from_another.tolist() == pytest.approx([math.exp(0.5), math.exp(20)])
+    assert torch.autograd.grad(from_another.sum(), logprobs)[0].tolist() == pytest.approx([math.exp(0.5), 0.0])
+
+
+def test_k3_without_its_tangent_is_the_exponential() -> None:
+    gap = torch.tensor([-30.0], dtype=torch.float64)
+    assert k3(gap, torch.zeros(1).double(), tangent=False).item() == pytest.approx(math.exp(30) - 31)
+    assert k3(gap, torch.zeros(1).double()).item() == pytest.approx(math.exp(20) * 11 - 31)

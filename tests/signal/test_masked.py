@@ -1,6 +1,7 @@
 """Masked statistics: what lies outside the mask, NaN and infinity included, reaches neither value nor gradient."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 from support import in_lockstep
 from torch.testing import assert_close
 
-from lightning_rl.signal.masked import group_index, last_true, masked_fill_invalid, own_sum, row_mean, whiten
+from lightning_rl.signal.masked import (
+    global_moments,
+    group_index,
+    last_true,
+    masked_fill_invalid,
+    own_sum,
+    row_mean,
+    whiten,
+)
 
 NAN, INF = math.nan, math.inf
 HALF = math.sqrt(0.5)
@@ -142,3 +151,52 @@ def test_groups_are_numbered_whatever_their_ids() -> None:
 def test_the_sum_of_one_rank_is_its_own() -> None:
     values = torch.tensor([1.0, 2.0])
     assert own_sum(values) is values
+
+
+def test_global_moments_by_hand() -> None:
+    found = global_moments(torch.tensor([1.0, NAN, 4.0, 7.0]), torch.tensor([True, False, True, True]))
+    assert (found.number.item(), found.mean.item(), found.squares.item()) == (3.0, 4.0, 18.0)
+    assert found.deviation.tolist() == [-3.0, 0.0, 0.0, 3.0] and found.spread.item()
+    assert (found.std().item(), found.std(unbiased=False).item()) == pytest.approx((3.0, math.sqrt(6.0)))
+    assert all(field.dtype == torch.float64 for field in found[:4])
+
+
+@pytest.mark.parametrize(
+    ("values", "spread"),
+    [([1.1] * 11, False), ([5.0], False), ([], False), ([1000.0, 1000.01], True), ([1.0, NAN], True)],
+)
+def test_global_moments_say_whether_values_differ(values: list[float], *, spread: bool) -> None:
+    found = global_moments(torch.tensor(values), torch.ones(len(values), dtype=torch.bool))
+    assert found.spread.item() == spread
+    assert spread or found.std().item() == 0
+
+
+def test_moments_of_ranks_are_those_of_all_and_deviations_stay_at_home() -> None:
+    values, mask = torch.tensor([1.0, 9.0, 4.0, 7.0]), torch.tensor([True, False, True, True])
+    parts = [slice(0, 1), slice(1, 2), slice(2, 4)]
+    deviations = in_lockstep(*[lambda t, own=own: global_moments(values[own], mask[own], t).deviation for own in parts])
+    assert torch.equal(torch.cat(deviations), global_moments(values, mask).deviation)
+    squares = in_lockstep(*[lambda t, own=own: global_moments(values[own], mask[own], t).squares for own in parts])
+    assert {one.item() for one in squares} == {18.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "whitened"),
+    [
+        pytest.param({}, [-HALF, HALF], id="defaults"),
+        pytest.param({"shifted": False}, [3 - HALF, 3 + HALF], id="the-mean-stays"),
+        pytest.param({"unbiased": False}, [-1.0, 1.0], id="over-n"),
+        pytest.param(
+            {"epsilon": 1.0}, [-1 / (1 + math.sqrt(2)), 1 / (1 + math.sqrt(2))], id="epsilon-on-the-deviation"
+        ),
+    ],
+)
+def test_options_of_whiten(options: dict[str, Any], whitened: list[float]) -> None:
+    found = whiten(torch.tensor([[2.0, 4.0, NAN]]), torch.tensor([[True, True, False]]), **options)
+    assert_close(found, torch.tensor([[*whitened, 0.0]]))
+
+
+def test_a_constant_keeps_its_mean_unshifted_and_is_0_shifted() -> None:
+    values, mask = torch.full((1, 3), 1.1), torch.tensor([[True, True, False]])
+    assert_close(whiten(values, mask, shifted=False), torch.tensor([[1.1, 1.1, 0.0]]))
+    assert not whiten(values, mask, epsilon=1.0).any()

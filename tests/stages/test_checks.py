@@ -2,18 +2,30 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from support import callback_of
 
-from lightning_rl import GAE, ClippedSurrogate, Contributions, FakeEngine, Reinforce, RLCallback, grpo, rloo
-from lightning_rl.advantages import PerRow
-from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RolloutKL
+from lightning_rl import GAE, ClippedSurrogate, Contributions, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
+from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, ReMax
+from lightning_rl.callbacks import (
+    OPSM,
+    DynamicSampling,
+    EntropyBonus,
+    NoEOSMask,
+    OffPolicyIS,
+    OverlongPenalty,
+    ReferenceKL,
+    RewardNormalization,
+    RolloutKL,
+)
 from lightning_rl.hooks.callback import Ratio
 from lightning_rl.losses import resolve_loss
 from lightning_rl.stages.checks import (
     Needs,
+    check_entropy,
     check_estimator,
     check_positive,
     check_ratios,
@@ -120,6 +132,7 @@ def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reads(OPSM(), steps_per_rollout=2)
+        reads(ReferenceKL(as_loss=True, unbiased=True), steps_per_rollout=1)  # its ratio of 1 has a gradient
         reads(OPSM(against="rollout"), steps_per_rollout=1)
 
 
@@ -176,6 +189,44 @@ def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator:
         check_estimator(Contributions([own]), estimator, critic=False)
 
 
+COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalised()]
+COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], PerRow(partial(grpo, unbiased=False))]
+COMPARING += [Normalised(mean="none", std="group"), Normalised(mean="group", std="none")]
+
+
+@pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
+def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
+    with pytest.raises(ValueError, match=rf"advantages={estimator.name} compares .* use group_size=2 or more, or an"):
+        check_estimator(Contributions(), estimator, critic=False, group_size=1)
+    check_estimator(Contributions(), estimator, critic=False, group_size=2)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [PerRow(reinforce), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalised(mean="batch", std="batch"), GAE()],
+    ids=lambda estimator: estimator.name,
+)
+def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
+    check_estimator(Contributions(), estimator, critic="values" in estimator.reads, group_size=1)
+
+
+def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -> None:
+    with pytest.raises(
+        ValueError, match=r"advantages=ReMax .* greedy answer, which RewardNormalization .* use one without the other"
+    ):
+        check_estimator(Contributions([RewardNormalization()]), ReMax(), critic=False)
+    check_estimator(Contributions([OverlongPenalty(9, 4)]), ReMax(), critic=False)
+    check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False)
+
+
+def test_two_entropy_bonuses_are_refused_by_both_names() -> None:
+    for coef in (0.1, -0.1):
+        with pytest.raises(ValueError, match=f"got entropy_coef={coef} and EntropyBonus: leave one out"):
+            check_entropy(Contributions([EntropyBonus()]), coef)
+    check_entropy(Contributions([EntropyBonus()]), 0.0)
+    check_entropy(Contributions([NoEOSMask()]), 0.1)
+
+
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(
         ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
@@ -206,3 +257,11 @@ def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
     check_whole_rollouts(12, 4)
     with pytest.raises(ValueError, match=r"a multiple of 4 tickets \(minibatches x epochs\), got 13"):
         check_whole_rollouts(13, 4)
+
+
+@pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
+def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
+    with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
+        check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=1)
+    check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=2)
+    check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)

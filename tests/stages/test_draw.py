@@ -23,6 +23,7 @@ from lightning_rl import (
     RLCallback,
     Rollout,
 )
+from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.rewards import Rewards
 from lightning_rl.stages.draw import Drawer, dealt
 
@@ -170,16 +171,18 @@ def test_filtered_groups_are_replaced_by_the_next_prompts() -> None:
 
 def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups == 2), stream()
+    keeping.most_rounds = 4
     with pytest.warns(UserWarning, match="2 groups are missing after 4 rounds of refilling"):
-        rollout, stats = drawer(keeping, most_rounds=4).draw(data.take, 3, cycle=0, rank=0)
+        rollout, stats = drawer(keeping).draw(data.take, 3, cycle=0, rank=0)
     assert rollout.groups.tolist() == [2] * G and len(keeping.seen) == 4
     assert data.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.cursor - 1
 
 
 def test_nothing_kept_at_all_gives_no_rows() -> None:
     keeping = Keeping(lambda rollout: torch.zeros_like(rollout.trained))
-    with pytest.warns(UserWarning, match="1 groups are missing"):
-        rollout, _ = drawer(keeping, most_rounds=2).draw(stream().take, 1, cycle=0, rank=0)
+    keeping.most_rounds = 2
+    with pytest.warns(UserWarning, match="1 groups are missing after 2 rounds"):
+        rollout, _ = drawer(keeping).draw(stream().take, 1, cycle=0, rank=0)
     assert len(rollout) == 0
 
 
@@ -210,3 +213,97 @@ def test_every_rank_gets_what_it_wants_and_no_prompt_is_lost(wanted: list[int]) 
     hands = dealt([Prompt(place, (2,), None, {}) for place in range(sum(wanted))], wanted)
     assert [len(hand) for hand in hands] == wanted
     assert sorted(prompt.index for hand in hands for prompt in hand) == list(range(sum(wanted)))
+
+
+def greedy_or_not(request: Request) -> list[int]:
+    """A greedy answer has as many tokens as its prompt's first id says."""
+    return answer(request) if request.temperature else [3] * (request.prefix_ids[0] - 1) + [1]
+
+
+def lengths_of(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def baseline(*callbacks: RLCallback, script: Any = greedy_or_not, number: int = 2, **options: Any) -> Rollout:
+    built = drawer(*callbacks, script=script, greedy_baseline=True, **{"rewards": [lengths_of], **options})
+    return built.draw(stream().take, number, cycle=0, rank=0)[0]
+
+
+def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call() -> None:
+    plain, drawing = drawer(), drawer(greedy_baseline=True)
+    calls, generate = [], drawing.engine.generate
+
+    def counting(requests: Sequence[Request], **options: Any) -> list[Completion]:
+        calls.append(requests)
+        return generate(requests, **options)
+
+    drawing.engine.generate = counting  # pyright: ignore[reportAttributeAccessIssue]
+    drawing.draw(stream().take, 2, cycle=3, rank=0)
+    plain.draw(stream().take, 2, cycle=3, rank=0)
+    assert isinstance(plain.engine, FakeEngine) and len(calls) == 1
+    sampled, greedy = calls[0][: 2 * G], calls[0][2 * G :]
+    assert sampled == plain.engine.requests, "what trains is drawn as without a baseline"
+    assert [(request.temperature, request.prefix_ids) for request in greedy] == [(0.0, (2,)), (0.0, (3, 3))]
+    assert len({request.sample_id for request in calls[0]}) == len({r.seed for r in calls[0]}) == 2 * G + 2
+    assert {(r.max_new_tokens, r.eos_ids, r.stop) for r in calls[0]} == {(9, frozenset({1}), ("x",))}
+
+
+def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() -> None:
+    without, _ = drawer(script=greedy_or_not, rewards=[lengths_of]).draw(stream().take, 2, cycle=0, rank=0)
+    found = baseline()
+    assert "greedy_score" not in without.extras and found.extras["greedy_score"].tolist() == [2.0] * G + [3.0] * G
+    state = {name: tensor for name, tensor in found.tensors() if name != "extras/greedy_score"}
+    assert state.keys() == dict(without.tensors()).keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in without.tensors())
+
+
+@pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
+def test_a_truncated_greedy_answer_takes_its_group_out_of_the_reward_under_the_mask(action: Any) -> None:
+    def cut(request: Request) -> list[int]:
+        return [4] * 9 if not request.temperature and request.prefix_ids == (2,) else greedy_or_not(request)
+
+    assert baseline(script=cut).rewarded.all()
+    masked = baseline(NoEOSMask(action), script=cut)
+    assert masked.rewarded.tolist() == [False] * G + [True] * G and masked.trained.all()
+    assert masked.extras["greedy_score"].tolist() == [0.0] * G + [3.0] * G
+
+
+def test_a_greedy_answer_without_reward_takes_its_group_out_of_the_reward() -> None:
+    def said(request: Request) -> Any:
+        if request.temperature or request.prefix_ids != (2,):
+            return greedy_or_not(request)
+        return Completion(token_ids=(5,), logprobs=None, finish=Finish.ABORT, version=6)
+
+    def no_threes(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
+        return [None if ids[0] == 3 else 1.0 for ids in completion_ids]
+
+    aborted = baseline(script=said)
+    assert aborted.rewarded.tolist() == [False] * G + [True] * G and aborted.trained.all()
+    assert aborted.extras["greedy_score"].tolist() == [0.0] * G + [3.0] * G
+    with pytest.warns(UserWarning, match="gave no value"):
+        assert not baseline(rewards=[no_threes]).rewarded.any()
+
+
+def test_bonuses_enter_the_baseline() -> None:
+    found = baseline(OverlongPenalty(5, 4), rewards=[parity_reward])  # greedy answers of 2 and 3 tokens
+    assert found.extras["greedy_score"].tolist() == [0.0 - 0.25] * G + [1.0 - 0.5] * G
+
+
+def test_baselines_stay_with_their_groups_through_filtering() -> None:
+    found = baseline(Keeping(lambda rollout: rollout.groups % 3 == 0), number=3)
+    assert found.groups.tolist() == [0] * G + [3] * G + [6] * G
+    assert found.extras["greedy_score"].tolist() == [2.0] * G + [5.0] * G + [8.0] * G
+
+
+def test_only_rollouts_draw_baselines() -> None:
+    drawing = drawer(greedy_baseline=True)
+    engine = drawing.engine
+    assert isinstance(engine, FakeEngine)
+    drawing.sample(stream().take(2), 0, group_size=1, temperature=0.0)  # as validation does
+    assert [request.sample_id for request in engine.requests] == [0, 1]
+
+
+def test_a_rank_without_prompts_has_the_same_fields_with_a_baseline() -> None:
+    drawing = drawer(greedy_baseline=True, logprobs=True)
+    none, some = (drawing.sample(prompts, 0, greedy_baseline=True) for prompts in ([], stream().take(1)))
+    assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]

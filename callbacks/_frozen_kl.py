@@ -1,0 +1,74 @@
+"""What the KL corrections towards a frozen policy share: a penalty in the reward, or a term of the loss."""
+
+import warnings
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.kl import importance, kl_estimator
+
+WARN_AS_LOSS = {
+    "k1": "its expected gradient is zero, so it trains nothing",
+    "abs": "its gradient is that of no divergence and does not shrink near the other policy",
+}
+
+
+class FrozenKL(RLCallback):
+    """Penalises distance from a frozen policy.
+
+    Args:
+        beta: what the KL is multiplied with.
+        estimator: a name out of :data:`lightning_rl.signal.kl.KL_ESTIMATORS`; by default ``k1`` as a reward and ``k3``
+            as a loss.
+        as_loss: a term of the loss instead of a reward of each token.
+        unbiased: multiply the term with the importance ratio of current to old policy, gradient included.
+
+    Raises:
+        ValueError: if the estimator is unknown, ``beta`` is negative, or ``unbiased`` comes without ``as_loss``.
+    """
+
+    def __init__(self, beta: float, *, estimator: str | None, as_loss: bool, unbiased: bool) -> None:
+        if not beta >= 0:
+            raise ValueError(f"expected beta >= 0, got {beta}")
+        if unbiased and not as_loss:
+            raise ValueError("expected as_loss=True with unbiased=True: a reward has no gradient to correct")
+        chosen = ("k3" if as_loss else "k1") if estimator is None else estimator
+        self.beta = beta
+        self.estimator = kl_estimator(chosen)
+        self.as_loss = as_loss
+        self.unbiased = unbiased
+        self.reads = () if as_loss else ("old_logprobs",)
+        self.reads_at_loss = ("old_logprobs",) if unbiased else ()
+        if as_loss and chosen in WARN_AS_LOSS and not (unbiased and chosen == "k1"):
+            depth = type(self).__mro__.index(FrozenKL) + 2  # whoever made the object
+            warnings.warn(f"{type(self).__name__} with {chosen} as a loss: {WARN_AS_LOSS[chosen]}", stacklevel=depth)
+
+    def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
+        """Log-probability of each token under the frozen policy."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def contributes(self) -> frozenset[str]:
+        """Either a token reward or a loss term, and what the class overrides besides."""
+        return super().contributes - {"token_reward" if self.as_loss else "loss_term"}
+
+    @override
+    def token_reward(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        return -self.beta * self.estimator(rollout.required("old_logprobs"), self.frozen_logprobs(rollout))
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        per_token = self.estimator(view.logprobs, self.frozen_logprobs(view))
+        if self.unbiased:
+            per_token = importance(view.logprobs, view.required("old_logprobs")) * per_token
+        return LossTerm(per_token=per_token, coef=self.beta)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        raw = self.estimator(view.logprobs.detach(), self.frozen_logprobs(view))
+        stats = Stat.many({"estimate": raw, "positive": raw > 0}, view.valid_tokens)
+        return {f"{type(self).name}/{what}": stat for what, stat in stats.items()}

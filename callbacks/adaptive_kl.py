@@ -1,0 +1,84 @@
+r"""Adaptive KL: a reference KL whose coefficient follows the KL that it is meant to hold.
+
+.. math::
+    \beta \leftarrow \beta \Bigl(1 + \operatorname{clip}\Bigl(\frac{\overline{KL}}{\text{target}} - 1,\ \pm 0.2\Bigr)
+    \frac{n}{\text{horizon}}\Bigr)
+
+after every rollout of n responses, with the mean over responses of their mean estimate per token, over all ranks. The
+new coefficient counts from the next reward or loss on and is part of the checkpoint.
+
+Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+"""
+
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lightning_rl import distributed
+from lightning_rl.callbacks.reference_kl import ReferenceKL
+from lightning_rl.hooks import LossView, Stat
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.corrections import adapted_coefficient
+from lightning_rl.signal.masked import row_mean
+
+
+class AdaptiveKL(ReferenceKL):
+    """Penalises distance from the reference, as much as it takes; instead of ReferenceKL.
+
+    Logs what ReferenceKL does, under ``adaptive_kl/...``, and ``adaptive_kl/beta``, the coefficient.
+
+    Args:
+        beta: the coefficient to begin with.
+        target: the KL per token to hold, in nats, above 0.
+        horizon: responses over which the coefficient may change by a fifth, above 0.
+        estimator: as for ReferenceKL.
+        as_loss: a term of the loss instead of a reward of each token.
+        unbiased: as for ReferenceKL.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    name = "adaptive_kl"
+    alternative = "AdaptiveKL(as_loss=True)"
+
+    def __init__(
+        self,
+        beta: float = 0.05,
+        *,
+        target: float = 0.1,
+        horizon: int = 10_000,
+        estimator: str | None = None,
+        as_loss: bool = False,
+        unbiased: bool = False,
+    ) -> None:
+        super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
+        if not (target > 0 and horizon > 0):
+            raise ValueError(f"expected target > 0 and horizon > 0, got {target} and {horizon}")
+        self.target = target
+        self.horizon = horizon
+        self.reads = ("old_logprobs", "ref_logprobs")
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        raw = self.estimator(rollout.required("old_logprobs"), self.frozen_logprobs(rollout))
+        per_row = torch.where(rollout.trained, row_mean(raw, rollout.valid_tokens), 0.0).double()
+        total, number = distributed.global_sum(torch.stack([per_row.sum(), rollout.trained.sum().double()])).tolist()
+        if number:
+            self.beta = adapted_coefficient(
+                self.beta, total / number, target=self.target, number=int(number), horizon=self.horizon
+            )
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        beta = torch.full_like(view.logprobs, self.beta)
+        return {**super().metrics(view), "adaptive_kl/beta": Stat.of(beta, view.valid_tokens)}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"beta": self.beta}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.beta = state_dict["beta"]

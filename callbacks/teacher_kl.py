@@ -1,0 +1,104 @@
+r"""Teacher KL: on-policy distillation, the reverse KL to a teacher on the student's own samples.
+
+.. math::
+    r_{b,t} = -\beta\,\operatorname{estimator}\bigl(\log \pi_{\text{old}}(o_{b,t}),\ \log
+    \pi_{\text{teacher}}(o_{b,t})\bigr)
+    \qquad\text{or, as a loss,}\qquad
+    \ell_{b,t} = \operatorname{estimator}\bigl(\log \pi_\theta(o_{b,t}),\ \log \pi_{\text{teacher}}(o_{b,t})\bigr)
+
+The teacher's log-probabilities lie in ``token_extras["teacher_logprobs"]``, at the temperature of the sampling. This
+callback provides them if it is given a model; otherwise another one has to ``provide`` them, from a server, say.
+
+Source: Agarwal et al. 2024 (on-policy distillation), arXiv:2306.13649; as a reward per token: Lu and Thinking Machines
+Lab 2025, "On-policy distillation".
+"""
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.callbacks._frozen_kl import FrozenKL
+from lightning_rl.module import RLLightningModule
+from lightning_rl.policy.build import ModelSource
+from lightning_rl.policy.teacher import Teacher
+from lightning_rl.rollout import Rollout
+
+KEY = "teacher_logprobs"
+
+
+class TeacherKL(FrozenKL):
+    """Pulls the policy towards a teacher.
+
+    Logs ``teacher_kl/estimate``, the raw estimate of each valid token of the policy being trained, and
+    ``teacher_kl/positive``, the fraction of tokens where it is above 0; the core logs ``kl/penalty`` or
+    ``teacher_kl/loss``.
+
+    Args:
+        teacher: name or path of a model with the policy's vocabulary, or a callable that builds one; None if another
+            callback provides ``token_extras/teacher_logprobs``.
+        beta: what the KL is multiplied with.
+        estimator: ``k1``, ``abs``, ``k2``, ``k3`` or ``low_var_kl``; by default ``k1`` as a reward and ``k3`` as a
+            loss.
+        as_loss: a term of the loss instead of a reward of each token.
+        unbiased: multiply the term with the importance ratio of current to old policy, gradient included; only with
+            ``as_loss``.
+
+    Raises:
+        ValueError: if an option is out of range; when a fit starts, if the teacher has another vocabulary.
+    """
+
+    name = "teacher_kl"
+    alternative = "TeacherKL(as_loss=True)"
+
+    def __init__(
+        self,
+        teacher: ModelSource | None = None,
+        beta: float = 1.0,
+        *,
+        estimator: str | None = None,
+        as_loss: bool = False,
+        unbiased: bool = False,
+    ) -> None:
+        super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
+        self.source = teacher
+        self._teacher: Teacher | None = None
+
+    @property
+    @override
+    def contributes(self) -> frozenset[str]:
+        """Without a teacher of its own it provides nothing."""
+        return super().contributes - (frozenset() if self.source is not None else {"provide"})
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.source is None or not isinstance(pl_module, RLLightningModule):
+            return
+        precision = trainer.precision_plugin
+        with precision.module_init_context():
+            self._teacher = Teacher(
+                self.source,
+                temperature=pl_module.temperature,
+                token_budget=pl_module.token_budget,
+                packed=pl_module.packing,
+                precise=precision.forward_context,
+            )
+        precision.convert_module(self._teacher.scorer.model)  # in place, as the policy's
+        models = self._teacher.scorer.model, pl_module.policy.model if pl_module.policy is not None else None
+        sizes = [model.config.get_text_config().vocab_size for model in models if model is not None]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"expected a teacher with the policy's vocabulary of {sizes[1]} tokens, got {sizes[0]}")
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        if self._teacher is None:
+            raise RuntimeError("expected TeacherKL to have a teacher, but no fit has begun: pass it to a Trainer")
+        return {f"token_extras/{KEY}": self._teacher(rollout)}
+
+    @override
+    def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
+        if KEY not in rows.token_extras:
+            raise ValueError(f'expected "token_extras/{KEY}" for TeacherKL, got none: pass teacher= or provide it')
+        return rows.token_extras[KEY]

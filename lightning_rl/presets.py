@@ -1,0 +1,226 @@
+"""Presets: the options of published recipes, each a function that only sets options.
+
+Example::
+
+    recipe = presets.dapo(max_new_tokens=1024)
+    module = RLLightningModule(policy, rewards, **recipe.options)
+    trainer = Trainer(callbacks=[*recipe.callbacks, ModelCheckpoint()])
+
+What a paper leaves to the task is left out: models, sizes, learning rate, epochs. An option is replaced as in any
+mapping, ``**{**recipe.options, "reduction": "prompt_mean"}``, and a correction is switched off by leaving it out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from lightning_rl.advantages import GAE, OPO, Normalised, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
+from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
+from lightning_rl.hooks import RLCallback
+from lightning_rl.losses import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    M2PO,
+    SAPO,
+    ClipCov,
+    ClippedSurrogate,
+    KLCov,
+    Reinforce,
+    ValueLoss,
+)
+from lightning_rl.signal import advantages
+from lightning_rl.signal.reductions import SequenceSumNorm, sequence_mean, token_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The options of a recipe.
+
+    Attributes:
+        options: arguments of :class:`lightning_rl.RLLightningModule`.
+        callbacks: corrections for the Trainer.
+    """
+
+    options: Mapping[str, Any]
+    callbacks: tuple[RLCallback, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Freezes the options."""
+        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+
+
+def ppo(*, beta: float = 0.05) -> Preset:
+    """A critic, advantages per token, and the KL to the reference in the reward.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593.
+    """
+    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(clip=0.2)}
+    options |= {"loss": ClippedSurrogate(), "reduction": token_mean, "value_coef": 0.1}
+    return Preset(options, (ReferenceKL(beta),))
+
+
+def grpo(*, beta: float = 0.04) -> Preset:
+    """Rewards standardised within the group, PPO's clip, a KL in the loss, every response weighing the same.
+
+    Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300.
+    """
+    options = {"advantages": advantages.grpo, "loss": ClippedSurrogate(), "reduction": sequence_mean}
+    return Preset(options, (ReferenceKL(beta, as_loss=True),))
+
+
+def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
+    """GRPO without its two biases: no deviation under the reward, a constant under the length; no KL.
+
+    Source: Liu et al. 2025, arXiv:2503.20783.
+    """
+    options = {"advantages": advantages.dr_grpo, "loss": ClippedSurrogate(), "max_new_tokens": max_new_tokens}
+    return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
+
+
+def dapo(*, max_new_tokens: int = 256) -> Preset:
+    """Clip-higher, token mean, groups without spread replaced, soft punishment in the last fifth of the length; no KL.
+
+    Source: Yu et al. 2025, arXiv:2503.14476.
+    """
+    options = {"advantages": advantages.grpo, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
+    callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
+    return Preset({**options, "max_new_tokens": max_new_tokens}, callbacks)
+
+
+def gspo() -> Preset:
+    """One ratio for a whole response, clipped tightly; no KL.
+
+    Source: Zheng et al. 2025, arXiv:2507.18071.
+    """
+    return Preset({"advantages": advantages.grpo, "loss": GSPO(), "reduction": sequence_mean})
+
+
+def cispo() -> Preset:
+    """A clipped weight instead of a clipped objective, so that no token loses its gradient; no KL.
+
+    Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585.
+    """
+    return Preset({"advantages": advantages.grpo, "loss": CISPO(), "reduction": token_mean})
+
+
+def rloo(*, beta: float = 0.05) -> Preset:
+    """The mean of the other responses as baseline and the plain policy gradient, for one update per rollout.
+
+    The KL stands in the loss, where the paper puts it into the reward.
+
+    Source: Ahmadian et al. 2024, arXiv:2402.14740.
+    """
+    options = {"advantages": advantages.rloo, "loss": Reinforce(), "reduction": sequence_mean}
+    return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
+
+
+def reinforce_plus_plus(*, beta: float = 0.01) -> Preset:
+    """Discounted returns whitened over the batch, PPO's clip, the KL in the reward; needs no group.
+
+    Source: Hu et al. 2025, arXiv:2501.03262.
+    """
+    options = {"advantages": ReinforcePlusPlus(gamma=1.0), "loss": ClippedSurrogate(), "reduction": token_mean}
+    return Preset(options, (ReferenceKL(beta),))
+
+
+def reinforce_plus_plus_baseline(*, beta: float = 0.01) -> Preset:
+    """REINFORCE++ with the mean of the group as baseline.
+
+    Source: Hu et al. 2025, arXiv:2501.03262.
+    """
+    options = {"advantages": ReinforcePlusPlusBaseline(), "loss": ClippedSurrogate(), "reduction": token_mean}
+    return Preset(options, (ReferenceKL(beta),))
+
+
+def remax(*, beta: float = 0.05) -> Preset:
+    """A greedy answer as baseline, the plain policy gradient, the KL in the reward; needs no group.
+
+    Source: Li et al. 2023, arXiv:2310.10505.
+    """
+    return Preset({"advantages": ReMax(), "loss": Reinforce(), "reduction": sequence_mean}, (ReferenceKL(beta),))
+
+
+def opo() -> Preset:
+    """A length-weighted baseline and exactly on-policy updates: the plain policy gradient, no KL, no entropy bonus.
+
+    Source: Hao et al. 2025, arXiv:2505.23585.
+    """
+    return Preset({"advantages": OPO(), "loss": Reinforce(), "reduction": token_mean, "minibatches": 1, "epochs": 1})
+
+
+def maxrl() -> Preset:
+    """Rewards relative to their mean, which approximates maximum likelihood; the plain policy gradient, no KL.
+
+    Source: Tajwar et al. 2026, arXiv:2602.02710.
+    """
+    return Preset({"advantages": advantages.maxrl, "loss": Reinforce(), "reduction": sequence_mean})
+
+
+def sapo() -> Preset:
+    """A soft gate on the ratio instead of a clip; no KL.
+
+    Source: Gao et al. 2025, arXiv:2511.20347.
+    """
+    return Preset({"advantages": advantages.grpo, "loss": SAPO(), "reduction": sequence_mean})
+
+
+def dppo() -> Preset:
+    """A trust region on the probability of each token instead of its ratio, anchored on the engine; no KL.
+
+    Source: Qi et al. 2026, arXiv:2602.04879.
+    """
+    return Preset({"advantages": advantages.dr_grpo, "loss": DPPO(), "reduction": token_mean})
+
+
+def gmpo() -> Preset:
+    """The geometric mean of a response's ratios, clipped widely; no KL.
+
+    Source: Zhao et al. 2025, arXiv:2507.20673.
+    """
+    return Preset({"advantages": advantages.grpo, "loss": GMPO(), "reduction": sequence_mean})
+
+
+def m2po() -> Preset:
+    """Tokens left out until the second moment of the engine's log-ratio is small; for stale rollouts.
+
+    Source: Zheng et al. 2025, arXiv:2510.01161.
+    """
+    options = {"advantages": advantages.grpo, "loss": M2PO(threshold=0.04), "reduction": token_mean}
+    return Preset(options, (TruncatedIS(),))
+
+
+def clip_cov() -> Preset:
+    """A few tokens of high covariance left out, so that entropy does not collapse; no KL.
+
+    Source: Cui et al. 2025, arXiv:2505.22617.
+    """
+    return Preset({"advantages": advantages.grpo, "loss": ClipCov(), "reduction": token_mean})
+
+
+def kl_cov() -> Preset:
+    """The drift of a few tokens of high covariance penalised, so that entropy does not collapse; no KL elsewhere.
+
+    Source: Cui et al. 2025, arXiv:2505.22617.
+    """
+    return Preset({"advantages": advantages.grpo, "loss": KLCov(), "reduction": token_mean})
+
+
+def lite_ppo() -> Preset:
+    """The mean of the group and the deviation of the batch under the reward, token mean, nothing else.
+
+    Source: Liu et al. 2025 (Tricks or traps), arXiv:2508.08221.
+    """
+    options = {"advantages": Normalised(mean="group", std="batch"), "loss": ClippedSurrogate()}
+    return Preset({**options, "reduction": token_mean})
+
+
+PRESETS: dict[str, Callable[..., Preset]] = {
+    make.__name__: make
+    for make in (
+        ppo, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo,
+        maxrl, sapo, dppo, gmpo, m2po, clip_cov, kl_cov, lite_ppo,
+    )
+}  # fmt: skip

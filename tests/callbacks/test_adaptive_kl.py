@@ -1,0 +1,171 @@
+"""AdaptiveKL: a coefficient that follows the KL measured over all ranks, in steps of at most a fifth."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, run_step, tiny_module, view_of
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import GAE, Contributions, Rollout, concatenate, distributed
+from lightning_rl.advantages import PerRow
+from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
+from lightning_rl.signal.advantages import grpo
+from lightning_rl.signal.corrections import adapted_coefficient
+from lightning_rl.signal.masked import GlobalSum, row_mean
+from lightning_rl.stages.checks import check_estimator
+
+
+def rollout_of_gaps(*gaps: list[float], tokens: list[list[int]] | None = None, **given: Any) -> Rollout:
+    """Rows whose old policy lies above the reference by these gaps."""
+    ref = torch.full((len(gaps), len(gaps[0])), -1.0)
+    mask = tokens or [[1] * len(row) for row in gaps]
+    return rollout_of([0.0] * len(gaps), mask, old_logprobs=ref + torch.tensor(gaps), ref_logprobs=ref, **given)
+
+
+UNEVEN = ([0.3, 0.1], [0.1, 9.0])  # rows of mean 0.2 and, without its masked token, 0.1: 0.15 of rows, 0.167 of tokens
+MASK = [[1, 1], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        pytest.param(0.05, 0.5 * (1 + 0.2 * 2 / 10), id="far-above-by-a-fifth"),
+        pytest.param(0.14, 0.5 * (1 + (0.15 / 0.14 - 1) * 2 / 10), id="a-little-above"),
+        pytest.param(0.16, 0.5 * (1 + (0.15 / 0.16 - 1) * 2 / 10), id="a-little-below"),
+        pytest.param(1.0, 0.5 * (1 - 0.2 * 2 / 10), id="far-below-by-a-fifth"),
+    ],
+)
+def test_the_coefficient_moves_with_the_mean_of_the_rows(target: float, expected: float) -> None:
+    callback = AdaptiveKL(0.5, target=target, horizon=10)
+    callback.observe(rollout_of_gaps(*UNEVEN, tokens=MASK))
+    assert callback.beta == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_negative_estimate_lowers_it_by_a_fifth_and_k3_has_none() -> None:
+    rollout = rollout_of_gaps([-0.5, -0.5])
+    k1, k3 = AdaptiveKL(0.5, horizon=1), AdaptiveKL(0.5, horizon=1, estimator="k3")
+    k1.observe(rollout)
+    k3.observe(rollout)
+    assert (k1.beta, k3.beta) == (pytest.approx(0.4), pytest.approx(0.6))
+
+
+def test_rows_that_do_not_train_are_not_counted() -> None:
+    rollout = rollout_of_gaps([0.15], [9.0], [0.15], trained=[True, False, True])
+    alone, joined = AdaptiveKL(0.5, target=0.14, horizon=10), AdaptiveKL(0.5, target=0.14, horizon=10)
+    joined.observe(rollout)
+    alone.observe(rollout_of_gaps([0.15], [0.15]))
+    assert joined.beta == pytest.approx(alone.beta, rel=1e-12)
+    joined.observe(rollout.replace(trained=torch.zeros(3, dtype=torch.bool)))
+    assert joined.beta == pytest.approx(alone.beta, rel=1e-12), "nothing measured, nothing changed"
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_poison_at_masked_tokens_is_not_measured(poison: float) -> None:
+    found = []
+    for fill in (0.0, poison):
+        rollout = ragged_rollout(dtype=torch.float64)
+        ref = torch.where(rollout.valid_tokens, rollout.required("ref_logprobs"), fill)
+        callback = AdaptiveKL(horizon=100)
+        Contributions([callback]).observe(rollout.replace(ref_logprobs=ref))
+        found.append(callback.beta)
+    assert found[0] == found[1] != 0.05
+
+
+def test_ranks_agree_and_are_one_device_cut_in_two() -> None:
+    parts = rollout_of_gaps([0.3], [0.2], [0.1]), rollout_of_gaps([0.01])
+
+    def rank(rows: Rollout) -> Any:
+        def observed(global_sum: GlobalSum) -> Tensor:
+            callback = AdaptiveKL(0.5, target=0.14, horizon=10)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(distributed, "global_sum", global_sum)
+                callback.observe(rows)
+            return torch.tensor(callback.beta, dtype=torch.float64)
+
+        return observed
+
+    whole = AdaptiveKL(0.5, target=0.14, horizon=10)
+    whole.observe(concatenate(parts))
+    assert whole.beta == pytest.approx(0.5 * (1 + (0.1525 / 0.14 - 1) * 4 / 10), rel=1e-6)
+    for found in in_lockstep(*(rank(part) for part in parts)):
+        assert float(found) == pytest.approx(whole.beta, rel=1e-12)
+
+
+def test_the_new_coefficient_counts_from_the_next_reward_or_loss() -> None:
+    rollout, view = rollout_of_gaps([0.5]), view_of([-0.5], ref_logprobs=[-1.0], advantages=[0.0])
+    reward, loss = AdaptiveKL(0.5, horizon=1), AdaptiveKL(0.5, horizon=1, as_loss=True, estimator="k2")
+    before = run_step(view, callbacks=[loss])
+    for callback in (reward, loss):
+        callback.observe(rollout)
+    assert_close(reward.token_reward(rollout), torch.tensor([[-0.6 * 0.5]]))
+    after = run_step(view, callbacks=[loss])
+    assert_close([after.loss, after.gradient], [1.2 * before.loss, 1.2 * before.gradient])
+    assert (before.metrics["adaptive_kl/beta"], after.metrics["adaptive_kl/beta"]) == (0.5, pytest.approx(0.6))
+    assert after.metrics["adaptive_kl/loss"] == before.metrics["adaptive_kl/loss"] == 0.125
+    assert after.metrics["adaptive_kl/estimate"] == 0.125 and after.metrics["adaptive_kl/positive"] == 1.0
+
+
+def test_until_it_moves_it_is_reference_kl() -> None:
+    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    assert torch.equal(AdaptiveKL(0.3).token_reward(rollout), ReferenceKL(0.3).token_reward(rollout))
+    view = view_of([-0.5, -2.0], ref_logprobs=[-1.0, -1.0])
+    terms = [kind(0.3, as_loss=True, unbiased=True).loss_term(view) for kind in (AdaptiveKL, ReferenceKL)]
+    assert torch.equal(terms[0].per_token, terms[1].per_token) and terms[0].coef == terms[1].coef
+
+
+def test_its_state_is_the_coefficient() -> None:
+    callback, other = AdaptiveKL(0.5, horizon=1), AdaptiveKL(0.5, horizon=1)
+    callback.observe(rollout_of_gaps([0.5]))
+    other.load_state_dict(callback.state_dict())
+    assert other.beta == callback.beta == pytest.approx(0.6) and callback.state_key == "adaptive_kl"
+
+
+def test_in_a_fit_it_follows_every_rollout() -> None:
+    seen: list[Rollout] = []
+    callback = AdaptiveKL(0.05, target=0.01, horizon=50)
+    fit(tiny_module(advantages="reinforce_plus_plus"), callbacks=[callback, recorder(seen)("recorder")])
+    beta = 0.05
+    for rollout in seen:
+        gap = rollout.required("old_logprobs") - rollout.required("ref_logprobs")
+        measured = float(row_mean(gap, rollout.valid_tokens).double().mean())
+        beta = adapted_coefficient(beta, measured, target=0.01, number=16, horizon=50)
+    assert len(seen) == 4 and callback.beta == pytest.approx(beta, rel=1e-5) and beta != 0.05
+
+
+def test_both_forms_measure_on_the_old_policy() -> None:
+    reward, loss = AdaptiveKL(), AdaptiveKL(as_loss=True)
+    assert reward.reads == loss.reads == ("old_logprobs", "ref_logprobs")
+    assert reward.contributes == {"token_reward", "metrics", "observe"}
+    assert loss.contributes == {"loss_term", "metrics", "observe"}
+
+
+def test_an_estimator_of_scalars_is_sent_to_the_loss_form() -> None:
+    with pytest.raises(ValueError, match=r"AdaptiveKL gives .* advantages=grpo .* use AdaptiveKL\(as_loss=True\), or"):
+        check_estimator(Contributions([AdaptiveKL()]), PerRow(grpo), critic=False)
+    check_estimator(Contributions([AdaptiveKL(as_loss=True)]), PerRow(grpo), critic=False)
+    check_estimator(Contributions([AdaptiveKL()]), GAE(), critic=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 0.0}, "expected target > 0 and horizon > 0, got 0.0 and 10000"),
+        ({"target": math.nan}, "expected target > 0 and horizon > 0, got nan"),
+        ({"horizon": 0}, "expected target > 0 and horizon > 0, got 0.1 and 0"),
+        ({"beta": -0.1}, "expected beta >= 0, got -0.1"),
+        ({"unbiased": True}, "expected as_loss=True with unbiased=True"),
+        ({"estimator": "k4"}, "expected a KL estimator out of k1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveKL(**options)
+
+
+def test_a_loss_that_trains_nothing_warns_at_the_line_that_made_it() -> None:
+    with pytest.warns(UserWarning, match="AdaptiveKL with k1 as a loss") as caught:
+        AdaptiveKL(as_loss=True, estimator="k1")
+    assert caught[0].filename == __file__

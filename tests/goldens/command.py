@@ -1,0 +1,30 @@
+"""The command line of the golden cases."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from goldens.cases import read_folder
+from goldens.page import page
+from goldens.report import table
+from goldens.verdict import Status, Verdict, verdict
+
+USAGE = "expected a folder of golden cases: python -m tests.goldens FOLDER [--page]"
+
+
+def verdicts_on(folder: Path) -> list[Verdict]:
+    """Replays every case of a folder."""
+    return [verdict(case) for case in read_folder(folder)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the table, or with ``--page`` docs/parity.md; 1 if a case failed or there is none."""
+    folders = [Path(one) for one in arguments if one != "--page"]
+    if len(folders) != 1 or not folders[0].is_dir():
+        print(USAGE)  # noqa: T201
+        return 2
+    torch.set_num_threads(1)
+    verdicts = verdicts_on(folders[0])
+    print(page(verdicts).rstrip() if "--page" in arguments else table(verdicts))  # noqa: T201
+    return int(not verdicts or any(one.status is Status.FAILED for one in verdicts))

@@ -1,0 +1,102 @@
+"""Estimators of the KL, and the losses and token rewards that are made of one."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from goldens.cases import Case, Outputs
+from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of, own_estimator_name, peer_of
+from goldens.registry import replays
+from goldens.views import gradient, reduced, view_of_case
+from lightning_rl import LossView
+from lightning_rl.callbacks import ReferenceKL, RolloutKL
+from lightning_rl.signal.kl import importance, k1, k2
+from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.signal.reductions import sequence_mean
+
+
+@replays(
+    "kl_k1", "kl_abs", "kl_k2", "kl_k3", "kl_low_var_clamped",
+    "kl_k1_unbiased", "kl_k2_unbiased", "kl_k3_unbiased", "kl_low_var_clamped_unbiased",
+    "kl_k1_score_function", "kl_k2_score_function", "kl_k3_score_function",
+)  # fmt: skip
+def estimate(case: Case) -> Outputs:
+    """An estimator, with an importance ratio in front where the case asks for one."""
+    logprobs = case["logp"].requires_grad_()
+    weight = None
+    if first_of(case.params, ("importance_ratio", "importance_sampling_weights")) is not None:
+        sampled = case["old_logp"] if "old_logp" in case else None  # noqa: SIM401 - a case is no dict
+        weight = importance(logprobs, sampled, bound=peer_of(case).log_ratio)
+    value = estimator_of(case, first_of(case.params, ESTIMATOR_NAMES, "k1"), weight=weight)(logprobs, case["ref_logp"])
+    if "mask" in case:
+        value = masked_fill_invalid(value, case.mask())
+    return {"kl": value, "grad_logp": gradient(value.sum(), logprobs)}
+
+
+@replays("kl_k1_straight_through", "kl_abs_straight_through", "kl_k3_straight_through")
+def straight_through(case: Case) -> Outputs:
+    """The value of one estimator with the gradient of k2."""
+    logprobs, other = case["logp"].requires_grad_(), case["ref_logp"]
+    name = str(first_of(case.params, ESTIMATOR_NAMES)).removesuffix("+")
+    value = estimator_of(case, name)(logprobs, other).detach()
+    pulled = k2(logprobs, other)
+    return {"kl": value + (pulled - pulled.detach()), "grad_logp": gradient(pulled.sum(), logprobs)}
+
+
+@replays("kl_all_four")
+def four_estimates(case: Case) -> Outputs:
+    """Four estimators at once."""
+    logprobs, other = case["logp"], case["ref_logp"]
+    named = {"kl_linear": "k1", "kl_quadratic": "k2", "kl_k3": "k3"}
+    values = {field: estimator_of(case, name)(logprobs, other) for field, name in named.items()}
+    ratio = importance(logprobs, case["old_logp"], bound=peer_of(case).log_ratio)
+    return {**values, "kl_ratio_weighted": ratio * k1(logprobs, other)}
+
+
+@replays("rollout_kl_loss", "reference_kl_loss")
+def kl_loss(case: Case) -> Outputs:
+    """The loss term of our two KL corrections, reduced by rows."""
+    view = view_of_case(case)
+    base = case.params.get("base", "rollout_logp" if "rollout_logp" in case else "ref_logp")
+    loss = _term(case, view, base, case.params["estimator"])
+    return {"loss": loss, "grad_logp": gradient(loss, view.logprobs)}
+
+
+@replays("pr_cases/rollout_kl_loss")
+def kl_losses(case: Case) -> Outputs:
+    """The same for several estimators, and on a microbatch of padding."""
+    found: Outputs = {}
+    for name in case.params["estimators"]:
+        view = view_of_case(case)
+        loss = _term(case, view, "rollout_logp", name)
+        found |= {f"loss_{name}": loss.detach(), f"grad_{name}": gradient(loss, view.logprobs)}
+    view = view_of_case(case)
+    found["padding_microbatch_loss_k2"] = _term(case, view.padding_rows(1), "rollout_logp", "k2")
+    found["mean_squared_log_ratio_rowwise"] = 2 * _term(case, view, "rollout_logp", "k2")
+    return found
+
+
+@replays("padding_microbatch_fields")
+def padding(case: Case) -> Outputs:
+    """A row of padding carries every field, and no valid token."""
+    rollout = case["rollout_logp"]
+    row = (
+        view_of_case(case, logprobs=torch.zeros_like(rollout)).padding_rows(1).fit_width(case.params["response_length"])
+    )
+    return {
+        "has_rollout_logprobs": torch.tensor(row.rollout_logprobs is not None),
+        "padding_loss_mask": row.valid_tokens,
+        "padding_rollout_logprobs": row.required("rollout_logprobs"),
+    }
+
+
+def _term(case: Case, view: LossView, base: str, estimator: str) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # k1 and abs are discouraged as a loss, which is not the question here
+        makers = {
+            "rollout_logp": lambda: RolloutKL(1.0, estimator=own_estimator_name(case, estimator)),
+            "ref_logp": lambda: ReferenceKL(1.0, estimator=own_estimator_name(case, estimator), as_loss=True),
+        }
+        correction = makers[base]()
+    return reduced(view, correction.loss_term(view).per_token, sequence_mean)

@@ -1,0 +1,55 @@
+"""What peers record beside a policy loss: where a clip was active, how often, and how far the policy has moved."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from goldens.cases import Case, Outputs
+from goldens.corrections import Contribution, corrections_of
+from goldens.reduction_options import average_of
+from goldens.views import reduced
+from lightning_rl import LossView, PolicyLoss
+from lightning_rl.losses import CISPO, GSPO, SAPO, ClippedSurrogate
+from lightning_rl.signal.kl import Clamped, k1
+from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.reductions import token_mean
+
+CLIPPED = ("clipfrac", "pg_clipfrac", "clip_ratio")
+
+
+def logged(case: Case, view: LossView, loss: PolicyLoss) -> Outputs:
+    """Masks and shares of clipped tokens for the losses that clip, and the drift of the policy."""
+    drift = Clamped(k1, value=math.inf, log_ratio=_bound(case))(view.required("old_logprobs"), view.logprobs.detach())
+    found = {"ppo_kl": _mean(case, view, drift)}
+    if type(loss) not in (ClippedSurrogate, GSPO, CISPO, SAPO):
+        return found
+    clipped, dual = _clip_masks(case, view, loss)
+    share, dual_share = (_mean(case, view, mask.to(drift.dtype)) for mask in (clipped, dual))
+    found |= {"clip_mask": clipped & view.valid_tokens, "dual_clip_mask": dual & view.valid_tokens}
+    return {**found, **dict.fromkeys(CLIPPED, share), "pg_clipfrac_lower": dual_share}
+
+
+def _bound(case: Case) -> float:
+    return case.implicit.get("log_ratio_clamp", math.inf) if case.peer == "verl" else math.inf
+
+
+def _mean(case: Case, view: LossView, values: Tensor) -> Tensor:
+    average = average_of(case)
+    if average.total_of:
+        return reduced(view, values, average.reduction) * average.scale(view)
+    return reduced(view, values, token_mean)
+
+
+def _clip_masks(case: Case, view: LossView, loss: PolicyLoss) -> tuple[Tensor, Tensor]:
+    none = torch.zeros_like(view.valid_tokens)
+    if isinstance(loss, CISPO):
+        weight = policy_ratio(view.logprobs, view.required(f"{loss.anchor}_logprobs"))
+        changed = weight != weight.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+        return changed & Contribution(view, corrections_of(case)).kept, none
+    if not isinstance(loss, ClippedSurrogate | GSPO):
+        return none, none
+    single = replace(loss, dual_clip=None) if isinstance(loss, ClippedSurrogate) else loss
+    loose = replace(single, clip_low=1.0, clip_high=math.inf)
+    return loose(view) < single(view), loss(view) < single(view)

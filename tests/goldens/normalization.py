@@ -1,0 +1,130 @@
+"""Normalised rewards and advantages, and the statistics that they are made of."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from goldens.cases import Case, Outputs
+from goldens.registry import NotOfferedError, replays
+from lightning_rl.signal.advantages import group_statistics, normalised, rloo
+from lightning_rl.signal.masked import global_moments, row_mean, whiten
+from lightning_rl.signal.reductions import token_mean
+
+
+@replays("masked_whiten", "masked_normalization")
+def whitened(case: Case) -> Outputs:
+    """Values shifted and scaled over all valid tokens."""
+    unbiased = case.params.get("unbiased", True)
+    shifted = case.params.get("shift_mean", True)
+    epsilon = case.params.get("eps", 0.0) if case.algorithm == "masked_normalization" else 0.0
+    return {"y": whiten(case["x"], case.mask(), shifted=shifted, unbiased=unbiased, epsilon=epsilon)}
+
+
+@replays("row_normalize")
+def whitened_rows(case: Case) -> Outputs:
+    """The same for each row by itself, with the population's variance."""
+    mask = case.mask()
+    rows = [whiten(row[None], valid[None], unbiased=False) for row, valid in zip(case["x"], mask, strict=True)]
+    return {"y": torch.cat(rows)}
+
+
+@replays("advantage_norm")
+def whitened_by_level(case: Case) -> Outputs:
+    """Tokens centred, then scaled, each over the batch or a group; a leave-one-out cancels in the deviation."""
+    mean, std = case.params["mean_level"], case.params["std_level"]
+    if mean is None or (mean, std) == ("batch", "group"):
+        raise NotOfferedError("a deviation around something else than the mean")
+    options = {"unbiased": case.params["std_unbiased"], "epsilon": case.params["eps"]}
+    values = _by_level(case, mean, case["x"], lambda rows, valid: global_moments(rows, valid).deviation)
+    if std is not None:
+        values = _by_level(case, std, values, lambda rows, valid: whiten(rows, valid, **options))
+    return {"y": values.to(case["x"].dtype)}
+
+
+def _by_level(case: Case, level: str, values: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    size = len(values) if level == "batch" else case.params["group_size"]
+    groups = zip(values.split(size), case.mask().split(size), strict=True)
+    return torch.cat([function(rows, valid) for rows, valid in groups])
+
+
+@replays("reward_norm", "reward_norm_masked")
+def reward_norm(case: Case) -> Outputs:
+    """One number for each row, over its group or the batch."""
+    values = case["x"]
+    rewarded = case.mask("loss_mask") if "loss_mask" in case else torch.ones(len(values), dtype=torch.bool)
+    return {"y": rewards_normalised(values, _groups(case, len(values)), rewarded, case.params)}
+
+
+def rewards_normalised(values: Tensor, groups: Tensor, rewarded: Tensor, params: Mapping[str, Any]) -> Tensor:
+    """AReaL's ``NormConfig``. The deviation of a batch is that of what is left once the groups are centred."""
+    options = norm_options(params)
+    if (options["mean"], options["std"]) == ("group", "batch"):
+        values = normalised(values, groups, rewarded, **{**options, "std": "none"})
+        options |= {"mean": "none", "leave_one_out": False}
+    return normalised(values, groups, rewarded, **options)
+
+
+def norm_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """AReaL's ``NormConfig`` as our options. Its leave-one-out cancels in a deviation of the same level."""
+    mean, std = params.get("mean_level") or "none", params.get("std_level") or "none"
+    return {
+        "mean": mean,
+        "std": std,
+        "leave_one_out": bool(params.get("mean_leave1out")) and std != mean,
+        "unbiased": params.get("std_unbiased", True),
+        "epsilon": params.get("eps", 1e-5),
+    }
+
+
+def _groups(case: Case, rows: int) -> Tensor:
+    sizes = case.params.get("group_sizes")
+    if sizes is None:
+        return torch.arange(rows) // case.params["group_size"]
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+@replays("group_baseline_std")
+def baseline_and_std(case: Case) -> Outputs:
+    """The mean and the deviation of the other rows of each row's group."""
+    rewards, groups, valid = case["rewards"], case.ids(), case.mask("valid")
+    baseline = torch.where(valid, rewards - rloo(rewards, groups, valid), rewards)
+    return {"baseline": baseline, "std": std_of_others(rewards, groups, valid)}
+
+
+def std_of_others(rewards: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """The deviation of each row's group without the row itself; 0 for fewer than two others."""
+    found = rewards.clone()
+    for row in range(len(rewards)):
+        others = rewarded.clone()
+        others[row] = False
+        found[row] = group_statistics(rewards, groups, others).std()[row]
+    return torch.where(rewarded, found, 0.0)
+
+
+@replays("masked_stats")
+def statistics(case: Case) -> Outputs:
+    """Mean, sum and variance over the valid entries."""
+    values, mask = case["x"], case.mask()
+    moments = global_moments(values, mask)
+    total = (moments.number * moments.mean).to(values.dtype)
+    factor = case.params.get("global_normalization_factor")
+    return {
+        "mean": moments.mean.to(values.dtype),
+        "row_mean": row_mean(values, mask),
+        "sum": total,
+        "var_unbiased": moments.std().square().to(values.dtype),
+        "var_biased": moments.std(unbiased=False).square().to(values.dtype),
+        **({} if factor is None else {"global_mean": total / factor}),
+    }
+
+
+@replays("advantage_batch_norm_then_scale")
+def whitened_and_weighed(case: Case) -> Outputs:
+    """Advantages whitened over the valid tokens of the batch, then weighed by the mini-batch."""
+    mask = case.mask()
+    values = whiten(case["adv"], mask, unbiased=False)
+    halves = mask.split(-(-len(mask) // 2)) if len(mask) % 2 == 0 else (mask[: len(mask) // 2], mask[len(mask) // 2 :])
+    weights = [token_mean(half, half.any(-1), torch.arange(len(half))) for half in halves]
+    return {"scaled_advantages": values * torch.cat(weights)}

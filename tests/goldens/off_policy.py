@@ -1,0 +1,52 @@
+"""Corrections by themselves: weights, masks and what they are made of, without a policy loss."""
+
+import torch
+
+from goldens.cases import Case, Outputs
+from goldens.policy import policy_loss
+from goldens.registry import replays
+from goldens.views import view_of_case
+from goldens.weights import corrected
+from lightning_rl.callbacks import OPSM
+from lightning_rl.losses import M2PO
+from lightning_rl.signal.kl import k1, k3
+from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.selection import own_values
+
+
+@replays("rejection_mask")
+def rejection_mask(case: Case) -> Outputs:
+    """The tokens that rejections leave."""
+    return corrected(case)
+
+
+@replays("m2po_mask")
+def m2po_mask(case: Case) -> Outputs:
+    """The tokens that M2PO keeps."""
+    view = view_of_case(case)
+    (kept,) = M2PO(threshold=case.params["m2_threshold"]).prepare([view], own_sum, own_values)
+    return {"modified_mask": kept & view.valid_tokens}
+
+
+@replays("off_policy/opsm")
+def opsm(case: Case) -> Outputs:
+    """The rows that OPSM keeps: on the policy before the update at slime, on the engine's at TRL."""
+    if "advantages" in case:
+        return policy_loss(case)
+    view = view_of_case(case)
+    against = "rollout" if "rollout_logp" in case else "old"
+    delta = case.params.get("opsm_delta", case.params.get("off_policy_threshold"))
+    kept = OPSM(delta, against=against).sequence_mask(view)
+    return {"opsm_mask": kept[:, None].expand_as(view.logprobs), "keep_mask": kept[:, None]}
+
+
+@replays("importance_ratio_and_mismatch_kl")
+def mismatch(case: Case) -> Outputs:
+    """The log-ratio, its exponential, and the estimate of KL(engine || policy) on the engine's samples."""
+    logprobs, rollout = case["logp"], case["rollout_logp"]
+    return {
+        "log_ratio": k1(logprobs, rollout),
+        "ratio": policy_ratio(logprobs, rollout, bound=torch.inf),
+        "mismatch_kl": k3(rollout, logprobs, tangent=False),
+    }

@@ -1,0 +1,166 @@
+"""Advantages of whole rows, through the estimator objects that ``advantages=`` accepts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from goldens.cases import Case, Outputs
+from goldens.normalization import std_of_others
+from goldens.options import peer_of
+from goldens.registry import replays
+from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, RewardSignal
+from lightning_rl.signal.advantages import maxrl, normalised, rloo
+from lightning_rl.signal.kl import k1
+from lightning_rl.signal.masked import masked_fill_invalid, whiten
+from lightning_rl.signal.rewards import shaped_rewards
+
+
+def signal_of(case: Case) -> RewardSignal:
+    """The rewards of a case, however it writes them down, as what an estimator sees."""
+    scores, rewarded = _scores(case)
+    mask = case.mask() if "mask" in case else torch.ones(len(scores), 1, dtype=torch.bool)
+    none = torch.zeros(mask.shape, dtype=scores.dtype)
+    return RewardSignal(
+        scores=masked_fill_invalid(scores, rewarded),
+        rewarded=rewarded,
+        groups=case.ids() if "group" in case else torch.arange(len(scores)),
+        valid_tokens=mask,
+        token_rewards=none,
+        shaped=shaped_rewards(scores, None, mask),
+    )
+
+
+def _scores(case: Case) -> tuple[Tensor, Tensor]:
+    if "rewards_per_func" in case:
+        parts = case["rewards_per_func"]
+        known = ~parts.isnan()
+        weights = torch.tensor(case.params["reward_weights"], dtype=parts.dtype)
+        return (torch.where(known, parts, 0.0) * weights).sum(-1), known.any(-1)
+    scores = case["rewards"] if "rewards" in case else case["token_rewards"].sum(-1)
+    return scores, torch.ones(len(scores), dtype=torch.bool)
+
+
+def group_normalised(case: Case) -> Estimator:
+    """GRPO with the peer's epsilon and variance."""
+    peer = peer_of(case)
+    return Normalised(epsilon=case.params.get("epsilon", peer.epsilon), unbiased=peer.unbiased)
+
+
+MAKERS: dict[str, Callable[[Case], Estimator]] = {
+    "grpo": group_normalised,
+    "maxrl": lambda case: PerRow(lambda *rows: maxrl(*rows, epsilon=case.params.get("epsilon", 0.0))),
+}
+
+
+def per_token(case: Case, name: str | None = None) -> Outputs:
+    """An estimator by the name of the algorithm, at every token, or as one number for each row."""
+    name = name or case.algorithm
+    signal = signal_of(case)
+    found = MAKERS.get(name, lambda _case: ESTIMATORS[name])(case)(signal).advantages
+    return shown(case, signal, found)
+
+
+def shown(case: Case, signal: RewardSignal, found: Tensor) -> Outputs:
+    """Advantages in the shapes that cases record: of tokens, or of rows."""
+    if "token_rewards" in case or ("mask" in case and not peer_of(case).row_advantages):
+        return {"advantages": found, "returns": found}
+    rows = torch.where(signal.valid_tokens, found, -torch.inf).amax(-1)
+    return {"advantages": rows, "scores": torch.where(signal.valid_tokens.any(-1), rows, 0.0)}
+
+
+@replays(
+    "advantages_outcome/grpo", "advantages_outcome/dr_grpo", "advantages_outcome/rloo", "advantages_outcome/maxrl",
+    "advantages_outcome/opo", "advantages_outcome/reinforce",
+)  # fmt: skip
+def outcome(case: Case) -> Outputs:
+    """A named estimator."""
+    if "beta" in case.params:
+        return _rloo_with_kl(case)
+    return per_token(case)
+
+
+@replays("reinforce_plus_plus_baseline_rewards")
+def centred(case: Case) -> Outputs:
+    """The rewards that REINFORCE++ with a baseline starts from: centred by group."""
+    return per_token(case, "dr_grpo")
+
+
+@replays("advantages_outcome/remax")
+def remax(case: Case) -> Outputs:
+    """The reward minus that of a greedy answer."""
+    signal = replace(signal_of(case), greedy=case["reward_baselines"])
+    found = ESTIMATORS["remax"](signal).advantages
+    return {"advantages": found, "returns": found + signal.spread_out(case["reward_baselines"])}
+
+
+@replays("advantages_outcome/reinforce_plus_plus_baseline")
+def whitened_baseline(case: Case) -> Outputs:
+    """The reward minus the mean of its group, whitened over the tokens."""
+    return per_token(case)
+
+
+@replays("raw_reward")
+def raw(case: Case) -> Outputs:
+    """The reward itself, whitened with the population's variance if the case says so."""
+    signal = signal_of(case)
+    found = ESTIMATORS["reinforce"](signal).advantages
+    if case.params["normalize_advantages"]:
+        found = whiten(found, signal.valid_tokens, unbiased=False)
+    return {"advantages": found}
+
+
+@replays("grpo_leave_one_out")
+def leave_one_out(case: Case) -> Outputs:
+    """RLOO over the deviation of the other rows, where they have one."""
+    signal = signal_of(case)
+    rows = _leave_one_out(signal.scores, signal.groups, signal.rewarded, peer_of(case).epsilon)
+    return {"advantages": signal.spread_out(rows)}
+
+
+def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float) -> Tensor:
+    rows, std = rloo(scores, groups, rewarded), std_of_others(scores, groups, rewarded)
+    return torch.where(std > 0, rows / (std + epsilon), rows)
+
+
+def _rloo_with_kl(case: Case) -> Outputs:
+    """TRL: the KL of a whole row comes off its reward, and the batch is normalised last."""
+    signal, params = signal_of(case), case.params
+    kl = masked_fill_invalid(k1(case["old_logp"], case["ref_logp"]), signal.valid_tokens).sum(-1)
+    rows = rloo(signal.scores - params["beta"] * kl, signal.groups, signal.rewarded)
+    if params["normalize_advantages"]:
+        options = {"mean": "batch", "std": "batch", "epsilon": peer_of(case).epsilon}
+        rows = normalised(rows, signal.groups, signal.rewarded, **options)
+    return {"advantages": rows}
+
+
+@replays("gdpo")
+def decoupled(case: Case) -> Outputs:
+    """Each reward normalised in its group, summed with weights, and normalised over the batch, or over its tokens."""
+    parts, weights = _parts(case)
+    groups = case.ids()
+    epsilon = case.params.get("epsilon", peer_of(case).epsilon)
+    total = torch.zeros(len(groups), dtype=parts[0].dtype)
+    for values, weight in zip(parts, weights, strict=True):
+        known = ~values.isnan()
+        if case.params.get("use_leave_one_out_baseline"):
+            rows = _leave_one_out(values, groups, known, epsilon)
+        else:
+            rows = normalised(values, groups, known, epsilon=epsilon)
+        total = total + weight * rows
+    if "attention_mask" in case:
+        mask = case.mask("attention_mask")[:, case.params["prompt_length"] :]
+        return {"advantages": whiten(total[:, None].expand(mask.shape), mask)}
+    whole = torch.ones_like(groups, dtype=torch.bool)
+    last = peer_of(case).gdpo_epsilon
+    options = {"mean": "batch", "std": "batch", "epsilon": epsilon if last is None else last}
+    return {"advantages": normalised(total, groups, whole, **options)}
+
+
+def _parts(case: Case) -> tuple[list[Tensor], list[float]]:
+    if "rewards_per_func" in case:
+        return list(case["rewards_per_func"].T), case.params["reward_weights"]
+    names = [name for name in case.arrays if name.startswith("reward_")]
+    weights = case.params.get("reward_weights") or case.params.get("gdpo_reward_weights")
+    return [case[name] for name in names], weights or [1.0] * len(names)

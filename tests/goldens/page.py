@@ -1,0 +1,58 @@
+"""``docs/parity.md``, written from the tables in code and the cases that they cover."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from goldens.registry import NOT_COMPARED, NOT_OFFERED
+from goldens.rules import RULES
+from goldens.verdict import Status, Verdict
+
+TEXT = """\
+# Parity with other systems
+
+`tests/data/goldens` holds recorded calls of AReaL, NeMo-RL, OpenRLHF, open-instruct, prime-rl, SkyRL, slime, TRL and
+verl. `tests/goldens` replays each of them with our functions, losses and corrections, and compares values and
+gradients. This page is written by `python -m tests.goldens tests/data/goldens --page > docs/parity.md`; a test
+compares it with the code.
+
+{totals}
+
+## Where we differ on purpose
+
+Each rule predicts, without the library, which positions differ and what our value is there. All others have to match.
+
+{rules}
+
+## What we do not offer
+
+{absent}
+
+## What is not compared
+
+{skipped}
+"""
+
+
+def page(verdicts: Sequence[Verdict]) -> str:
+    """The whole page."""
+    status = Counter(one.status for one in verdicts)
+    ruled = Counter(one.detail for one in verdicts if one.status is Status.RULE)
+    absent = Counter(one.case.algorithm for one in verdicts if one.status is Status.NOT_OFFERED)
+    names = {one.case.algorithm for one in verdicts if one.status is Status.NOT_OFFERED}
+    return TEXT.format(
+        totals=_table(("Cases", "Number"), [(str(one), status[one]) for one in Status]),
+        rules=_table(
+            ("What we do", "What others do, and why we do not", "Algorithms", "Cases"),
+            [(rule.name, rule.reason, ", ".join(rule.algorithms), ruled[rule.name]) for rule in RULES],
+        ),
+        absent=_table(
+            ("Algorithm", "Reason", "Cases"),
+            [(name, NOT_OFFERED.get(name, "unknown algorithm"), absent[name]) for name in sorted(names)],
+        ),
+        skipped=_table(("Field", "Reason"), [(f"`{field}`", reason) for field, reason in NOT_COMPARED.items()]),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)

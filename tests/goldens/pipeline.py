@@ -1,0 +1,91 @@
+"""slime's whole policy loss: from packed logits to one number, through our vocabulary head and objective."""
+
+from typing import Any
+
+import torch
+from support import callback_of, view_of
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from goldens.cases import Case, Outputs
+from goldens.corrections import bounded_weight, untruncated
+from goldens.entropy import head
+from goldens.options import estimator_of, peer_of
+from goldens.policy_options import bounded, clip_of, surrogate
+from goldens.reduction_options import average_of
+from goldens.registry import NotOfferedError, replays
+from goldens.views import gradient
+from lightning_rl import Contributions, LossTerm, LossView, Objective, PolicyLoss, RLCallback
+from lightning_rl.callbacks import OPSM, IcePop
+from lightning_rl.losses import CISPO, GSPO
+from lightning_rl.signal.kl import importance
+from lightning_rl.signal.masked import own_sum
+
+PER_TOKEN = {"old_logprobs": "old_logp", "rollout_logprobs": "rollout_logp", "ref_logprobs": "ref_logp",
+             "advantages": "advantages"}  # fmt: skip
+
+
+@replays("policy_loss_pipeline")
+def pipeline(case: Case) -> Outputs:
+    """Head, loss, corrections, KL and entropy of rows that are packed one after the other."""
+    if case.params.get("rollout_top_p", 1.0) != 1.0:
+        raise NotOfferedError("a truncated softmax")
+    logits = case["logits"].requires_grad_()
+    view = _view(case, logits)
+    average = average_of(case)
+    objective = Objective(
+        loss=bounded(case, _loss(case)),
+        reduction=average.reduction,
+        contributions=Contributions(_corrections(case)),
+        entropy_coef=case.params.get("entropy_coef", 0.0),
+    )
+    found = objective(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    loss = found.total * average.scale(view)
+    return {"loss": loss, "grad_logits": gradient(loss, logits)}
+
+
+def _view(case: Case, logits: Tensor) -> LossView:
+    totals, lengths = case.ids("total_lengths"), case.ids("response_lengths")
+    ends = totals.cumsum(0)
+    spans = [torch.arange(end - length, end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+    places = torch.cat(spans)
+    found = head(logits[places - 1], case.ids("tokens")[places], case.params["rollout_temperature"])
+    logprobs, entropy = (_padded(values, lengths) for values in found)
+    fields: dict[str, Any] = {ours: _padded(case[theirs], lengths) for ours, theirs in PER_TOKEN.items()}
+    if case.params.get("use_rollout_logprobs"):
+        fields["old_logprobs"] = fields["rollout_logprobs"]
+    view = view_of(logprobs, valid=_padded(case["mask"], lengths), dtype=logprobs.dtype, **fields)
+    return view.replace(logprobs=logprobs, entropy=entropy)
+
+
+def _padded(packed: Tensor, lengths: Tensor) -> Tensor:
+    return pad_sequence(list(packed.split(lengths.tolist())), batch_first=True)
+
+
+def _loss(case: Case) -> PolicyLoss:
+    clip = clip_of(case)
+    return {"cispo": lambda: CISPO(**clip), "gspo": lambda: GSPO(**clip)}.get(
+        case.params["advantage_estimator"], lambda: surrogate(case)
+    )()
+
+
+def _corrections(case: Case) -> list[RLCallback]:
+    params = case.params
+    found: list[RLCallback] = []
+    if params.get("use_opsm"):
+        found.append(OPSM(params["opsm_delta"]))
+    if params.get("use_tis") and "icepop" in str(params.get("custom_tis_function_path")):
+        found += [IcePop(params.get("tis_clip_low") or 0.0, params["tis_clip"]), untruncated()]
+    elif params.get("use_tis"):
+        found.append(bounded_weight("token", params.get("tis_clip_low") or 0.0, params["tis_clip"]))
+    if params.get("use_kl_loss"):
+        found.append(callback_of("reference", loss_term=lambda view: _reference(case, view)))
+    return found
+
+
+def _reference(case: Case, view: LossView) -> LossTerm:
+    weight = None
+    if case.params.get("use_unbiased_kl"):
+        weight = importance(view.logprobs, view.required("old_logprobs"), bound=peer_of(case).log_ratio)
+    estimator = estimator_of(case, case.params["kl_loss_type"], weight=weight)
+    return LossTerm(per_token=estimator(view.logprobs, view.required("ref_logprobs")), coef=case.params["kl_loss_coef"])

@@ -1,0 +1,155 @@
+"""From a peer's parameters to a loss object of ours."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from goldens.cases import Case
+from goldens.options import first_of, peer_of
+from goldens.registry import NotOfferedError
+from lightning_rl import LossView, PolicyLoss
+from lightning_rl.losses import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    M2PO,
+    SAPO,
+    ClipCov,
+    ClippedSurrogate,
+    FunctionLoss,
+    KLCov,
+    Reinforce,
+)
+from lightning_rl.signal.losses import clipped_surrogate, dppo
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, sequence_log_ratio
+from lightning_rl.signal.sequence_losses import gspo
+
+LOW = (
+    "eps_clip_low", "clip_ratio_low", "clip_eps_low", "epsilon_low", "ratio_clip_min", "clip_lower",
+    "cispo_eps_clip_low", "eps_clip", "cliprange", "clip_low",
+)  # fmt: skip
+HIGH = (
+    "eps_clip_high", "eps_clip_higher", "clip_ratio_high", "clip_eps_high", "epsilon_high", "ratio_clip_max",
+    "clip_higher", "cispo_eps_clip_high", "clip_high",
+)  # fmt: skip
+DUAL = ("clip_ratio_c", "eps_clip_c", "c_clip", "ratio_clip_c", "dual_clip", "delta")
+
+
+def clip_of(case: Case) -> dict[str, Any]:
+    """The two bounds of a clipped ratio; a peer that gives one means both."""
+    low = first_of(case.params, LOW, 0.2)
+    return {"clip_low": low, "clip_high": first_of(case.params, HIGH, low)}
+
+
+def surrogate(case: Case) -> PolicyLoss:
+    """PPO's surrogate. A cap on the unclipped ratio beyond the upper bound only ever binds where a dual clip does."""
+    clip, cap = clip_of(case), first_of(case.params, DUAL)
+    if "delta" in case.params and cap is not None and cap <= 1 + clip["clip_high"]:
+        raise NotOfferedError("a cap on the ratio below the clip")
+    return ClippedSurrogate(**clip, dual_clip=cap)
+
+
+def per_sequence(case: Case) -> PolicyLoss:
+    """GSPO: verl and SkyRL give every token its own gradient, the others differentiate the mean."""
+    per_token = peer_of(case).gspo_per_token or case.params.get("importance_sampling_level") == "sequence_token"
+    return GSPO(**clip_of(case), per_token=per_token)
+
+
+def clipped_weight_loss(case: Case) -> PolicyLoss:
+    """CISPO: open-instruct and TRL have no lower bound, and TRL's upper bound is the weight itself."""
+    clip = clip_of(case)
+    if not peer_of(case).cispo_floor:
+        clip["clip_low"] = 1.0
+    clip["clip_high"] += peer_of(case).cispo_offset - 1
+    return CISPO(**clip, anchor=case.params.get("cispo_anchor", "old"))
+
+
+def trust_region(case: Case) -> PolicyLoss:
+    """DPPO: verl has the score-function form with a cap."""
+    names = {"low": ("delta_low", "dppo_mask_low"), "high": ("delta_high", "dppo_mask_high")}
+    bounds = {ours: first_of(case.params, theirs, 0.2) for ours, theirs in names.items()}
+    return DPPO(
+        divergence="kl" if "kl" in case.algorithm.split("_") else "tv",
+        cap=first_of(case.params, ("ratio_cap",)),
+        **bounds,
+    )
+
+
+def drawn(case: Case) -> PolicyLoss:
+    """Clip-Cov."""
+    names = {"fraction": ("clip_cov_ratio", "clip_ratio"), "cov_low": ("clip_cov_lb",), "cov_high": ("clip_cov_ub",)}
+    return ClipCov(**clip_of(case), **{ours: first_of(case.params, theirs) for ours, theirs in names.items()})
+
+
+LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
+    "ppo_clip": surrogate,
+    "ppo_clip_dual": surrogate,
+    "ppo_clip_two_sided_delta": surrogate,
+    "ppo_clip_with_kl": surrogate,
+    "ppo_clip_with_is_ratio": surrogate,
+    "ppo_clip_high_entropy_tokens": surrogate,
+    "opsm": surrogate,
+    "gspo": per_sequence,
+    "gspo_token": per_sequence,
+    "tis_sequence_gspo": per_sequence,
+    "cispo": clipped_weight_loss,
+    "cispo_rollout_anchor": clipped_weight_loss,
+    "cispo_decoupled": clipped_weight_loss,
+    "dppo_binary_tv": trust_region,
+    "dppo_binary_kl": trust_region,
+    "clip_cov": drawn,
+    "kl_cov": lambda case: KLCov(
+        fraction=first_of(case.params, ("kl_cov_ratio", "kl_cov_frac")), coef=first_of(case.params, ("ppo_kl_coef",))
+    ),
+    "m2po": lambda case: M2PO(**clip_of(case), threshold=case.params["m2_threshold"]),
+    "gmpo": lambda case: GMPO(clip=clip_of(case)["clip_low"]),
+    "sapo": lambda case: (
+        SAPO(tau_positive=case.params["tau_pos"], tau_negative=case.params["tau_neg"])
+        if "tau_pos" in case.params
+        else SAPO()
+    ),
+    "reinforce": lambda _case: Reinforce(),
+    "policy_loss/gpg": lambda _case: Reinforce(),
+    "cross_entropy": lambda _case: Reinforce(),
+    "importance_sampling": lambda _case: ClippedSurrogate(clip_low=1.0, clip_high=math.inf),
+    "rollout_is": lambda _case: Reinforce(),
+    "off_policy_is_current_over_rollout": lambda case: (
+        Reinforce() if case.params["base_loss"] == "reinforce" else surrogate(case)
+    ),
+}
+"""Our loss for a peer's algorithm; corrections around a loss that is not named here are around PPO's surrogate."""
+
+
+def loss_of(case: Case) -> PolicyLoss:
+    """The loss object for a case."""
+    return LOSSES.get(f"{case.topic}/{case.algorithm}", LOSSES.get(case.algorithm, surrogate))(case)
+
+
+def bounded(case: Case, loss: PolicyLoss) -> PolicyLoss:
+    """The same loss with the bound that the peer puts on the log-ratio before exp, where that is not ours."""
+    peer = peer_of(case)
+    if isinstance(loss, GSPO):
+        return FunctionLoss(lambda view: _gspo(view, loss, peer.sequence_log_ratio))
+    if peer.log_ratio == LOG_RATIO_BOUND or type(loss) not in (ClippedSurrogate, DPPO):
+        return loss
+    function, anchor = (dppo, "rollout_logprobs") if isinstance(loss, DPPO) else (clipped_surrogate, "old_logprobs")
+    options = {**_options(loss), "log_ratio_bound": peer.log_ratio}
+    return FunctionLoss(
+        lambda view: function(view.logprobs, view.required(anchor), view.required("advantages"), **options)
+    )
+
+
+def _gspo(view: LossView, loss: GSPO, bound: float) -> Tensor:
+    """The peers' bound is on one side only, so that it is ours where no row goes beyond."""
+    old, advantages = view.required("old_logprobs"), view.required("advantages")
+    beyond = sequence_log_ratio(view.logprobs.detach(), old, view.valid_tokens, geometric=True).max() > bound
+    options = {**_options(loss), "log_ratio_bound": bound if beyond or bound == math.inf else LOG_RATIO_BOUND}
+    return gspo(view.logprobs, old, advantages, view.valid_tokens, **options)
+
+
+def _options(loss: Any) -> dict[str, Any]:
+    return {field.name: getattr(loss, field.name) for field in fields(loss)}

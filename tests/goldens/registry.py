@@ -1,0 +1,71 @@
+"""Which function replays which algorithm, and what is knowingly left out."""
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+from goldens.cases import Case, Outputs
+
+Replay = Callable[[Case], Outputs]
+
+REPLAYS: dict[str, Replay] = {}
+"""By the name of the algorithm, or by ``topic/algorithm`` where one name means two things."""
+
+
+class NotOfferedError(Exception):
+    """Raised by a replay for a variant that the library has no counterpart of; the message is the reason."""
+
+
+def replays(*algorithms: str) -> Callable[[Replay], Replay]:
+    """Registers a function for algorithms."""
+
+    def register(replay: Replay) -> Replay:
+        for algorithm in algorithms:
+            if algorithm in REPLAYS:
+                raise ValueError(f"expected one replay for {algorithm}, got two")
+            REPLAYS[algorithm] = replay
+        return replay
+
+    return register
+
+
+def replay_of(case: Case) -> Replay:
+    """The function for a case.
+
+    Raises:
+        NotOfferedError: if there is none.
+    """
+    found = REPLAYS.get(f"{case.topic}/{case.algorithm}") or REPLAYS.get(case.algorithm)
+    if found is None:
+        raise NotOfferedError(NOT_OFFERED.get(case.algorithm, "unknown algorithm"))
+    return found
+
+
+NOT_OFFERED: dict[str, str] = {
+    "decoupled_ppo_loglinear_proximal": "the policy before the update is computed, never interpolated",
+    "gae_turn_level": "one step of GAE is one token",
+    "gae_vapo_length_adaptive": "one decay for all rows",
+    "gpg": "no scale by the share of rows without reward; its loss is ours",
+    "grpo_passk": "no advantage for the best row of a group alone",
+    "optimal_token_baseline": "needs the sum of squared probabilities of each step",
+    "proximal_logp_approximation": "the policy before the update is computed, never interpolated",
+    "stop_properly": "a row that was cut off is left out of the reward, not scaled or punished",
+}
+"""Algorithms that the library does not have, with the reason."""
+
+NOT_COMPARED: dict[str, str] = {
+    "m_*": "what a peer logs beside the recorded outputs, under its own definitions",
+    "clipfrac": "of the value loss, and of losses that do not log the share of clipped tokens",
+    "clip_ratio": "as clipfrac",
+    "pg_clipfrac": "as clipfrac",
+    "pg_clipfrac_lower": "as clipfrac",
+    "filtered_fraction": "a statistic of rejections and clamps together",
+    "ppo_kl": "where the old policy takes no part",
+    "rollout_kl": "a statistic of the mismatch; ours is another estimate",
+    "padding_action_log_probs": "what the policy says about padding is arbitrary: no token of it is valid",
+}
+"""Fields that are left out where a replay gives no value for them, with the reason. Patterns of fnmatch."""
+
+
+def not_compared(field: str) -> bool:
+    """Whether a field is left out where the replay gives no value for it."""
+    return any(fnmatch(field, pattern) for pattern in NOT_COMPARED)

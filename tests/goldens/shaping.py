@@ -1,0 +1,66 @@
+"""Shaped rewards: penalties of whole rows, and rewards of single tokens made of a KL and a scalar."""
+
+from typing import Any
+
+import torch
+from support import rollout_of
+
+from goldens.cases import Case, Outputs
+from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
+from goldens.registry import replays
+from lightning_rl import Finish, Rollout
+from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
+from lightning_rl.signal.corrections import adapted_coefficient
+from lightning_rl.signal.masked import masked_fill_invalid, row_mean
+from lightning_rl.signal.rewards import shaped_rewards
+
+
+@replays("dapo_overlong")
+def overlong(case: Case) -> Outputs:
+    """The reward plus the bonus of our correction."""
+    params = case.params
+    correction = OverlongPenalty(
+        params["max_response_length"], params["overlong_buffer_len"], coef=params.get("penalty_factor", 1.0)
+    )
+    rewards = case["rewards"]
+    rollout = _rows(len(rewards), response_lengths=case.ids("response_lengths"))
+    return {"rewards_out": rewards + correction.reward_bonus(rollout).to(rewards.dtype)}
+
+
+@replays("overlong_filtering")
+def filtered(case: Case) -> Outputs:
+    """The mask without the rows that did not stop by themselves."""
+    mask = case.mask()
+    finish = torch.where(case.mask("stopped"), Finish.STOP, Finish.LENGTH).to(torch.uint8)
+    excluded = NoEOSMask("drop_tokens").exclude(_rows(len(mask), finish=finish))
+    return {"mask_out": mask & ~excluded[:, None]}
+
+
+def _rows(number: int, **given: Any) -> Rollout:
+    return rollout_of([0.0] * number, [[1]] * number, **given)
+
+
+@replays("kl_shaped_reward")
+def shaped_with_kl(case: Case) -> Outputs:
+    """The reward of each token minus a KL, and a scalar at the last valid token."""
+    params = case.params
+    old, reference = case["old_logp"], case["ref_logp"]
+    mask = case.mask() if "mask" in case else torch.ones_like(old, dtype=torch.bool)
+    coefficient = first_of(params, ("kl_coef", "kl_ratio"), 0.0)
+    kl = masked_fill_invalid(estimator_of(case, first_of(params, ESTIMATOR_NAMES, "k1"))(old, reference), mask)
+    tokens = -coefficient * kl
+    scores = old.new_zeros(len(old))
+    if "token_scores" in case:
+        tokens = tokens + case["token_scores"]
+    if "rewards" in case:
+        scores = case["rewards"].clamp(*(params.get("reward_clip_range") or (-torch.inf, torch.inf)))
+    found = {
+        "token_rewards": shaped_rewards(scores, tokens, mask),
+        "mean_kl": row_mean(kl, mask).mean(),
+        "max_kl": kl.abs().amax(-1).mean(),
+    }
+    if params.get("controller") == "adaptive":
+        measured, target = float(found["mean_kl"]), params["target_kl"]
+        changed = adapted_coefficient(coefficient, measured, target=target, number=len(old), horizon=params["horizon"])
+        found["new_kl_coef"] = torch.tensor(changed)
+    return found

@@ -1,0 +1,92 @@
+"""The verdict on one case: matched, differs on purpose, not offered or failed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from torch import Tensor
+
+import goldens.replays  # noqa: F401 - registers every replay
+from goldens.cases import Case, Outputs
+from goldens.compare import Difference, difference
+from goldens.registry import NotOfferedError, not_compared, replay_of
+from goldens.rules import RULES, Rule
+
+
+class Status(StrEnum):
+    """What became of a case."""
+
+    MATCHED = "matched"
+    RULE = "differs on purpose"
+    NOT_OFFERED = "not offered"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A status with its explanation: the rule, the reason, or the field and the error."""
+
+    case: Case
+    status: Status
+    detail: str = ""
+
+
+def verdict(case: Case, rules: Sequence[Rule] = RULES) -> Verdict:
+    """Replays a case and compares every field that it recorded."""
+    try:
+        replay = replay_of(case)
+        outputs = replay(case)
+    except NotOfferedError as reason:
+        return Verdict(case, Status.NOT_OFFERED, str(reason))
+    except Exception as error:  # noqa: BLE001 - whatever a call raises is a failure of this case alone
+        return Verdict(case, Status.FAILED, f"call  {type(error).__name__}: {error}".splitlines()[0])
+    return _compared(case, outputs, rules)
+
+
+def _compared(case: Case, outputs: Outputs, rules: Sequence[Rule]) -> Verdict:
+    compared: dict[str, Difference] = {}
+    for name, field in case.outputs.items():
+        if name in outputs:
+            try:
+                compared[name] = difference(outputs[name], field)
+            except ValueError as error:
+                return Verdict(case, Status.FAILED, f"{name}  {error}")
+        elif not not_compared(name):
+            return Verdict(case, Status.FAILED, f"{name}  no value for this field")
+    if not compared:
+        return Verdict(case, Status.FAILED, "nothing to compare")
+    different = {name: one for name, one in compared.items() if one.found}
+    if not different:
+        return Verdict(case, Status.MATCHED)
+    for rule in rules:
+        if _explained(rule, case, different):
+            return Verdict(case, Status.RULE, rule.name)
+    worst = max(different, key=lambda name: _sortable(different[name].largest))
+    return Verdict(case, Status.FAILED, f"{worst}  off by {different[worst].largest:.3g}")
+
+
+def _sortable(error: float) -> float:
+    return np.inf if np.isnan(error) else error
+
+
+def _explained(rule: Rule, case: Case, different: dict[str, Difference]) -> bool:
+    if case.algorithm not in rule.algorithms:
+        return False
+    try:
+        predicted = rule.predicts(case)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        return False  # the rule is about inputs or parameters that this case does not have
+    return all(name in predicted and _as_predicted(found, *predicted[name]) for name, found in different.items())
+
+
+def _as_predicted(found: Difference, positions: Tensor, ours: Tensor) -> bool:
+    """Whether all that differs lies at the positions, and every value of ours there is the predicted one."""
+    where, wanted = (_spread(one.numpy(), found.apart.shape) for one in (positions, ours))
+    if (found.apart & ~where).any():
+        return False
+    return np.allclose(found.ours[where], wanted[where], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _spread(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(values.reshape(values.shape + (1,) * (len(shape) - values.ndim)), shape)

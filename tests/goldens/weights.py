@@ -1,0 +1,33 @@
+"""What the corrections of a case do to its tokens, without a policy loss."""
+
+from torch import Tensor
+
+from goldens.cases import Case, Outputs
+from goldens.corrections import Contribution, corrections_of, readers_of
+from goldens.views import view_of_case
+from lightning_rl import LossView
+from lightning_rl.signal.masked import row_mean
+from lightning_rl.signal.ratios import policy_ratio
+
+
+def corrected(case: Case) -> Outputs:
+    """What the corrections of a case do to its tokens."""
+    view = view_of_case(case)
+    done = Contribution(view, corrections_of(case))
+    ratio = policy_ratio(view.required("old_logprobs"), view.required("rollout_logprobs"))
+    found = {"ratio": ratio, "abs_dev": (ratio - 1).abs(), "clipfrac_tokens": (done.kept_weight != ratio).to(ratio)}
+    if "pg_loss" in case:
+        found["weighted_loss"] = case["pg_loss"] * done.kept_weight
+    rejected = view.valid_tokens & done.kept
+    weight = done.kept_weight
+    if case.peer == "verl":  # two families apart: weights, which may be 0, and rejections, which shrink the mask
+        weight = Contribution(view, readers_of(case, "rollout_is")).kept_weight
+        rejected = view.valid_tokens & Contribution(view, readers_of(case, "rollout_rs")).kept
+    if case.params.get("rollout_is_batch_normalize"):
+        weight = weight / _mean(weight, view)
+    by_row = "sequence" in (case.params.get("tis_ratio_type"), str(case.params.get("mode")).split("_")[0])
+    return {**found, "modified_mask": rejected, "is_weights": weight[:, :1] if by_row else weight}
+
+
+def _mean(values: Tensor, view: LossView) -> Tensor:
+    return row_mean(values.reshape(1, -1), view.valid_tokens.reshape(1, -1))

@@ -1,0 +1,303 @@
+"""Puts each known silent bug back into a copy of the tree and expects the test that is named after it to turn red.
+
+    python -m tests.mutations            # all of them
+    python -m tests.mutations 1_03 2_12  # those whose test has such a name
+
+Exits with 1 if a bug survives or if a test is red without one.
+"""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("lightning_rl", "callbacks", "recipes", "tests", "pyproject.toml")
+OPTIONS = ["tests/quiet_bugs", "-q", "--tb=short", "-p", "no:cacheprovider"]
+OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are preloaded by others
+PRELOADED = ["torch", "lightning.pytorch", "transformers.models.qwen2.modeling_qwen2", "torchmetrics"]
+
+
+class Mutation(NamedTuple):
+    """A bug: in ``file``, ``old`` becomes ``new``, which ``test`` has to notice."""
+
+    test: str
+    file: str
+    old: str
+    new: str
+
+
+# fmt: off
+MUTATIONS = [Mutation(*entry) for entry in [
+    ("test_1_01_shaping_leaves_the_raw_kl_alone", "lightning_rl/signal/rewards.py",
+     "return masked_fill_invalid(token_rewards, valid_tokens) + scalar", "return token_rewards.add_(scalar)"),
+    ("test_1_02_whitening_runs_over_all_ranks_and_every_rank_takes_part", "lightning_rl/signal/masked.py",
+     "global_sum(exact.sum())", "exact.sum()"),
+    ("test_1_02_whitening_runs_over_all_ranks_and_every_rank_takes_part", "lightning_rl/advantages.py",
+     "if self.whitened else raw, returns", "if self.whitened and valid.any() else raw, returns"),
+    ("test_1_03_dual_clip_reaches_the_loss", "lightning_rl/losses/per_token.py",
+     "dual_clip=self.dual_clip,", ""),
+    ("test_1_04_tool_tokens_do_not_shrink_the_gradient", "lightning_rl/signal/reductions.py",
+     "global_sum(valid_tokens.sum().double())", "global_sum(torch.tensor(float(valid_tokens.numel())))"),
+    ("test_1_05_the_gradient_is_that_of_the_whole_step_for_every_split_and_number_of_ranks",
+     "lightning_rl/stages/update.py", "backward(loss.total)", "backward(loss.total / len(microbatches))"),
+    ("test_1_05_the_gradient_is_that_of_the_whole_step_for_every_split_and_number_of_ranks",
+     "lightning_rl/stages/update.py",
+     "self.rollout.groups, self.global_sum)", "self.rollout.groups, lambda own: own)"),
+    ("test_1_06_a_penalty_at_a_masked_token_reaches_no_return", "lightning_rl/signal/rewards.py",
+     "return masked_fill_invalid(token_rewards, valid_tokens) + scalar", "return token_rewards + scalar"),
+    ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",
+     "_scored(self.model, states, layout, self.temperature)\n", "_scored(self.model, states, layout, 1.0)\n"),
+    ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",
+     "_scored(self.model, states, layout, self.temperature)[0]", "_scored(self.model, states, layout, 1.0)[0]"),
+    ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/generation/transformers.py",
+     "= scores.gather(1, chosen)", "= exact.log_softmax(-1).gather(1, chosen)"),
+    ("test_1_08_values_are_never_divided_by_the_temperature", "lightning_rl/policy/model.py",
+     "return layout.scatter(flat)", "return layout.scatter(flat / self.temperature)"),
+    ("test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_gradient",
+     "lightning_rl/policy/packing.py",
+     "prompt[row] + column - 1", "(prompt[row] + column).clamp(max=lengths[row] - 1)"),
+    ("test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_gradient",
+     "lightning_rl/policy/packing.py",
+     ".index_put((self.rows, self.columns), flat)", ".index_put((self.rows, self.columns), flat.detach())"),
+    ("test_1_10_a_metric_of_correct_samples_joins_by_identity_and_not_by_position", "lightning_rl/policy/plan.py",
+     "rollout.select(self.index, width", "rollout.select(torch.arange(len(self.index)), width"),
+    ("test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered", "lightning_rl/stages/draw.py",
+     "kept.append(part.select(keep))", "kept = [part.select(keep)]"),
+    ("test_1_12_a_log_probability_is_missing_for_no_token", "lightning_rl/stages/draw.py",
+     "if row is None or len(row) != len(completion.token_ids):", "if row is None:"),
+    ("test_1_12_every_field_of_a_token_has_the_length_of_the_response", "lightning_rl/rollout.py",
+     "    if own != expected:", "    if own[:1] != expected[:1]:"),
+    ("test_1_13_metrics_count_the_population_before_rejection", "lightning_rl/hooks/combine.py",
+     "Stat.of(~mask, view.valid_tokens)", "Stat.of(~mask, view.valid_tokens & mask)"),
+    ("test_1_13_metrics_count_the_population_before_rejection", "callbacks/ice_pop.py",
+     "raw = Stat.of(self._ratio(view), view.valid_tokens)",
+     "raw = Stat.of(self._ratio(view), view.valid_tokens & self.token_mask(view))"),
+    ("test_1_14_log_probabilities_of_the_engine_keep_their_precision", "lightning_rl/stages/draw.py",
+     "return _padded([row for", "return _padded([row.bfloat16() for"),
+    ("test_1_14_an_engine_in_half_precision_returns_log_probabilities_in_float32",
+     "lightning_rl/generation/transformers.py",
+     "exact = torch.promote_types(model.dtype, torch.float32)", "exact = model.dtype"),
+    ("test_1_15_a_kl_term_alone_has_a_gradient", "lightning_rl/signal/kl.py",
+     "return 0.5 * (logprobs - other).square()", "return 0.5 * (logprobs - other).detach().square()"),
+    ("test_1_15_the_slope_along_a_coefficient_is_the_logged_term", "lightning_rl/objective.py",
+     "total = total + term.coef * parts[", "total = total + parts["),
+    ("test_1_16_neither_loss_nor_gradient_depends_on_the_size_of_a_microbatch", "lightning_rl/stages/update.py",
+     "loss = objective(view, lambda reduction, own=microbatch: weights.of(reduction, own))",
+     "loss = objective(view, lambda r: r(view.valid_tokens, view.trained, view.groups) / len(microbatches))"),
+    ("test_1_17_a_logged_loss_is_the_sum_over_ranks_and_the_norm_is_no_sum", "lightning_rl/stages/update.py",
+     "float(world_size), torch.nan)", "1.0, torch.nan)"),
+    ("test_1_18_an_advantage_stands_at_every_valid_token_of_its_own_row", "lightning_rl/advantages.py",
+     "torch.where(self.valid_tokens, per_row", "torch.where(self.valid_tokens[-1:], per_row"),
+    ("test_1_19_not_even_a_term_that_is_nan_at_masked_tokens_leaks", "lightning_rl/objective.py",
+     "(masked_fill_invalid(per_token, valid) * weights)", "(per_token * weights)"),
+    ("test_1_20_padding_carries_exactly_the_fields_of_what_it_pads", "lightning_rl/rollout.py",
+     "return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))",
+     "return self.replace(token_extras={}).map(lambda t, _, pad: t.new_full((number, *t.shape[1:]), pad))"),
+    ("test_1_20_a_microbatch_without_a_valid_token_still_takes_part", "lightning_rl/stages/update.py",
+     "gradient.add(loss)", "gradient.add(loss) if view.valid_tokens.any() else None"),
+    ("test_1_21_every_field_follows_its_sample", "lightning_rl/rollout.py",
+     "{key: function(tensor, axes, pad) for key, tensor in value.items()}",
+     "{key: tensor[: len(function(tensor, axes, pad))] for key, tensor in value.items()}"),
+    ("test_1_21_a_pass_that_only_scores_leaves_nothing_behind", "lightning_rl/policy/packing.py",
+     "_PACKED_NOW.reset(token)", "pass"),
+    ("test_1_22_a_log_probability_stands_where_its_token_stands", "lightning_rl/policy/packing.py",
+     "columns=column,", "columns=rows.width - rows.response_lengths[row] + column,"),
+    ("test_1_23_gradients_of_microbatches_add_up", "lightning_rl/stages/update.py",
+     "backward(loss.total)", "policy.zero_grad(), backward(loss.total)"),
+    ("test_1_24_an_advantage_at_a_masked_token_is_in_no_mean", "lightning_rl/signal/masked.py",
+     "masked_fill_invalid(values, mask).sum(-1) /", "values.sum(-1) /"),
+    ("test_1_24_a_failed_sample_shifts_no_other_group", "lightning_rl/signal/masked.py",
+     "torch.unique(groups, return_inverse=True)",
+     "torch.unique(torch.arange(len(groups)) // 4, return_inverse=True)"),
+    ("test_1_25_the_version_of_a_token_is_pinned_when_its_request_is_sent", "lightning_rl/stages/draw.py",
+     "torch.where(actions, versions[:, None], -1)", "torch.where(actions, self.engine.version, -1)"),
+    ("test_1_25_a_mean_is_a_global_sum_over_a_global_count", "lightning_rl/hooks/stat.py",
+     "joint = (count * mean).sum(0) / total.clamp(min=1)", "joint = mean.mean(0)"),
+    ("test_2_01_a_base_that_is_nan_at_a_masked_token_spoils_no_gradient", "lightning_rl/objective.py",
+     "view = view.sanitised()", "view = view.sanitised() if view.ref_logprobs is None else view"),
+    ("test_2_02_whitening_does_not_see_padding", "lightning_rl/signal/masked.py",
+     "global_sum(mask.sum().double())", "global_sum(torch.ones_like(mask).sum().double())"),
+    ("test_2_03_the_reward_of_a_masked_row_moves_no_other_row", "lightning_rl/stages/signal.py",
+     "rewarded=rollout.rewarded,", "rewarded=rollout.trained,"),
+    ("test_2_04_extremes_and_deviations_count_valid_tokens_alone", "lightning_rl/hooks/stat.py",
+     "torch.where(kept, stacked, -torch.inf)", "torch.where(kept, stacked, 0.0)"),
+    ("test_2_04_extremes_and_deviations_count_valid_tokens_alone", "lightning_rl/hooks/stat.py",
+     "torch.where(kept, stacked - mean[:, None], 0.0)", "(torch.where(kept, stacked, 0.0) - mean[:, None])"),
+    ("test_2_05_kl_and_entropy_do_not_depend_on_microbatches_or_masked_rows", "lightning_rl/objective.py",
+     "-_reduced(view.entropy, weights, valid)", "-view.entropy[valid].mean()"),
+    ("test_2_05_kl_and_entropy_do_not_depend_on_microbatches_or_masked_rows", "lightning_rl/objective.py",
+     "_reduced(per_token, own, valid)", "masked_fill_invalid(per_token, valid).mean()"),
+    ("test_2_06_masked_tokens_are_no_time_steps", "lightning_rl/signal/returns.py",
+     "running = torch.where(valid, delta + gamma * lam * running, running)", "running = delta + gamma * lam * running"),
+    ("test_2_06_masked_tokens_are_no_time_steps", "lightning_rl/signal/returns.py",
+     "following = torch.where(valid, values[:, step], following)", "following = values[:, step]"),
+    ("test_2_07_a_correction_without_its_log_probabilities_is_an_error", "callbacks/outlier_mask.py",
+     '("old_logprobs", "rollout_logprobs")', '("old_logprobs",)'),
+    ("test_2_07_a_correction_without_its_log_probabilities_is_an_error", "lightning_rl/rollout.py",
+     "value = getattr(self, name)\n",
+     "value = getattr(self, name) if getattr(self, name) is not None else torch.zeros(self.response_ids.shape)\n"),
+    ("test_2_08_whitening_a_constant_gives_zero", "lightning_rl/signal/masked.py",
+     "exact = masked_fill_invalid(values, mask).double()", "exact = masked_fill_invalid(values, mask)"),
+    ("test_2_08_whitening_survives_a_large_offset_and_nan_at_a_masked_token", "lightning_rl/signal/masked.py",
+     "global_sum(deviation.square().sum())",
+     "(exact.float().square().sum() - number * mean.float().square()).double()"),
+    ("test_2_09_the_reward_of_a_short_row_stands_at_its_own_last_token", "lightning_rl/signal/rewards.py",
+     "torch.where(last_true(valid_tokens),", "torch.where(last_true(torch.ones_like(valid_tokens)),"),
+    ("test_2_10_the_divergence_from_the_engine_counts_valid_tokens_once", "lightning_rl/objective.py",
+     "stats = Stat.many(values, valid)", "stats = Stat.many(values, torch.ones_like(valid))"),
+    ("test_2_10_the_divergence_from_the_engine_counts_valid_tokens_once", "lightning_rl/hooks/stat.py",
+     "sum(-1) / count.clamp(min=1)", "sum(-1) / count"),
+    ("test_2_11_seven_samples_are_a_group_of_four_and_one_of_three", "lightning_rl/signal/masked.py",
+     "torch.unique(groups, return_inverse=True)", "torch.unique(torch.zeros_like(groups), return_inverse=True)"),
+    ("test_2_12_a_drifted_bad_response_is_rejected_as_a_whole", "lightning_rl/hooks/combine.py",
+     "mask[:, None].expand_as(view.valid_tokens)", "(mask[:, None] | (view.required('advantages') > 0))"),
+    ("test_2_12_a_drifted_bad_response_is_rejected_as_a_whole", "lightning_rl/hooks/combine.py",
+     "Stat.of(~mask, view.trained)", "Stat.of(~mask * view.valid_tokens.sum(-1), view.trained)"),
+    ("test_2_12_a_drifted_bad_response_is_rejected_as_a_whole", "lightning_rl/signal/masked.py",
+     "masked_fill_invalid(values, mask).sum(-1) /", "(values * mask).sum(-1) /"),
+    ("test_2_12_a_removed_row_is_in_no_statistic", "lightning_rl/stages/signal.py",
+     "rewarded=rollout.rewarded & trained", "rewarded=rollout.rewarded"),
+    ("test_2_13_shaping_is_masked_and_an_empty_response_is_no_error", "lightning_rl/signal/rewards.py",
+     "return masked_fill_invalid(token_rewards, valid_tokens) + scalar", "return token_rewards + scalar"),
+    ("test_2_13_shaping_is_masked_and_an_empty_response_is_no_error", "lightning_rl/signal/rewards.py",
+     "torch.where(last_true(valid_tokens),",
+     "torch.where(last_true(valid_tokens | ~valid_tokens.any(-1, keepdim=True)),"),
+    ("test_2_14_a_response_is_cut_off_if_its_engine_says_so_and_not_if_it_fills_the_width",
+     "callbacks/no_eos_mask.py",
+     "return rollout.finish != Finish.LENGTH", "return rollout.response_lengths < rollout.width"),
+    ("test_2_15_no_reward_is_lost_at_a_masked_last_token", "lightning_rl/signal/rewards.py",
+     "torch.where(last_true(valid_tokens),", "torch.where(last_true(torch.ones_like(valid_tokens)) & valid_tokens,"),
+    ("test_2_16_six_of_eight_tokens_weigh_an_eighth_each", "lightning_rl/objective.py",
+     "_times(raw, factor, valid), weights", "_times(raw, factor, valid) * valid.sum() / (factor != 0).sum(), weights"),
+    ("test_2_16_six_of_eight_tokens_weigh_an_eighth_each", "lightning_rl/losses/per_step.py",
+     "return torch.where(_chosen(view), super().__call__(view), 0.0)",
+     "return torch.where(_chosen(view), super().__call__(view), 0.0) * view.valid_tokens.sum() / _chosen(view).sum()"),
+    ("test_2_17_the_overlong_penalty_can_be_asked_twice", "callbacks/overlong_penalty.py",
+     "return self.coef * self._penalty(rollout)", "return rollout.rewards.add_(self.coef * self._penalty(rollout))"),
+    ("test_2_18_every_name_that_an_error_offers_is_accepted", "lightning_rl/signal/reductions.py",
+     "if reduction not in known:", "if reduction not in REDUCTIONS:"),
+    ("test_2_18_every_documented_option_is_accepted", "callbacks/opsm.py",
+     'if against not in ("old", "rollout"):', 'if against not in ("old",):'),
+    ("test_2_19_a_row_without_others_has_no_advantage_and_nan_stays_where_it_is", "lightning_rl/signal/advantages.py",
+     "return torch.where(live, advantages, 0.0)",
+     "return torch.where(live, advantages, masked_fill_invalid(scores, rewarded).double())"),
+    ("test_2_19_a_rank_without_a_valid_token_joins_every_collective", "lightning_rl/signal/masked.py",
+     "    moments = global_moments(values, mask, global_sum)",
+     "    if not mask.any():\n        return values\n    moments = global_moments(values, mask, global_sum)"),
+    ("test_2_20_poison_at_a_masked_token_reaches_neither_loss_nor_gradient", "lightning_rl/rollout.py",
+     "return torch.where(mask, tensor, 0.0)", "return tensor * mask"),
+    ("test_2_21_the_force_back_never_fades_with_drift", "lightning_rl/signal/kl.py",
+     "gap = logprobs - other\n", "gap = (logprobs - other).clamp(-2.61, 2.61)\n"),
+    ("test_2_22_a_step_draws_no_global_random_number", "lightning_rl/losses/per_step.py",
+     "shuffled_keys(view.sample_ids, view.width)", "torch.rand(len(view), view.width, dtype=torch.float64)"),
+]]
+# fmt: on
+
+
+class Run(NamedTuple):
+    """How pytest ended in a copy of the tree."""
+
+    code: int
+    output: str
+
+    @property
+    def failed_by_assertion(self) -> bool:
+        """Whether tests ran and each failure is an expectation that was not met or a refusal of the library."""
+        reasons = re.findall(r"^FAILED .*? - (.*)$", self.output, re.MULTILINE)
+        expected = ("assert ", "AssertionError", "Failed: DID NOT", "RuntimeError", "ValueError")
+        return self.code == 1 and bool(reasons) and all(reason.startswith(expected) for reason in reasons)
+
+
+def run(tests: Sequence[str], mutation: Mutation | None = None) -> Run:
+    """Runs the tests of some names in a copy of the tree, with a mutation if there is one.
+
+    Happens in a process of its own, which has imported nothing but what :data:`PRELOADED` says.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder).resolve()
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "test_mutations.py")
+                shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, copy)
+        if mutation is not None:
+            apply(mutation, copy)
+        sys.path.insert(0, str(copy))  # ahead of an installed library
+        sys.dont_write_bytecode = True
+        os.chdir(copy)
+        os.environ["COLUMNS"] = "400"  # pytest cuts reasons to the width of the terminal
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            code = pytest.main([*OPTIONS, "-k", " or ".join(tests)])
+        os.chdir(ROOT)
+        check_imported(copy)
+        return Run(int(code), output.getvalue())
+
+
+def apply(mutation: Mutation, copy: Path) -> None:
+    """Edits one file.
+
+    Raises:
+        ValueError: unless the old text stands in it exactly once.
+    """
+    file = copy / mutation.file
+    text = file.read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"expected {mutation.old!r} once in {mutation.file}, got {text.count(mutation.old)} times")
+    file.write_text(text.replace(mutation.old, mutation.new))
+
+
+def check_imported(copy: Path) -> None:
+    """Raises a RuntimeError unless everything that was tested is that of the copy."""
+    names = [name for name in sys.modules if name.partition(".")[0] in ("lightning_rl", "support", "silent_bugs")]
+    files = [Path(sys.modules[name].__file__ or "").resolve() for name in names]
+    if "lightning_rl.callbacks.opsm" not in names or not all(file.is_relative_to(copy) for file in files):
+        raise RuntimeError(f"expected to test the library in {copy}, got {sorted(map(str, files))}")
+
+
+def verdict(mutation: Mutation) -> str:
+    """What became of a mutation: ``caught``, or why not."""
+    try:
+        ended = run([mutation.test], mutation)
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"NOT RUN: {error}"
+    if ended.failed_by_assertion:
+        return "caught"
+    return "SURVIVED" if ended.code == 0 else f"CRASHED: {ended.output[-2000:]}"
+
+
+def main(names: Sequence[str]) -> int:
+    """Injects the mutations of some tests, or all, and prints a table."""
+    chosen = [mutation for mutation in MUTATIONS if not names or any(name in mutation.test for name in names)]
+    if not chosen:
+        sys.stdout.write(f"expected parts of the names of tests, got {' '.join(names)}\n")
+        return 1
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(PRELOADED)
+    caught = 0
+    with forks.Pool(2, maxtasksperchild=1) as pool:
+        clean = pool.apply(run, (sorted({mutation.test for mutation in chosen}),))
+        if clean.code != 0:
+            sys.stdout.write(f"{clean.output}\nexpected green tests before any mutation\n")
+            return 1
+        for mutation, found in zip(chosen, pool.imap(verdict, chosen, chunksize=1), strict=True):
+            caught += found == "caught"
+            sys.stdout.write(f"{mutation.test[5:9]}  {mutation.file:40}  {mutation.new.strip()[:50]!r:54}  {found}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"mutations injected={len(chosen)} caught={caught}\n")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

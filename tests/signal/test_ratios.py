@@ -1,0 +1,52 @@
+"""Importance ratios of tokens and of rows."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio, sequence_log_ratio, sequence_ratio
+
+NAN, INF = math.nan, math.inf
+NEW = torch.tensor([[-1.0, -2.0, NAN], [-1.0, 9.0, -1.0], [NAN, NAN, INF]], dtype=torch.float64)
+OLD = torch.tensor([[-1.5, -2.25, 0.0], [-0.5, -INF, -1.0], [0.0, 1.0, 2.0]], dtype=torch.float64)
+VALID = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("geometric", "expected"), [(False, [0.75, -0.5, 0.0]), (True, [0.375, -0.25, 0.0])])
+def test_the_log_ratio_of_a_row_is_that_of_its_valid_tokens(*, geometric: bool, expected: list[float]) -> None:
+    found = sequence_log_ratio(NEW, OLD, VALID, geometric=geometric)
+    assert found.tolist() == expected
+    assert sequence_ratio(NEW, OLD, VALID, geometric=geometric).tolist() == pytest.approx(
+        [math.exp(e) for e in expected]
+    )
+
+
+def test_the_log_ratio_carries_a_gradient_and_the_ratio_none() -> None:
+    current = NEW.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(sequence_log_ratio(current, OLD, VALID, geometric=True).sum(), current)
+    assert slope.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    assert not sequence_ratio(current, OLD, VALID, geometric=True).requires_grad
+
+
+@pytest.mark.parametrize("bound", [LOG_RATIO_BOUND, 1.0, INF])
+def test_the_exponent_of_a_token_is_bounded_on_either_side(bound: float) -> None:
+    gap = torch.tensor([-30.0, -0.5, 0.0, 0.5, 30.0], dtype=torch.float64, requires_grad=True)
+    found = policy_ratio(gap, torch.zeros(5).double(), bound=bound)
+    assert_close(found, gap.detach().clamp(-bound, bound).exp())
+    (slope,) = torch.autograd.grad(found.sum(), gap)
+    inside = gap.detach().abs() <= bound
+    assert_close(slope, torch.where(inside, found.detach(), 0.0))
+
+
+def test_a_long_row_overflows_neither_product_nor_mean() -> None:
+    new, old = torch.zeros(1, 5000), torch.full((1, 5000), -1.0)
+    valid = torch.ones(1, 5000, dtype=torch.bool)
+    assert_close(sequence_ratio(new, old, valid, geometric=False), torch.tensor([math.exp(LOG_RATIO_BOUND)]))
+    assert_close(sequence_ratio(new, old, valid, geometric=True), torch.tensor([math.e]))
+
+
+def test_no_rows_are_no_error() -> None:
+    nothing = torch.zeros(0, 3)
+    assert sequence_ratio(nothing, nothing, nothing.bool(), geometric=True).shape == (0,)

@@ -1,0 +1,87 @@
+"""What the tests of known silent bugs share: one optimizer step cut as one likes, a signal, samples from a script."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support import parity_reward, tiny_policy
+from torch import Tensor
+
+from lightning_rl import Contributions, FakeEngine, Objective, Reinforce, RLCallback, Rollout, Stat, token_mean
+from lightning_rl.advantages import resolve_advantages
+from lightning_rl.hooks.stat import merged_moments, shown_value
+from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.rewards import Rewards
+from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.stages.draw import Drawer
+from lightning_rl.stages.signal import with_signal
+from lightning_rl.stages.update import accumulated
+
+G = 3
+
+
+@dataclass
+class Found:
+    """What accumulating one optimizer step gave."""
+
+    gradient: Tensor  # of every weight, as one vector
+    losses: dict[str, float]
+    stats: list[dict[str, Stat]]  # of each microbatch
+
+    def metrics(self) -> dict[str, float]:
+        """Every statistic, merged over the microbatches."""
+        return {name: merged(*(stats[name] for stats in self.stats)) for name in self.stats[0]}
+
+
+def merged(*stats: Stat) -> float:
+    """The figure of one metric over several microbatches or ranks."""
+    return shown_value(merged_moments(torch.stack([stat.moments for stat in stats])).tolist(), stats[0].shown)
+
+
+def one_step(
+    rollout: Rollout,
+    cut: Sequence[Sequence[int]],
+    *callbacks: RLCallback,
+    loss: Any = None,
+    reduction: Any = token_mean,
+    global_sum: GlobalSum = own_sum,
+    **options: Any,
+) -> Found:
+    """Accumulates the gradient of a tiny float64 policy over microbatches of the given rows."""
+    model = tiny_policy(dtype=torch.float64)
+    policy = PolicyModel(model, None, temperature=0.7, packed=True)
+    step = accumulated(
+        rollout,
+        plan_of_rows(rollout, [[list(rows) for rows in cut]]).step(0),
+        policy,
+        Objective(loss=loss or Reinforce(), reduction=reduction, contributions=Contributions(callbacks), **options),
+        global_sum=global_sum,
+        around=lambda _last: nullcontext(),
+        backward=lambda total: total.backward(),
+    )
+    gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
+    return Found(gradient, {name: float(part) for name, part in step.parts.items()}, step.stats)
+
+
+def signal(
+    rollout: Rollout, estimator: Any, *callbacks: RLCallback, global_sum: GlobalSum = own_sum
+) -> tuple[Tensor, dict[str, float]]:
+    """Advantages and what is logged beside them."""
+    found, stats = with_signal(rollout, resolve_advantages(estimator), Contributions(callbacks), global_sum)
+    return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}
+
+
+def drawer(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **options: Any) -> Drawer:
+    """Draws :data:`G` samples of each prompt from a scripted engine that holds weights of version 6."""
+    engine = options.pop("engine", None) or FakeEngine(script or (lambda request: [2] * (1 + request.sample_id % 3)))
+    engine.load_weights([], 6)
+    known: dict[str, Any] = {
+        "engine": engine, "tokenizer": None, "rewards": Rewards([parity_reward]),
+        "contributions": Contributions(callbacks), "group_size": G, "temperature": 1.0, "max_new_tokens": 6,
+        "eos_ids": frozenset({1}), "stop": (), "seed": 11, "logprobs": True, "dtype": torch.float32,
+        "generating": nullcontext,
+    }  # fmt: skip
+    return Drawer(**{**known, **options})

@@ -1,0 +1,94 @@
+"""What the critic minimises: a ValueLoss or a function of one's own, checked like the policy loss."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support import fit, run_step, tiny_module, view_of, weights_of
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import LossView, Reinforce, RLLightningModule, ValueLoss
+from lightning_rl.signal.losses import value_loss
+
+
+def view(current: list[float], old: list[float], returns: list[float]) -> LossView:
+    found = view_of([-1.0] * len(old), values=old, returns=returns, current_values=current, advantages=[0.0] * len(old))
+    return found.replace(current_values=found.required("current_values").requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("options", "current", "old", "loss"),
+    [
+        pytest.param({}, 0.5, 0.0, 0.5 * 0.8**2, id="clipped-at-0.2-by-default"),
+        pytest.param({"clip": 0.1}, 0.5, 0.0, 0.5 * 0.9**2, id="clip"),
+        pytest.param({"clip": None}, 0.5, 0.0, 0.5 * 0.5**2, id="no-clip"),
+        pytest.param({"clip": None, "huber": 0.25}, 0.5, 0.0, 0.25 * (0.5 - 0.125), id="huber"),
+        pytest.param({"clip": 0.1, "huber": 0.25}, 0.5, 0.0, 0.25 * (0.9 - 0.125), id="both"),
+        pytest.param({}, 1.5, 1.4, 0.5 * 0.5**2, id="within-the-clip"),
+    ],
+)
+def test_value_loss_by_hand(options: dict[str, Any], current: float, old: float, loss: float) -> None:
+    given = [torch.tensor([[number]]) for number in (current, old, 1.0)]
+    assert float(ValueLoss(**options)(*given)) == pytest.approx(loss)
+    assert torch.equal(ValueLoss(**options)(*given), value_loss(*given, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip": 0.0}, "expected clip > 0 or None, got 0.0"),
+        ({"clip": math.nan}, "expected clip > 0 or None, got nan"),
+        ({"huber": 0.0}, "expected huber > 0, got 0.0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ValueLoss(**options)
+
+
+def test_a_function_of_ones_own_is_reduced_like_the_others() -> None:
+    def absolute(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return (values - returns).abs() + old_values
+
+    seen = view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0])
+    step = run_step(seen, loss=Reinforce(), value_loss=absolute, value_coef=0.5)
+    assert step.metrics["loss/value"] == pytest.approx((0.6 + 2.3) / 2)
+    assert float(step.loss) == pytest.approx(0.5 * (0.6 + 2.3) / 2)
+
+
+def flattening(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+    return (values - returns).square().mean()
+
+
+def writing(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+    return (values - returns.mul_(2.0)).square()
+
+
+def test_a_value_loss_that_is_not_per_token_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"the value loss flattening to return a value per token \[1, 2\], got \[\]"):
+        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=flattening)
+
+
+def test_a_value_loss_that_writes_in_place_is_refused_by_its_name() -> None:
+    with pytest.raises(RuntimeError, match="the value loss writing wrote in place to returns: a loss returns a new"):
+        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=writing)
+
+
+def trained(**options: Any) -> RLLightningModule:
+    module = tiny_module(**{"advantages": "gae", "critic": "shared", "group_size": 1, "epochs": 2, **options})
+    fit(module)
+    return module
+
+
+def test_in_a_fit_the_loss_that_was_passed_is_the_one_that_trains() -> None:
+    def plain(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return value_loss(values, old_values, returns, clip=0.01)
+
+    expected, default, function = trained(value_loss=ValueLoss(clip=0.01)), trained(), trained(value_loss=plain)
+    for name, weight in weights_of(expected).items():
+        assert_close(weights_of(function)[name], weight, atol=0, rtol=0)
+    head = "policy.value_head.weight"
+    assert not torch.equal(weights_of(default)[head], weights_of(expected)[head])
+    assert torch.equal(weights_of(default)[head], weights_of(trained(value_loss=ValueLoss()))[head])

@@ -1,0 +1,138 @@
+"""Parity: recorded calls of other systems, replayed with our functions. The adapter is in :mod:`goldens`."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from goldens.cases import Case, Field, read_folder
+from goldens.command import main
+from goldens.page import page
+from goldens.registry import NOT_OFFERED
+from goldens.report import table
+from goldens.rules import RULES
+from goldens.verdict import Status, Verdict, verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "data" / "goldens"
+NUMBER = 1688
+
+OURS = (
+    "kl_k1", "kl_abs", "kl_k2", "kl_k3", "kl_low_var_clamped", "kl_k1_unbiased", "kl_k3_unbiased",
+    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "raw_reward", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "remax", "opo", "gae", "discounted_returns", "kl_shaped_reward", "dapo_overlong",
+    "reward_norm", "reward_norm_masked", "masked_whiten", "no_eos_reward_norm", "overlong_filtering",
+    "ppo_clip", "ppo_clip_dual", "ppo_clip_with_kl", "gspo", "gspo_token", "cispo", "cispo_rollout_anchor",
+    "dppo_binary_tv", "dppo_binary_kl", "sapo", "clip_cov", "kl_cov", "gmpo", "m2po", "m2po_mask", "value_clip",
+    "value_mse", "policy_loss_pipeline", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean",
+    "off_policy_is_current_over_rollout", "tis_token", "tis_sequence", "icepop", "icepop_token_mask",
+    "geometric_sequence_mask", "sequence_geometric_mask", "product_sequence_mask", "sequence_product_mask",
+    "outlier_token_veto", "opsm", "rollout_kl_loss", "reference_kl_loss", "ppo_raw_kl",
+    "entropy_and_selective_log_softmax",
+)  # fmt: skip
+"""What the library offers by name."""
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return list(read_folder(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def verdicts(cases: list[Case]) -> list[Verdict]:
+    return [verdict(case) for case in cases]
+
+
+def test_no_case_fails(verdicts: list[Verdict]) -> None:
+    assert [(one.case.id, one.detail) for one in verdicts if one.status is Status.FAILED] == []
+    assert len(verdicts) == NUMBER
+
+
+def test_every_algorithm_of_ours_is_recorded_and_offered(verdicts: list[Verdict]) -> None:
+    absent = {one.case.algorithm for one in verdicts if one.status is Status.NOT_OFFERED}
+    assert set(OURS) - {one.case.algorithm for one in verdicts} == set()
+    assert absent & set(OURS) == set()
+    assert absent == set(NOT_OFFERED), "and what is not offered is listed with its reason"
+
+
+def test_every_case_of_a_pull_request_matches(verdicts: list[Verdict]) -> None:
+    found = Counter(one.status for one in verdicts if one.case.from_pull_request)
+    assert found == {Status.MATCHED: 34}
+
+
+def test_few_cases_differ_on_purpose(verdicts: list[Verdict]) -> None:
+    general = [one for one in verdicts if one.case.algorithm in OURS and "peer_specific" not in one.case.tags]
+    ruled = [one for one in general if one.status is Status.RULE]
+    assert {one.status for one in general} == {Status.MATCHED, Status.RULE}
+    assert len(ruled) <= 0.05 * len(general)
+
+
+def test_every_rule_covers_a_case(verdicts: list[Verdict]) -> None:
+    assert {one.detail for one in verdicts if one.status is Status.RULE} == {rule.name for rule in RULES}
+
+
+def test_the_page_lists_the_rules_and_their_cases(verdicts: list[Verdict]) -> None:
+    assert (ROOT / "docs" / "parity.md").read_text() == page(verdicts)
+
+
+def with_output(case: Case, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Case:
+    field = case.outputs[name]
+    return replace(case, outputs={**case.outputs, name: replace(field, value=change(field.value.copy()))})
+
+
+@pytest.mark.parametrize("topic", sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir()))
+def test_one_per_cent_off_is_a_failure(topic: str, cases: list[Case], verdicts: list[Verdict]) -> None:
+    matched = [one.case for one in verdicts if one.status is Status.MATCHED and one.case.topic == topic]
+    case = next(case for case in matched if decisive(case))
+    name = decisive(case)
+    found = verdict(with_output(case, name, lambda value: value * np.asarray(1.01, value.dtype)))
+    assert (found.status, found.detail.split()[0]) == (Status.FAILED, name)
+    assert f"FAILED  {case.id}  {name}" in table([found])
+
+
+def decisive(case: Case) -> str:
+    """A compared output with a value so large that one per cent is no rounding."""
+    named = ("loss", "kl", "advantages", "y", "rewards_out", "token_rewards", "logp", "is_weights", "returns")
+    return next((name for name in named if name in case.outputs and largest(case.outputs[name]) > 0.1), "")
+
+
+def largest(field: Field) -> float:
+    counted = field.value if field.where is None else field.value[field.where]
+    return float(np.abs(counted).max(initial=0.0))
+
+
+def test_a_rule_excuses_nothing_but_what_it_predicts(verdicts: list[Verdict]) -> None:
+    ruled = [one.case for one in verdicts if one.status is Status.RULE and one.detail == RULES[0].name]
+    rows = next(case for case in ruled if "advantages" in case.outputs)
+    alone = (rows.ids()[:, None] == rows.ids()).sum(-1) == 1
+    assert verdict(with_output(rows, "advantages", added_to(alone.numpy()))).status is Status.RULE
+    assert verdict(with_output(rows, "advantages", added_to(~alone.numpy()))).status is Status.FAILED
+
+
+def added_to(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda value: (value + 0.5 * rows[:, None]).astype(value.dtype)
+
+
+def test_an_unknown_algorithm_is_not_offered(cases: list[Case]) -> None:
+    found = verdict(replace(cases[0], algorithm="of_tomorrow"))
+    assert (found.status, found.detail) == (Status.NOT_OFFERED, "unknown algorithm")
+
+
+def test_an_exception_is_a_failure_of_its_case_with_its_message(cases: list[Case]) -> None:
+    case = next(case for case in cases if case.algorithm == "value_clip")
+    found = verdict(replace(case, arrays={}))
+    assert found.status is Status.FAILED and "KeyError" in found.detail
+
+
+def test_an_output_that_nobody_computes_is_a_failure(cases: list[Case]) -> None:
+    case = next(case for case in cases if case.algorithm == "value_clip")
+    found = verdict(replace(case, outputs={**case.outputs, "advantages": case.outputs["loss"]}))
+    assert found.status is Status.FAILED and "no value" in found.detail
+
+
+def test_the_command_fails_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert main([]) == 2
+    assert "FOLDER" in capsys.readouterr().out

@@ -1,0 +1,138 @@
+"""Presets: each fits as it is, sets only options that exist, and is written down as it is."""
+
+import dataclasses
+import importlib.util
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import fit, tiny_module, tiny_policy, weights_of
+
+from lightning_rl import RLLightningModule, presets
+from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
+from lightning_rl.presets import PRESETS, Preset
+from lightning_rl.signal.reductions import SequenceSumNorm
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.py"
+SWITCHES_ENGINE_LOGPROBS_ON = {"dppo", "m2po"}
+LONGEST = 8
+each = pytest.mark.parametrize("name", PRESETS)
+
+
+def small(name: str, **given: Any) -> Preset:
+    """A preset for responses that fit into the tiny policy."""
+    known = inspect.signature(PRESETS[name]).parameters
+    return PRESETS[name](**({"max_new_tokens": LONGEST} if "max_new_tokens" in known else {}), **given)
+
+
+def run(preset: Preset, *, callbacks: bool = True, rollouts: int = 1, **options: Any) -> RLLightningModule:
+    module = tiny_module(**{"max_new_tokens": LONGEST, **options, **preset.options})
+    used = preset.callbacks if callbacks else ()
+    trainer = fit(module, callbacks=used, max_steps=rollouts * module.steps_per_rollout)
+    assert trainer.global_step == rollouts * module.steps_per_rollout and module.run.skipped == 0
+    return module
+
+
+def equal(one: RLLightningModule, other: RLLightningModule) -> bool:
+    first, second = weights_of(one), weights_of(other)
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@each
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_it_fits_and_warns_of_nothing_but_the_engines_log_probabilities(name: str, epochs: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "`isinstance|Found .* in eval mode|The .* does not have many workers")
+        module = run(small(name), epochs=epochs)
+    expected = ["engine_logprobs switched on"] if name in SWITCHES_ENGINE_LOGPROBS_ON else []
+    assert [str(warning.message)[:27] for warning in caught] == expected
+    assert all(torch.isfinite(weight).all() for weight in module.parameters())
+
+
+@each
+def test_it_trains(name: str) -> None:
+    moved, fresh = weights_of(run(small(name), engine_logprobs=True, rollouts=2)), tiny_policy().named_parameters()
+    assert any(not torch.equal(moved[f"policy.model.{part}"], weight) for part, weight in fresh)
+
+
+@each
+def test_it_sets_only_options_of_the_module(name: str) -> None:
+    known = inspect.signature(RLLightningModule).parameters
+    assert set(small(name).options) <= set(known) - {"policy", "rewards"}
+
+
+@each
+def test_it_names_its_source(name: str) -> None:
+    source = (inspect.getdoc(PRESETS[name]) or "").partition("Source:")[2]
+    assert re.search(r"20\d\d.*arXiv:\d{4}\.\d{5}", " ".join(source.split()))
+
+
+@each
+def test_it_is_read_only_and_made_anew_by_every_call(name: str) -> None:
+    preset, other = small(name), small(name)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        preset.options["loss"] = "ppo"  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        preset.options = {}  # pyright: ignore[reportAttributeAccessIssue]
+    assert not {id(callback) for callback in preset.callbacks} & {id(callback) for callback in other.callbacks}
+    assert "loss" in dict(preset.options) and [type(c) for c in preset.callbacks] == [type(c) for c in other.callbacks]
+
+
+def test_a_preset_keeps_its_own_copy_of_the_options() -> None:
+    options = {"loss": "ppo"}
+    preset = Preset(options)
+    options["loss"] = "reinforce"
+    assert preset.options["loss"] == "ppo"
+    assert {**preset.options, "loss": "gspo"} == {"loss": "gspo"}, "an option is replaced as in any mapping"
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if small(name).callbacks])
+def test_without_its_callbacks_it_is_its_options_bit_for_bit(name: str) -> None:
+    def bare() -> RLLightningModule:
+        return run(small(name), callbacks=False, engine_logprobs=True, minibatches=2, rollouts=2)
+
+    before = bare()
+    acted = run(small(name), engine_logprobs=True, minibatches=2, rollouts=2)
+    assert equal(bare(), before)
+    if name != "m2po":  # whose weight is 1 as long as engine and trainer agree
+        assert not equal(acted, before)
+
+
+def test_every_function_of_the_module_that_makes_a_preset_is_known_by_its_name() -> None:
+    makers = dict(inspect.getmembers(presets, inspect.isfunction))
+    own: dict[str, Callable[..., Any]] = {
+        name: maker for name, maker in makers.items() if maker.__module__ == presets.__name__
+    }
+    assert own == PRESETS
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "beta" in inspect.signature(PRESETS[name]).parameters])
+def test_beta_is_that_of_the_reference_kl(name: str) -> None:
+    (callback,) = PRESETS[name](beta=0.125).callbacks
+    assert isinstance(callback, ReferenceKL) and callback.beta == 0.125
+
+
+def test_the_longest_response_reaches_everything_that_depends_on_it() -> None:
+    (sampling, penalty), options = presets.dapo(max_new_tokens=50).callbacks, presets.dapo(max_new_tokens=50).options
+    assert isinstance(sampling, DynamicSampling) and isinstance(penalty, OverlongPenalty)
+    assert (penalty.longest, penalty.cache, options["max_new_tokens"]) == (50, 10, 50)
+    shortest = presets.dapo(max_new_tokens=3).callbacks[1]
+    assert isinstance(shortest, OverlongPenalty) and shortest.cache == 1
+    dr_grpo = presets.dr_grpo(max_new_tokens=50).options
+    assert (dr_grpo["reduction"], dr_grpo["max_new_tokens"]) == (SequenceSumNorm(50), 50)
+
+
+def test_the_page_is_what_the_presets_say() -> None:
+    spec = importlib.util.spec_from_file_location("presets_page", PAGE)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = script.page()
+    assert PAGE.with_suffix(".md").read_text() == page, "run python docs/presets.py"
+    assert all(f"| `{name}` |" in page for name in PRESETS)
