@@ -13,6 +13,7 @@ from lightning_rl.advantages import (
     RewardSignal,
 )
 from lightning_rl.data import Prompt, PromptDataModule, Ticket
+from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.generation import Completion, Engine, FakeEngine, Request, TransformersEngine
 from lightning_rl.hooks import Contributions, LossTerm, LossView, RLCallback, Stat
 from lightning_rl.losses import (
@@ -53,6 +54,7 @@ __all__ = [
     "Contributions",
     "Engine",
     "Estimator",
+    "FSDP2Strategy",
     "FakeEngine",
     "Finish",
     "FunctionLoss",

@@ -1,13 +1,12 @@
 """RLLightningModule: the stages of a rollout as hooks of a LightningModule, and nothing that bends the signal."""
 
-import warnings
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
@@ -15,11 +14,12 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
-from lightning_rl.data import PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
+from lightning_rl.data import Ticket, TicketLoader
 from lightning_rl.generation import Engine, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
+from lightning_rl.interrupts import Interrupts
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
-from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_monitored, log_row
+from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
 from lightning_rl.objective import Objective
 from lightning_rl.policy import Microbatch, PolicyModel, Scorer
 from lightning_rl.policy.build import (
@@ -31,31 +31,28 @@ from lightning_rl.policy.build import (
     eos_ids_of,
     longest_prompt,
 )
+from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.rewards import Reward, Rewards
+from lightning_rl.run_module import RunModule
 from lightning_rl.schedules import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
 from lightning_rl.stages.checks import (
     check_entropy,
     check_estimator,
+    check_flags,
     check_positive,
     check_ratios,
     check_reads,
     check_sizes,
     check_whole_rollouts,
 )
-from lightning_rl.stages.collect import Collector
-from lightning_rl.stages.draw import Drawer
 from lightning_rl.stages.generators import seed_everything
 from lightning_rl.stages.held import Held
 from lightning_rl.stages.run_state import RunState
-from lightning_rl.stages.signal import validation_metrics
 from lightning_rl.stages.update import StepGradient, accumulated
 
-# Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
-warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
 
-
-class RLLightningModule(LightningModule):
+class RLLightningModule(RunModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
     A rollout is drawn in ``on_train_batch_start`` and serves ``steps_per_rollout`` = minibatches x epochs optimizer
@@ -86,6 +83,7 @@ class RLLightningModule(LightningModule):
         stop: strings that end a response.
         token_budget: most tokens of a microbatch; changes memory and speed, never a result.
         packing: whether microbatches go through the model without padding.
+        activation_checkpointing: keep only the inputs of the layers and run them again in the backward.
         engine_logprobs: whether the engine returns log-probabilities; None for when something reads them.
         entropy_coef: what the entropy bonus is multiplied with.
         value_coef: what the critic's loss is multiplied with.
@@ -122,6 +120,7 @@ class RLLightningModule(LightningModule):
         stop: Sequence[str] = (),
         token_budget: int = 4096,
         packing: bool = True,
+        activation_checkpointing: bool = False,
         engine_logprobs: bool | None = None,
         entropy_coef: float = 0.0,
         value_coef: float = 1.0,
@@ -134,7 +133,7 @@ class RLLightningModule(LightningModule):
         numbers = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs, "temperature": temperature}
         numbers |= {"max_new_tokens": max_new_tokens, "token_budget": token_budget}
         check_positive(**numbers, max_grad_norm=max_grad_norm)
-        self._sources = {"policy": policy, "reference": reference, "critic": critic}
+        self.sources = {"policy": policy, "reference": reference, "critic": critic}
         self.rewards = Rewards([rewards] if callable(rewards) else rewards, reward_weights)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
         self.reduction = resolve_reduction(reduction, max_new_tokens)
@@ -145,6 +144,7 @@ class RLLightningModule(LightningModule):
         self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
         self.entropy_coef, self.value_coef, self.value_loss = entropy_coef, value_coef, value_loss
         self.max_grad_norm, self.seed = max_grad_norm, seed
+        self.activation_checkpointing = activation_checkpointing
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
         self.engine = engine or TransformersEngine()
@@ -155,16 +155,17 @@ class RLLightningModule(LightningModule):
         """K, the optimizer steps that a rollout serves."""
         return self.minibatches * self.epochs
 
-    @property
-    def prompt_stream(self) -> PromptDataModule:
-        """The trainer's data module."""
-        return prompt_stream_of(self.trainer)
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
+        check_flags(self.trainer)
+        return [Interrupts()]
 
     @override
     def setup(self, stage: str) -> None:
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
-        distributed.check_support(self.trainer.strategy)
-        critic = self._sources["critic"] is not None
+        self.parallel.check(self.max_grad_norm)
+        critic = self.sources["critic"] is not None
         corrections = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         contributions = self.run.contributions = Contributions(corrections)
         check_ratios(contributions, self.loss)
@@ -180,23 +181,47 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Builds policy and reference once, and checks that the prompts fit the policy."""
-        if self.policy is None:
-            policy, critic = self._sources["policy"], self._sources["critic"]
-            self.policy = build_policy(policy, critic, temperature=self.temperature, packed=self.packing)
-        model, vocabulary = self.policy.model, self.policy.model.config.get_text_config().vocab_size
+        """Builds policy and reference once, split over the ranks, and checks that the prompts fit the policy."""
+        parallel = self.parallel
+        with parallel.building():
+            built = self._built_policy() if self.policy is None else None
+            reference = self._built_reference(built)
+        if built is not None:
+            self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
+        if reference is not None:
+            reference.shard(lambda model, layers: parallel.shard(model, layers, self.device_mesh))
+            self.run.reference = reference
+        model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
-            unmoved = None if self.run.stepped else model
-            frozen = build_reference(self._sources["reference"], self._sources["policy"], unmoved, packed=self.packing)
-            frozen = cast(PreTrainedModel, self.trainer.precision_plugin.convert_module(frozen))
-            self.run.reference = Scorer(frozen, temperature=self.temperature, packed=self.packing)
+            self.run.reference = AdapterOffScorer(self.required_policy, model)
         self.run.eos_ids = eos_ids_of(model, self.tokenizer, self.eos_token_ids, self.stop)
+        vocabulary = model.config.get_text_config().vocab_size
         self.prompt_stream.connect(self.tokenizer, longest_prompt(model, self.max_new_tokens), vocabulary)
+
+    def _built_policy(self) -> PolicyModel:
+        built = build_policy(
+            self.sources["policy"], self.sources["critic"], temperature=self.temperature, packed=self.packing,
+            checkpointing=self.activation_checkpointing,
+        )  # fmt: skip
+        if self.parallel.sharded and isinstance(self.engine, TransformersEngine):
+            self.run.replica = copy.deepcopy(built.model).requires_grad_(requires_grad=False)
+        return built
+
+    def _built_reference(self, built: PolicyModel | None) -> Scorer | None:
+        """A frozen model, if somebody needs one and the policy without its adapters is none."""
+        source, policy = self.sources["reference"], built or self.required_policy
+        known = self.run.reference is not None or (source is None and bool(adapters_of(policy.model)))
+        if not self.run.needs.ref_logprobs or known:
+            return None
+        split = self.run.stepped or (built is None and self.parallel.sharded)
+        frozen = build_reference(source, self.sources["policy"], None if split else policy.model, packed=self.packing)
+        frozen = cast(PreTrainedModel, self.trainer.precision_plugin.convert_module(frozen))
+        return Scorer(frozen, temperature=self.temperature, packed=self.packing)
 
     @override
     def configure_optimizers(self) -> Any:
         """One optimizer for policy and critic, one parameter group each."""
-        optimizer = self._optimizer(self._policy.parameter_groups())
+        optimizer = self._optimizer(self.required_policy.parameter_groups())
         if self._lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self._lr_scheduler(optimizer)}
@@ -221,8 +246,8 @@ class RLLightningModule(LightningModule):
             where = f"step {batch.step} of rollout {batch.cycle}"
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
         with self.run.times.phase("sync", self.device):
-            self._sync(batch.cycle)
-        stream, collect = self.prompt_stream, self._collector().collect
+            self.sync(batch.cycle)
+        stream, collect = self.prompt_stream, self.collector().collect
         groups = stream.prompts_per_rollout // self.trainer.world_size
         self.run.held, stats = collect(stream.take, groups, cycle=batch.cycle, rank=self.global_rank)
         self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
@@ -263,28 +288,25 @@ class RLLightningModule(LightningModule):
             value_coef=self.value_coef,
             value_loss=self.value_loss,
         )
-        world, strategy = self.trainer.world_size, self.trainer.strategy
+        world, parallel, policy = self.trainer.world_size, self.parallel, self.required_policy
         return accumulated(
             held.rollout,
             microbatches,
-            self._policy,
+            policy,
             objective,
             global_sum=distributed.global_sum,
             global_concat=distributed.global_concat,
-            around=lambda last: distributed.accumulating(strategy, last=last),
+            around=lambda last: parallel.accumulating(policy, last=last),
             backward=lambda loss: self.manual_backward(loss * world),  # the one place that cancels the mean over ranks
         )
 
     def _stepped(self) -> Tensor:
         """Steps optimizer and scheduler, or neither if the gradient is not finite; returns the norm before clipping."""
         optimizer = cast(LightningOptimizer, self.optimizers())
-        scheduler = cast(LRScheduler | None, self.lr_schedulers())
-        norm = distributed.clipped_gradient_norm(self._policy, self.max_grad_norm)
-        if self.run.accepts(norm):
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-        optimizer.zero_grad()
+        scheduler, skipped = cast(LRScheduler | None, self.lr_schedulers()), self.run.skipped
+        norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accepts)
+        if scheduler is not None and skipped == self.run.skipped:
+            scheduler.step()
         return norm
 
     def _measure(self, gradient: StepGradient, norm: Tensor, tokens: int) -> None:
@@ -302,99 +324,3 @@ class RLLightningModule(LightningModule):
     def key_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
         seed_everything(request_seed(self.seed, self.global_rank, ticket.index), self.device)
-
-    @override
-    def on_validation_start(self) -> None:
-        """Gives the engine the weights that are evaluated."""
-        self.run.validation = RunningStats().to(self.device)
-        self._sync(max(self.engine.version, 0))
-
-    @override
-    @torch.no_grad()
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Scores one greedy completion of each prompt."""
-        mine = batch.prompts[self.global_rank :: self.trainer.world_size]
-        rollout = self._collector().drawer.sample(mine, 0, group_size=1, temperature=0.0)
-        self.run.validation.update(validation_metrics(rollout))
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        """Logs what the validation found, over all ranks."""
-        for name, value in self.run.validation.figures().items():
-            self.log(name, value, prog_bar=name == "val/reward/task", batch_size=1)
-
-    def complete(self, prompts: Sequence[Any], *, temperature: float = 0.0) -> list[str]:
-        """The policy's answer to each prompt, in any form that PromptDataModule takes; greedy by default."""
-        self._sync(max(self.engine.version, 0))
-        stream = PromptDataModule(list(prompts), 1, shuffle=False)
-        stream.connect(self.tokenizer, None)
-        drawer = self._collector().drawer
-        completions = drawer.completed(drawer.requests(stream.take(len(prompts)), 0, 1, temperature))
-        return [drawer.text(completion.token_ids) for completion in completions]
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds every rank's rollout in progress, counters and unlogged metrics."""
-        reference = self.run.reference
-        checkpoint["lightning_rl"] = {
-            "ranks": distributed.gathered_objects(self.run.state()),
-            "reference_hash": None if reference is None else reference.fingerprint,
-        }
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
-        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        self.run.load(checkpoint["lightning_rl"], rank=self.global_rank, world_size=self.trainer.world_size)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Closes the engine."""
-        self.engine.close()
-        self.run.engine_started = False
-
-    @property
-    def _policy(self) -> PolicyModel:
-        if self.policy is None:
-            raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
-        return self.policy
-
-    def _sync(self, version: int) -> None:
-        if not self.run.engine_started:
-            self.engine.start(self._policy.model, self.tokenizer)
-            self.run.engine_started = True
-        self.engine.load_weights(distributed.full_parameters(self._policy.model), version)
-
-    def _collector(self) -> Collector:
-        run, precise = self.run, self.trainer.precision_plugin.forward_context
-        drawer = Drawer(
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            rewards=self.rewards,
-            contributions=run.contributions,
-            group_size=self.group_size,
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            eos_ids=run.eos_ids,
-            stop=self.stop,
-            seed=self.seed,
-            logprobs=run.needs.rollout_logprobs,
-            dtype=torch.promote_types(self._policy.model.dtype, torch.float32),
-            generating=precise,
-            greedy_baseline=self.estimator.needs_greedy,
-        )
-        return Collector(
-            drawer=drawer,
-            policy=self._policy,
-            reference=run.reference,
-            estimator=self.estimator,
-            contributions=run.contributions,
-            old=run.needs.old_logprobs,
-            minibatches=self.minibatches,
-            token_budget=self.token_budget,
-            packed=self.packing,
-            precise=precise,
-            times=run.times,
-            device=self.device,
-        )

@@ -4,11 +4,13 @@ A prompt is a list of 4 to 8 digits, ``3 1 4 1 5 >``; the only right response is
 warm-started on mostly wrong answers: greedily it mostly fails, but it samples right ones often enough to learn from.
 """
 
+import copy
 import csv
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -140,6 +142,12 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
 
 
 def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
+    """A copy of :func:`warm_started`, which a process computes once."""
+    return copy.deepcopy(warm_started(seed))
+
+
+@cache
+def warm_started(seed: int) -> Qwen2ForCausalLM:
     """A small policy that has learned to sort badly, in about 25 CPU seconds and without any file.
 
     It prefers the half sorted list, so that greedily it is right about one time in four, and it samples the sorted list

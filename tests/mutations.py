@@ -58,7 +58,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",
      "_scored(self.model, states, layout, self.temperature)\n", "_scored(self.model, states, layout, 1.0)\n"),
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",
-     "_scored(self.model, states, layout, self.temperature)[0]", "_scored(self.model, states, layout, 1.0)[0]"),
+     "PolicyModel(model, None, temperature=temperature, ", "PolicyModel(model, None, temperature=1.0, "),
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/generation/transformers.py",
      "= scores.gather(1, chosen)", "= exact.log_softmax(-1).gather(1, chosen)"),
     ("test_1_08_values_are_never_divided_by_the_temperature", "lightning_rl/policy/model.py",

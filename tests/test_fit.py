@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from typing_extensions import override
 
@@ -81,12 +80,6 @@ def test_the_order_never_matters_with_weights_and_masks_on_a_loss_without_a_rati
 def test_estimators_that_compare_refuse_a_group_of_one(advantages: str) -> None:
     with pytest.raises(ValueError, match=r"compares the samples of a prompt, so group_size=1 .*: use group_size=2"):
         fit(tiny_module(group_size=1, advantages=advantages))
-
-
-def test_a_gradient_scaler_is_refused_by_the_name_of_the_precision() -> None:
-    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))  # pyright: ignore[reportPrivateImportUsage]
-    with pytest.raises(ValueError, match='got 16-mixed: use precision="bf16-mixed"'):
-        fit(tiny_module(), plugins=[scaled])
 
 
 @pytest.mark.parametrize("loss", [lambda view: view.logprobs.mean(), lambda view: view.logprobs.sum(-1)])

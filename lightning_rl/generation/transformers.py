@@ -20,7 +20,8 @@ COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped
 
 
 class TransformersEngine(Engine):
-    """The embedded engine. Needs no copy of the weights: a sync only takes note of the version.
+    """The embedded engine. Decodes with the policy module itself, where a rank holds all of it; a sync then only takes
+    note of the version. Under a sharding strategy it decodes with a copy, into which a sync writes.
 
     Args:
         max_rows: most rows that decode together; bounds the memory of the KV cache.
@@ -43,7 +44,14 @@ class TransformersEngine(Engine):
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Nothing to copy: the policy module that decodes is the one that trains."""
+        """Writes what differs in place; if the model that decodes is the one that trains, nothing does."""
+        own = {} if self._model is None else dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights:
+                if name not in own:
+                    raise ValueError(f"expected the names of the model that decodes, got {name}")
+                if own[name].data_ptr() != weight.data_ptr():
+                    own[name].copy_(weight)
 
     @override
     @torch.no_grad()

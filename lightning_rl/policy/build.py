@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.policy.lora import unwrapped
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
 
@@ -21,13 +23,15 @@ def build_model(source: ModelSource) -> PreTrainedModel:
     return source()
 
 
-def build_policy(policy: ModelSource, critic: ModelSource | None, *, temperature: float, packed: bool) -> PolicyModel:
+def build_policy(
+    policy: ModelSource, critic: ModelSource | None, *, temperature: float, packed: bool, checkpointing: bool = False
+) -> PolicyModel:
     """Policy and critic, checked: no dropout, and our forward agrees with the model's own.
 
     Raises:
         ValueError: if either check fails; the message says what to change.
     """
-    model = build_model(policy)
+    model = unwrapped(build_model(policy))
     backbone = None if critic is None else model if critic == "shared" else build_model(critic)
     check_dropout(model)
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed)
@@ -35,7 +39,14 @@ def build_policy(policy: ModelSource, critic: ModelSource | None, *, temperature
     if backbone is not None and backbone is not model:
         check_dropout(backbone)
         check_scoring(backbone, packed=packed)
+    for part in {model, backbone} - {None} if checkpointing else ():
+        _checkpoint_activations(cast(PreTrainedModel, part))
     return built.train()  # transformers checkpoints activations in train mode only; there is no dropout
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older
+    enable({"use_reentrant": False})
 
 
 def build_reference(

@@ -1,6 +1,7 @@
 """PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
 
 import hashlib
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -54,6 +55,17 @@ class PolicyModel(nn.Module):
         logprobs, entropy = _scored(self.model, states, layout, self.temperature)
         return Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
 
+    def layers(self) -> list[nn.Module]:
+        """The parts that a sharding strategy gathers one at a time: the transformer blocks of policy and critic."""
+        names = set(getattr(self.model, "_no_split_modules", None) or ())
+        return [part for part in self.modules() if type(part).__name__ in names]
+
+    def read_directly(self) -> list[nn.Parameter]:
+        """Parameters that the forward reads without calling the layer that holds them: those of the heads."""
+        head = _head_of(self.model)
+        found = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
+        return [parameter for parameter in found if parameter is not None]
+
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Trainable parameters as optimizer groups, ``policy`` and, with a critic, ``critic``."""
         policy = {"name": "policy", "params": [p for p in self.model.parameters() if p.requires_grad]}
@@ -80,9 +92,7 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, packed: bool) -> None:
         self.model = model.requires_grad_(requires_grad=False)
-        self.temperature = temperature
-        if packed:
-            model.set_attn_implementation(PACKED_ATTENTION)
+        self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed).eval()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,14 +103,19 @@ class Scorer:
             digest.update(parameter.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def shard(self, split: Callable[[nn.Module, list[nn.Module]], nn.Module]) -> None:
+        """Splits the weights over the ranks; their hash is taken before."""
+        _ = self.fingerprint
+        self.scoring = split(self.scoring, cast(PolicyModel, self.scoring).layers())
+
     def to(self, device: torch.device) -> None:
         """Moves the weights."""
-        nn.Module.to(self.model, device)
+        nn.Module.to(self.scoring, device)
 
+    @torch.no_grad()
     def logprobs(self, layout: Layout) -> Float[Tensor, "b T"]:
         """Log-probabilities of the valid tokens, without gradient."""
-        states = _hidden_states(self.model.base_model, layout)
-        return layout.scatter(_scored(self.model, states, layout, self.temperature)[0]).detach()
+        return self.scoring(layout).logprobs
 
 
 def _head_of(model: PreTrainedModel) -> nn.Linear:

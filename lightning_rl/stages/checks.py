@@ -7,6 +7,8 @@ import dataclasses
 import warnings
 from dataclasses import dataclass
 
+from lightning.pytorch import Trainer
+
 from lightning_rl.advantages import Estimator
 from lightning_rl.generation import Engine
 from lightning_rl.hooks import Contributions, LossView
@@ -138,6 +140,24 @@ def check_entropy(contributions: Contributions, entropy_coef: float) -> None:
                 f"expected one entropy bonus, got entropy_coef={entropy_coef} and {type(callback).__name__}: "
                 "leave one out"
             )
+
+
+def check_flags(trainer: Trainer) -> None:
+    """Refuses flags of the Trainer that manual optimization does not know, by the name of the option that does it.
+
+    Raises:
+        ValueError: naming the flag and the option.
+    """
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"expected Trainer without gradient_clip_val, got {trainer.gradient_clip_val}: pass max_grad_norm= to "
+            "RLLightningModule"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: token_budget= "
+            "of RLLightningModule cuts a step into as many microbatches as it takes"
+        )
 
 
 def check_positive(**numbers: float | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.metrics import MetricLog, RunningStats
@@ -25,6 +26,7 @@ class RunState:
         contributions: the corrections, found at setup.
         needs: which optional passes have to run.
         reference: the frozen policy, if something reads it.
+        replica: what the embedded engine decodes with, where a rank holds only a part of the policy.
         eos_ids: ids that end a response.
         engine_started: whether the engine can take weights.
         held: the rollout in progress.
@@ -40,6 +42,7 @@ class RunState:
     contributions: Contributions = field(default_factory=Contributions)
     needs: Needs = field(default_factory=Needs)
     reference: Scorer | None = None
+    replica: PreTrainedModel | None = None
     eos_ids: frozenset[int] = frozenset()
     engine_started: bool = False
     held: Held | None = None
@@ -51,8 +54,12 @@ class RunState:
     nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
 
-    def accepts(self, norm: Tensor) -> bool:
+    def accepts(self, norm: Tensor, *, patient: bool = False) -> bool:
         """Whether a step with this gradient norm is made; counts those that are not.
+
+        Args:
+            norm: before clipping.
+            patient: never raise, because a gradient scaler is looking for its scale.
 
         Raises:
             FloatingPointError: if the norm was not finite too often in a row.
@@ -63,7 +70,7 @@ class RunState:
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1
-        if self.nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW:
+        if not patient and self.nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW:
             raise FloatingPointError(
                 f"{MOST_NONFINITE_IN_A_ROW} optimizer steps in a row had a gradient norm of {float(norm)}: lower the "
                 "learning rate, or look for a loss term, weight or reward that is not finite"

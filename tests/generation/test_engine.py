@@ -76,7 +76,7 @@ def test_an_engine_generates_only_with_the_trainers_weights(engine: Engine) -> N
     engine.wake()
     with pytest.raises(RuntimeError, match="got one that is awake"):
         engine.generate(requests)
-    engine.load_weights(iter([("weight", torch.zeros(1))]), 3)
+    engine.load_weights(iter([("model.norm.weight", torch.zeros(32))]), 3)
     assert engine.state is EngineState.SYNCED
     assert engine.generate(requests)[0].version == 3
     engine.sleep()

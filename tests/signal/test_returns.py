@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightning_rl import ReinforcePlusPlus, ReMax, RewardSignal
+from lightning_rl import OPO, ReinforcePlusPlus, ReMax, RewardSignal
 from lightning_rl.signal.returns import check_decay, discounted_returns, gae
 
 NAN = math.nan
@@ -75,6 +75,13 @@ def signal(**given: Any) -> RewardSignal:
         "shaped": shaped, **given,
     }  # fmt: skip
     return RewardSignal(**known)
+
+
+def test_opo_weighs_with_the_valid_tokens_of_each_row() -> None:
+    given = {"scores": torch.tensor([1.0, 0.0], dtype=torch.float64), "groups": torch.zeros(2).long()}
+    valid = torch.tensor([[1, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    found = OPO()(signal(**given, valid_tokens=valid)).advantages
+    assert found.tolist() == [[0.75, 0.0, 0.0], [-0.25, -0.25, -0.25]]
 
 
 def test_remax_subtracts_the_greedy_score_from_each_token() -> None:

@@ -1,0 +1,1 @@
+"""The command ``lightning-rl``."""

@@ -1,0 +1,6 @@
+"""``python -m lightning_rl.cli``, for launchers that want a module."""
+
+from lightning_rl.cli.main import main
+
+if __name__ == "__main__":
+    main()

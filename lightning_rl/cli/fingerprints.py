@@ -1,0 +1,81 @@
+"""Fingerprints: hashes of everything that has to be equal after each optimizer step of two equal runs."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.hooks import RLCallback
+from lightning_rl.rollout import Rollout
+from lightning_rl.run_module import RunModule
+
+KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in the order in which they come to be
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """One hash for each of :data:`KINDS`, and the metrics themselves."""
+
+    hashes: dict[str, str]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Fingerprints(RLCallback):
+    """Takes them on this rank, by number of the ticket, and changes nothing."""
+
+    name = "fingerprints"
+
+    def __init__(self) -> None:
+        self.taken: dict[int, Fingerprint] = {}
+        self._rollout = {"prompts": "", "rollout": ""}
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        prompts = [("prompt_ids", rollout.prompt_ids), ("sample_ids", rollout.sample_ids)]
+        self._rollout = {"prompts": hashed(prompts), "rollout": hashed(rollout.tensors())}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        held = cast(RunModule, pl_module).run.held
+        if held is not None:
+            self.observe(held.rollout)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module = cast(RunModule, pl_module)
+        metrics = {
+            name: value
+            for name, value in module.run.metrics.values().items()
+            if not name.startswith("time/") and name != "tokens_per_second"
+        }
+        states = [
+            (f"{number}/{key}", value)
+            for optimizer in trainer.optimizers
+            for number, state in enumerate(optimizer.state.values())
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        own = {
+            "metrics": hashed((name, torch.tensor(value, dtype=torch.float64)) for name, value in metrics.items()),
+            "weights": hashed(module.parallel.full_parameters(module.required_policy)),
+            "optimizer": hashed(states),
+        }
+        self.taken[batch.index] = Fingerprint({**self._rollout, **own}, metrics)
+
+
+def hashed(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of names, shapes, types and bytes, in order."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name, tensor in tensors:
+        local = getattr(tensor, "to_local", lambda own=tensor: own)()
+        plain = local.detach().cpu().contiguous()
+        digest.update(f"{name} {list(plain.shape)} {plain.dtype}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,141 @@
+"""resume-check: runs a recipe once, then again from a checkpoint of every step, and compares everything."""
+
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_rl import distributed
+from lightning_rl.cli.fingerprints import KINDS, Fingerprint, Fingerprints
+
+Taken = dict[int, Fingerprint]
+
+
+class _Fitted(Exception):  # noqa: N818
+    """Ends a recipe after its fit."""
+
+
+class _SaveEach(Callback):
+    """A checkpoint after every optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.save_checkpoint(self.folder / f"{batch.index + 1}.ckpt")
+
+
+def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int = 1) -> int:
+    """Compares an uninterrupted run with one that is resumed after each of its steps; prints a table.
+
+    Under torchrun every rank takes part, compares its own and reports to rank 0.
+
+    Args:
+        recipe: a script that calls ``Trainer.fit`` once; nothing in it has to know of this.
+        options: its command line.
+        steps: optimizer steps of the run.
+        first: the first step to interrupt after.
+
+    Returns:
+        The exit code: 0 if everything was bitwise equal, 1 otherwise.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(_from_first(own))
+        whole = _run(recipe, options, steps, save_to=folder)
+        _say(f"{len(whole)} optimizer steps, then interrupted after each and resumed\n")
+        _say("after step  " + "".join(f"{kind:<12}" for kind in KINDS))
+        equal = True
+        for step in range(first, len(whole)):
+            resumed = _run(recipe, options, steps, resume_from=folder / f"{step}.ckpt")
+            differences = _gathered(_difference(whole, resumed, step))
+            equal = equal and not differences
+            marks = [min((d[1] for d in differences if d[0] == kind), default=None) for kind in KINDS]
+            _say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
+            if differences:
+                _say("            first difference: " + min(differences, key=lambda d: (d[1], KINDS.index(d[0])))[2])
+        if distributed.world_size() > 1:
+            dist.barrier()
+    _say("\nbitwise equal" if equal else "\nNOT EQUAL")
+    return 0 if equal else 1
+
+
+def _run(
+    recipe: Path, options: Sequence[str], steps: int, *, save_to: Path | None = None, resume_from: Path | None = None
+) -> Taken:
+    prints = Fingerprints()
+
+    def fit(trainer: Trainer, original: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        callbacks = cast(list[Callback], vars(trainer)["callbacks"])
+        callbacks.extend([prints] if save_to is None else [prints, _SaveEach(save_to)])
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit_loop.max_epochs = -1
+        original(trainer, *arguments, **{**keywords, "ckpt_path": resume_from})
+        raise _Fitted
+
+    with _intercepted(fit), patch.object(sys, "argv", [str(recipe), *options]):
+        sys.path.insert(0, str(recipe.parent.resolve()))
+        try:
+            runpy.run_path(str(recipe), run_name="__main__")
+        except _Fitted:
+            return prints.taken
+        finally:
+            sys.path.pop(0)
+    raise SystemExit(f"expected {recipe} to call Trainer.fit, but it ended without")
+
+
+@contextmanager
+def _intercepted(fit: Callable[..., None]) -> Iterator[None]:
+    original = Trainer.fit
+    with patch.object(Trainer, "fit", lambda self, *given, **named: fit(self, original, *given, **named)):
+        yield
+
+
+def _difference(whole: Taken, resumed: Taken, step: int) -> list[tuple[str, int, str]]:
+    found = []
+    for index in range(step, len(whole)):
+        if index not in resumed:
+            return [*found, ("prompts", index, f"step {index + 1} is missing in the resumed run")]
+        ours, theirs = whole[index], resumed[index]
+        for kind in KINDS:
+            if ours.hashes[kind] != theirs.hashes[kind] and kind not in {known[0] for known in found}:
+                found.append((kind, index, f"{kind} of step {index + 1}{_detail(kind, ours, theirs)}"))
+    return found
+
+
+def _detail(kind: str, ours: Fingerprint, theirs: Fingerprint) -> str:
+    if kind != "metrics":
+        return ""
+    for name, value in ours.metrics.items():
+        other = theirs.metrics.get(name)
+        if other != value and not (other is not None and other != other and value != value):
+            return f": {name} is {value!r}, resumed {other!r}"
+    return f": other names, {sorted(ours.metrics.keys() ^ theirs.metrics.keys())}"
+
+
+def _gathered(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    everyone = distributed.gathered_objects(differences)
+    return [tuple(found) for own in everyone for found in own]  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
+
+
+def _from_first(folder: str) -> str:
+    """Rank 0's folder on every rank; before the process group exists, the one name that all ranks can know."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("MASTER_PORT")
+    return folder if run[0] is None else str(Path(tempfile.gettempdir()) / "-".join(["resume-check", *map(str, run)]))
+
+
+def _say(text: str) -> None:
+    if distributed.world_size() == 1 or dist.get_rank() == 0:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

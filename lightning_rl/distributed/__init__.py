@@ -1,0 +1,52 @@
+"""What depends on the strategy: sums over ranks, sharding, accumulation, clipping, full weights. The rest of the code
+does not know which one runs.
+"""
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+
+from lightning_rl.distributed.collectives import (
+    gathered_objects,
+    global_concat,
+    global_gather,
+    global_maximum,
+    global_sum,
+    world_size,
+)
+from lightning_rl.distributed.ddp import DataParallel
+from lightning_rl.distributed.fsdp1 import FullyShardedDataParallel1
+from lightning_rl.distributed.fsdp2 import FSDP2Strategy, FullyShardedDataParallel2
+from lightning_rl.distributed.parallel import Parallel
+from lightning_rl.distributed.zero import ZeRO
+
+__all__ = [
+    "FSDP2Strategy", "Parallel", "gathered_objects", "global_concat", "global_gather", "global_maximum", "global_sum",
+    "parallel_of", "world_size",
+]  # fmt: skip
+
+KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (
+    (DeepSpeedStrategy, ZeRO),  # derives from DDPStrategy, so it comes first
+    (DDPStrategy, DataParallel),
+    (FSDPStrategy, FullyShardedDataParallel1),
+    (ModelParallelStrategy, FullyShardedDataParallel2),
+    (SingleDeviceStrategy, Parallel),
+)
+
+
+def parallel_of(strategy: Strategy) -> Parallel:
+    """What the loop asks of the Trainer's strategy.
+
+    Raises:
+        ValueError: if the strategy is unknown; the message lists the known ones.
+    """
+    for theirs, ours in KINDS:
+        if isinstance(strategy, theirs):
+            return ours(strategy)
+    known = ", ".join(theirs.__name__ for theirs, _ in KINDS)
+    raise ValueError(f"expected a strategy out of {known}, got {type(strategy).__name__}")

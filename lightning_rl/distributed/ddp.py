@@ -1,0 +1,29 @@
+"""DDP: whole models on every rank, gradients averaged after the last microbatch of a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, cast
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_rl.distributed.parallel import Parallel
+
+
+class _SyncsGradients(Protocol):
+    require_backward_grad_sync: bool
+
+
+class DataParallel(Parallel):
+    """DDPStrategy."""
+
+    @override
+    @contextmanager
+    def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        wrapper = cast(_SyncsGradients, self.strategy.model)
+        before = wrapper.require_backward_grad_sync
+        wrapper.require_backward_grad_sync = last  # what no_sync() sets
+        try:
+            yield
+        finally:
+            wrapper.require_backward_grad_sync = before

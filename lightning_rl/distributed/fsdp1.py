@@ -1,0 +1,62 @@
+"""FSDP1: the weights of each layer split over the ranks as one flat tensor. Wrapped here and not by Lightning.
+
+If Lightning wraps the whole module, accumulation and clipping within a training step fail, and so does a forward before
+the first step.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from typing_extensions import override
+
+from lightning_rl.distributed.parallel import Parallel
+
+WRAPPER = "_fsdp_wrapped_module"
+
+
+class FullyShardedDataParallel1(Parallel):
+    """FSDPStrategy."""
+
+    sharded = True
+
+    @override
+    def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        strategy = cast(FSDPStrategy, self.strategy)
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
+            use_orig_params=True,
+            device_id=strategy.root_device,
+            mixed_precision=strategy.mixed_precision_config,  # else bf16-mixed does nothing, silently
+        )
+
+    @override
+    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else cast(FullyShardedDataParallel, model).no_sync()
+
+    @override
+    def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
+        return cast(FullyShardedDataParallel, model).clip_grad_norm_(limit)
+
+    @override
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        units = [(name, part) for name, part in model.named_modules() if isinstance(part, FullyShardedDataParallel)]
+        for place, unit in units:
+            inner = tuple(
+                f"{_plain(name)}."
+                for name, part in unit.named_modules()
+                if name and isinstance(part, FullyShardedDataParallel)
+            )
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                for name, parameter in unit.named_parameters():
+                    if not _plain(name).startswith(inner):
+                        yield ".".join(part for part in (_plain(place), _plain(name)) if part), parameter.detach()
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != WRAPPER)

@@ -1,0 +1,77 @@
+"""Parallel: what the loop asks of a strategy. This class is the single device; each other strategy has its own file."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+
+class Accept(Protocol):
+    """Whether a step with this gradient norm is made; counts those that are not, patiently under a gradient scaler."""
+
+    def __call__(self, norm: Tensor, *, patient: bool = False) -> bool:
+        """Decides."""
+        ...
+
+
+class Parallel:
+    """One device.
+
+    Args:
+        strategy: of the Trainer.
+
+    Attributes:
+        sharded: whether a rank holds only a part of the weights, so that nobody can decode with the policy itself.
+    """
+
+    sharded: bool = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def check(self, max_grad_norm: float | None) -> None:
+        """Sets what the strategy needs to know, or refuses what would be silently wrong.
+
+        Raises:
+            ValueError: naming the setting and the fix.
+        """
+        del max_grad_norm
+        if self.strategy.root_device.type == "mps":
+            raise ValueError('expected a device with float64, which statistics need, got mps: use accelerator="cpu"')
+
+    def building(self) -> AbstractContextManager[object]:
+        """Around the construction of a model."""
+        return nullcontext()
+
+    def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        """Splits a model over the ranks; ``layers`` are its largest parts that run as a whole."""
+        del layers, mesh
+        return model
+
+    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Around a microbatch's forward and backward: gradients are exchanged only after the last one of the step."""
+        del model, last
+        return nullcontext()
+
+    def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
+        """Clips the gradient to ``limit``, steps if the norm is accepted, clears; returns the norm before clipping."""
+        scaler = getattr(self.strategy.precision_plugin, "scaler", None)  # under 16-mixed
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        norm = self.clipped_norm(model, torch.inf if limit is None else limit * scale) / scale
+        if accept(norm, patient=scaler is not None) or scaler is not None:
+            optimizer.step()  # a scaler leaves the step out by itself, and lowers its scale
+        optimizer.zero_grad()
+        return norm
+
+    def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
+        """The gradient norm before clipping, after which the gradient is scaled down to ``limit``."""
+        return nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=None)
+
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Name and full value of each parameter, one at a time. Every rank iterates to the end."""
+        for name, parameter in model.named_parameters():
+            yield name, parameter.detach()

@@ -1,0 +1,91 @@
+"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and weights (3) split over the ranks."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_rl.distributed.parallel import Accept, Parallel
+
+
+class ZeRO(Parallel):
+    """DeepSpeedStrategy, any stage."""
+
+    @property
+    def sharded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether weights are split: in stage 3."""
+        return bool(cast(DeepSpeedStrategy, self.strategy).zero_stage_3)
+
+    @override
+    def check(self, max_grad_norm: float | None) -> None:
+        super().check(max_grad_norm)
+        config = cast(dict[str, Any], cast(DeepSpeedStrategy, self.strategy).config)
+        wanted = 0.0 if max_grad_norm is None else max_grad_norm
+        found = config.setdefault("gradient_clipping", wanted)
+        if found != wanted:
+            raise ValueError(
+                f'expected one bound of the gradient norm, got max_grad_norm={max_grad_norm} and "gradient_clipping": '
+                f"{found} in DeepSpeed's config: leave the latter out"
+            )
+        if config.get("gradient_accumulation_steps", 1) != 1:
+            raise ValueError(
+                'expected DeepSpeed\'s config without "gradient_accumulation_steps": microbatches follow token_budget'
+            )
+        if "bf16" in config:
+            config["bf16"].setdefault("check_grad_overflow", True)  # a step without finite gradient is left out
+
+    @override
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        partition = import_module("deepspeed.runtime.zero.partition_parameters")
+        active = partition.zero_init_context  # models and adapters built inside get other, or no, initial weights
+        if active:
+            partition.shutdown_init_context()
+        try:
+            yield
+        finally:
+            if active:
+                partition.restore_init_context()
+
+    @override
+    def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        if self.sharded:
+            zero = import_module("deepspeed").zero
+            for parameter in read_by_root(model):  # read outside of the layer that they belong to
+                zero.register_external_parameter(model, parameter)
+        return model
+
+    @override
+    @contextmanager
+    def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        engine = cast(Any, self.strategy.model)
+        engine.set_gradient_accumulation_boundary(last)
+        engine.optimizer.clear_backward_seen_flag()  # else stage 3 overwrites instead of adding
+        yield
+
+    @override
+    def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
+        optimizer.step()  # clips, leaves a step without finite gradient out, and clears
+        norm = torch.as_tensor(cast(Any, self.strategy.model).get_global_grad_norm(), dtype=torch.float64)
+        accept(norm)
+        return norm.to(self.strategy.root_device)
+
+    @override
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            with self._gathered(parameter):
+                yield name, parameter.detach()
+
+    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[object]:
+        return import_module("deepspeed").zero.GatheredParameters([parameter], enabled=self.sharded)
+
+
+def read_by_root(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the root reads itself instead of calling the layer that holds them."""
+    return list(cast(Any, model).read_directly())

@@ -1,0 +1,69 @@
+"""Interrupts: a signal ends a run at the end of an optimizer step with a checkpoint; any end closes the engine."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_rl import distributed
+from lightning_rl.run_module import RunModule
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = "interrupted.ckpt"
+
+
+class Interrupts(Callback):
+    """Every run has one. The first SIGINT (Ctrl-C) or SIGTERM lets the optimizer step end, saves ``interrupted.ckpt``
+    beside the other checkpoints, and stops on all ranks; the second acts at once, as if this were not here.
+
+    An exception saves nothing, because it may come in mid-step; the checkpoints of earlier steps stay.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.received = None
+        for number in SIGNALS:
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.received = number
+        self._restore()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        own = int(self.received is not None)
+        if not distributed.global_maximum([own], torch.device(pl_module.device))[0]:
+            return
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        path = Path(folder) / INTERRUPTED
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"Interrupted after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
+        trainer.should_stop = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore()
+        if isinstance(pl_module, RunModule):
+            pl_module.close_engine()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

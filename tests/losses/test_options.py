@@ -1,0 +1,131 @@
+"""What losses declare, which options they refuse with which words, and what they measure."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support import run_step, view_of
+
+from lightning_rl import (
+    CISPO,
+    DPPO,
+    GMPO,
+    GSPO,
+    M2PO,
+    SAPO,
+    ClipCov,
+    ClippedSurrogate,
+    KLCov,
+    PolicyLoss,
+    Reinforce,
+    ValueLoss,
+)
+from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.selection import own_values
+
+NAN = math.nan
+OLD, ROLLOUT = ("old_logprobs",), ("rollout_logprobs",)
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratio", "reads", "prepares"),
+    [
+        (ClippedSurrogate(), ("current", "old"), OLD, False),
+        (Reinforce(), None, (), False),
+        (GSPO(), ("current", "old"), OLD, False),
+        (GMPO(), ("current", "old"), OLD, False),
+        (SAPO(), ("current", "old"), OLD, False),
+        (CISPO(), ("current", "old"), OLD, False),
+        (CISPO(anchor="rollout"), ("current", "rollout"), ROLLOUT, False),
+        (DPPO(), ("current", "rollout"), ROLLOUT, False),
+        (ClipCov(), ("current", "old"), OLD, True),
+        (KLCov(), ("current", "old"), OLD, True),
+        (M2PO(), ("current", "old"), (*OLD, *ROLLOUT), True),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, PolicyLoss) else "",
+)
+def test_what_a_loss_declares(loss: PolicyLoss, ratio: Any, reads: tuple[str, ...], *, prepares: bool) -> None:
+    assert (loss.ratio, loss.reads, loss.prepares) == (ratio, reads, prepares)
+
+
+@pytest.mark.parametrize("loss", [ClippedSurrogate(), GSPO(), GMPO(), SAPO(), CISPO(), DPPO(), ClipCov(), M2PO()])
+def test_what_it_declares_is_what_it_needs(loss: PolicyLoss) -> None:
+    for missing in loss.reads:
+        given: dict[str, Any] = {"rollout_logprobs": [-1.0]}
+        view = view_of([-1.0], **given).replace(**{missing: None}, prepared=torch.ones(1, 1, dtype=torch.bool))
+        at_prepare = loss.prepares and missing == "rollout_logprobs"
+        ask = partial(loss.prepare, [view], own_sum, own_values) if at_prepare else partial(loss, view)
+        with pytest.raises(ValueError, match=f'expected a rollout with "{missing}"'):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (ClippedSurrogate, {"clip_low": -0.1}, r"0 <= clip_low <= 1 and clip_high >= 0, got -0.1 and 0.2"),
+        (ClippedSurrogate, {"clip_high": NAN}, r"clip_high >= 0, got 0.2 and nan"),
+        (ClippedSurrogate, {"dual_clip": 1.0}, r"dual_clip > 1 or None, got 1.0"),
+        (GSPO, {"clip_low": 1.1}, r"0 <= clip_low <= 1 and clip_high >= 0, got 1.1 and 0.0004"),
+        (GSPO, {"clip_high": -1.0}, r"clip_high >= 0, got 0.0003 and -1.0"),
+        (CISPO, {"clip_low": 2.0}, r"0 <= clip_low <= 1 and clip_high >= 0, got 2.0 and 4.0"),
+        (CISPO, {"anchor": "ref"}, r"expected anchor old or rollout, got 'ref'"),
+        (DPPO, {"divergence": "js"}, r"expected divergence tv or kl, got 'js'"),
+        (DPPO, {"low": -0.1}, r"expected low >= 0 and high >= 0, got -0.1 and 0.2"),
+        (DPPO, {"high": NAN}, r"expected low >= 0 and high >= 0, got 0.2 and nan"),
+        (DPPO, {"cap": 0.5}, r"expected cap >= 1 or None, got 0.5"),
+        (SAPO, {"tau_positive": 0.0}, r"expected tau_positive > 0 and tau_negative > 0, got 0.0 and 1.05"),
+        (SAPO, {"tau_negative": NAN}, r"tau_negative > 0, got 1.0 and nan"),
+        (GMPO, {"clip": -0.1}, r"expected clip >= 0, got -0.1"),
+        (ClipCov, {"fraction": 1.5}, r"expected fraction in \[0, 1\] and cov_low < cov_high, got fraction=1.5"),
+        (ClipCov, {"cov_low": 5.0}, r"cov_low < cov_high, got fraction=0.0002, cov_low=5.0, cov_high=5.0"),
+        (ClipCov, {"clip_low": 2.0}, r"0 <= clip_low <= 1"),
+        (KLCov, {"fraction": -0.1}, r"expected fraction in \[0, 1\] and coef >= 0, got -0.1 and 1.0"),
+        (KLCov, {"coef": -1.0}, r"coef >= 0, got 0.0002 and -1.0"),
+        (M2PO, {"threshold": 0.0}, r"expected threshold > 0, got 0.0"),
+        (M2PO, {"dual_clip": 0.9}, r"dual_clip > 1 or None"),
+        (ValueLoss, {"clip": 0.0}, r"expected clip > 0 or None, got 0.0"),
+        (ValueLoss, {"huber": NAN}, r"expected huber > 0, got nan"),
+    ],
+)
+def test_options_out_of_range_are_refused_when_the_loss_is_made(kind: type, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "share"),
+    [
+        (ClippedSurrogate(), "policy/clip_low", 0.25),
+        (ClippedSurrogate(), "policy/clip_high", 0.25),
+        (ClippedSurrogate(clip_high=1.0), "policy/clip_high", 0.0),
+        (CISPO(), "policy/clipped", 0.0),
+        (CISPO(clip_low=0.2, clip_high=0.2), "policy/clipped", 1.0),
+        (CISPO(clip_low=0.2, clip_high=1.0), "policy/clipped", 0.5),
+        (CISPO(clip_low=0.2, clip_high=0.2, anchor="rollout"), "policy/clipped", 0.0),
+        (GSPO(), "policy/clip_low", 0.5),  # the mean of the row shrank: its two bad tokens
+        (GSPO(), "policy/clip_high", 0.0),
+    ],
+)
+def test_shares_of_four_tokens(loss: PolicyLoss, metric: str, share: float) -> None:
+    ratios, good = [0.5, 0.5, 1.5, 1.5, 9.0], [-1.0, 1.0, 1.0, -1.0, 1.0]  # the last is masked
+    logprobs = [math.log(ratio) - 1 for ratio in ratios]
+    given: dict[str, Any] = {"old_logprobs": [-1.0] * 5, "rollout_logprobs": logprobs}
+    view = view_of(logprobs, advantages=good, valid=[1, 1, 1, 1, 0], dtype=torch.float64, **given)
+    assert run_step(view, loss=loss).metrics[metric] == share
+
+
+@pytest.mark.parametrize(("gap", "sign", "low", "high"), [(0.01, 1, 0, 0.6), (-0.01, -1, 0.6, 0), (0.01, -1, 0, 0)])
+def test_gspo_counts_the_tokens_of_clipped_rows(gap: float, sign: int, low: float, high: float) -> None:
+    logprobs = [[-1.0 + gap] * 3, [-1.0, -1.0, -1.0]]
+    view = view_of(logprobs, old_logprobs=[[-1.0] * 3] * 2, advantages=[[sign] * 3] * 2, valid=[[1, 1, 1], [1, 1, 0]])
+    metrics = run_step(view, loss=GSPO()).metrics
+    assert (metrics["policy/clip_low"], metrics["policy/clip_high"]) == pytest.approx((low, high))
+
+
+def test_a_loss_is_a_value() -> None:
+    assert ClippedSurrogate() == ClippedSurrogate(clip_low=0.2) != ClippedSurrogate(clip_low=0.1)
+    assert CISPO(anchor="rollout") != CISPO() and hash(GSPO()) == hash(GSPO())
+    with pytest.raises(AttributeError):
+        ClippedSurrogate().clip_low = 0.5  # pyright: ignore[reportAttributeAccessIssue]

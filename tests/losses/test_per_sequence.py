@@ -1,0 +1,85 @@
+"""GSPO in both forms, and GMPO: one ratio for a response, whatever its length, its holes and its neighbours."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from properties.batches import inserted, some, views, without_columns
+from properties.evaluation import agree, evaluate
+from properties.exports import REDUCTION_EXAMPLES
+from support import run_step, view_of
+from torch.testing import assert_close
+
+from lightning_rl import GMPO, GSPO, LossView
+from lightning_rl.signal.masked import row_mean
+from lightning_rl.signal.reductions import Reduction
+
+each_reduction = pytest.mark.parametrize("reduction", REDUCTION_EXAMPLES.values(), ids=REDUCTION_EXAMPLES)
+
+
+def same_along_rows(view: LossView) -> LossView:
+    per_row = row_mean(view.required("advantages"), view.valid_tokens)[:, None]
+    return view.replace(advantages=torch.where(view.valid_tokens, per_row, 0.0))
+
+
+@each_reduction
+@pytest.mark.parametrize("clip", [3e-4, 0.1, 1.0])
+@given(view=views())
+@some
+def test_both_forms_of_gspo_agree_if_a_row_has_one_advantage(reduction: Reduction, clip: float, view: LossView) -> None:
+    view = same_along_rows(view)
+    forms = [GSPO(clip_low=clip, clip_high=clip, per_token=form) for form in (False, True)]
+    sequence, token = (evaluate(view, loss=loss, reduction=reduction) for loss in forms)
+    agree((token.loss, token.gradients, token.metrics), (sequence.loss, sequence.gradients, sequence.metrics))
+
+
+def test_they_differ_when_advantages_differ_along_a_row() -> None:
+    view = view_of([-1.0, -2.0], old_logprobs=[-1.1, -2.3], advantages=[1.0, 3.0], dtype=torch.float64)
+    ratio = math.exp(0.2)
+    wide: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1.0}
+    assert run_step(view, loss=GSPO(**wide)).gradient[0].tolist() == pytest.approx([-ratio, -ratio])
+    own = run_step(view, loss=GSPO(**wide, per_token=True)).gradient[0].tolist()
+    assert own == pytest.approx([-ratio / 2, -3 * ratio / 2])
+
+
+def test_the_ratio_is_the_geometric_mean_over_valid_tokens() -> None:
+    view = view_of(
+        [-1.0, math.nan, -2.0, 9.0], old_logprobs=[-1.5, 3.0, -2.1, -9.0], valid=[1, 0, 1, 0], dtype=torch.float64
+    )
+    step = run_step(view, loss=GSPO(clip_high=1.0))
+    assert float(step.loss) == pytest.approx(-math.exp(0.3))
+    assert step.gradient[0].tolist() == pytest.approx([-math.exp(0.3) / 2, 0, -math.exp(0.3) / 2, 0])
+
+
+@pytest.mark.parametrize("loss", [GSPO(clip_low=0.2, clip_high=0.2), GSPO(per_token=True), GMPO()], ids=str)
+@given(view=views())
+@some
+def test_a_response_knows_nothing_of_its_neighbours_or_its_padding(loss: GSPO | GMPO, view: LossView) -> None:
+    whole = loss(view)
+    for row in range(len(view)):
+        alone = view.select(torch.tensor([row]))
+        valid = alone.valid_tokens
+        assert_close(loss(alone)[valid], whole[row : row + 1][valid], atol=1e-14, rtol=1e-14)
+        wider = without_columns(loss(inserted(alone, 2)), 2)
+        assert_close(wider[valid], loss(alone)[valid], atol=1e-14, rtol=1e-14)
+
+
+def test_gmpo_gives_every_valid_token_of_a_row_the_same_value() -> None:
+    view = view_of(
+        [[-1.0, -2.0, -3.0], [-1.0, -1.0, 0.0]], old_logprobs=[[-1.1, -2.2, -2.8], [-0.9, -1.3, 0.0]],
+        advantages=[[1.0, 2.0, 3.0], [-1.0, -1.0, 0.0]], valid=[[1, 1, 1], [1, 1, 0]], dtype=torch.float64,
+    )  # fmt: skip
+    found = GMPO()(view).detach()
+    assert found[0].unique().numel() == 1
+    assert found[:, 0].tolist() == pytest.approx([-2 * math.exp(0.1 / 3), math.exp(0.2 / 2)])
+    step = run_step(view, loss=GMPO())  # the mean over rows of the published loss
+    assert float(step.loss) == pytest.approx(float(found[:, 0].mean()))
+
+
+@pytest.mark.parametrize("loss", [GSPO(), GMPO()], ids=["gspo", "gmpo"])
+def test_a_far_drift_overflows_neither_value_nor_gradient(loss: GSPO | GMPO) -> None:
+    view = view_of([-1e4, 1e4], old_logprobs=[0.0, -1e4], advantages=[-1.0, -1.0])
+    step = run_step(view, loss=loss)
+    assert step.loss.isfinite() and step.gradient.isfinite().all()

@@ -1,0 +1,120 @@
+"""The real objective on a view, cut into microbatches as one likes; the signal of a view; comparisons."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import Contributions, LossView, Objective, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout
+from lightning_rl.hooks.stat import merged_moments
+from lightning_rl.rollout import GREEDY_SCORE
+from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.reductions import Reduction, token_mean
+from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.selection import GlobalConcat, own_values
+
+LEAVES = ("logprobs", "entropy", "current_values")
+Cut = Sequence[Sequence[int]]
+
+
+class Found(NamedTuple):
+    """What one optimizer step gave; gradients with respect to log-probabilities, entropy and values."""
+
+    loss: Tensor
+    gradients: tuple[Tensor, Tensor, Tensor]
+    parts: dict[str, Tensor]
+    metrics: dict[str, Tensor]  # moments, merged over the microbatches
+
+
+def evaluate(
+    view: LossView,
+    *,
+    loss: PolicyLoss | None = None,
+    callbacks: Sequence[RLCallback] = (),
+    reduction: Reduction = token_mean,
+    cut: Cut | None = None,
+    global_sum: GlobalSum = own_sum,
+    global_concat: GlobalConcat = own_values,
+    **options: Any,
+) -> Found:
+    """Loss, gradients and metrics of one step over the view, in one microbatch or cut by row numbers."""
+    leaves = {name: view.required(name).detach().requires_grad_() for name in LEAVES}
+    view = view.replace(**leaves)
+    known: dict[str, Any] = {"entropy_coef": 0.1, "value_coef": 0.5, **options}
+    objective = Objective(
+        loss=loss or Reinforce(), reduction=reduction, contributions=Contributions(callbacks), **known
+    )
+    pieces = [(view, None)] if cut is None else [microbatch(view, rows) for rows in cut]
+    if objective.loss.prepares and view.prepared is None:
+        with torch.no_grad():
+            seen = [piece.sanitised() for piece, _ in pieces]
+            prepared = objective.loss.prepare(seen, global_sum, global_concat)
+        assert prepared is not None
+        pieces = [(piece.replace(prepared=own), rows) for (piece, rows), own in zip(pieces, prepared, strict=True)]
+
+    weights: dict[Reduction, Tensor] = {}
+
+    def weigh(how: Reduction, piece: LossView, rows: Tensor | None) -> Tensor:
+        if how not in weights:
+            weights[how] = how(view.valid_tokens, view.trained, view.groups, global_sum)
+        if rows is None:
+            return weights[how]
+        return weights[how][rows, : piece.width] if len(rows) else torch.zeros(piece.valid_tokens.shape)
+
+    found = [objective(piece, lambda how, own=piece, at=rows: weigh(how, own, at)) for piece, rows in pieces]
+    total = torch.stack([part.total for part in found]).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    parts = {name: torch.stack([part.parts[name] for part in found]).sum() for name in found[0].parts}
+    metrics = {
+        name: merged_moments(torch.stack([part.stats[name].moments for part in found])) for name in found[0].stats
+    }
+    return Found(total.detach(), (gradients[0], gradients[1], gradients[2]), parts, metrics)
+
+
+def microbatch(view: LossView, rows: Sequence[int]) -> tuple[LossView, Tensor]:
+    """Some rows cut to their longest response, or a padding microbatch for none; with their numbers."""
+    index = torch.tensor(list(rows), dtype=torch.int64)
+    if not len(index):
+        padding = view.padding_rows(1).fit_width(1)
+        return padding.replace(**{name: padding.required(name).requires_grad_() for name in LEAVES}), index
+    return view.select(index, width=max(int(view.response_lengths[index].max()), 1)), index
+
+
+def prepared_view(view: LossView, loss: PolicyLoss) -> LossView:
+    """The view with the tokens that the loss chose; as it is for a loss that chooses none."""
+    if not loss.prepares:
+        return view
+    with torch.no_grad():
+        prepared = loss.prepare([view.sanitised()], own_sum, own_values)
+    return view.replace(prepared=None if prepared is None else prepared[0])
+
+
+def agree(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    """Loss, gradients, parts and moments are the same up to rounding; the largest of no numbers is -inf in both."""
+    assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=False)
+
+
+def same(found: Found, expected: Found) -> bool:
+    """Bit for bit."""
+    ours, theirs = _tensors(found), _tensors(expected)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _tensors(found: Found) -> dict[str, Tensor]:
+    gradients = dict(zip(LEAVES, found.gradients, strict=True))
+    return {"total": found.loss, **gradients, **found.parts, **found.metrics}
+
+
+def signal_of(rollout: Rollout, global_sum: GlobalSum = own_sum, **changes: Any) -> RewardSignal:
+    """What an estimator sees: small token rewards, and the task reward at the last valid token."""
+    tokens = changes.pop("token_rewards", rollout.required("returns") / 10)
+    scores = torch.where(rollout.rewarded, rollout.rewards, 0.0)
+    known: dict[str, Any] = {
+        "scores": scores, "rewarded": rollout.rewarded, "groups": rollout.groups, "token_rewards": tokens,
+        "valid_tokens": rollout.valid_tokens, "values": rollout.values, "greedy": rollout.extras[GREEDY_SCORE],
+        "global_sum": global_sum, **changes,
+    }  # fmt: skip
+    known.setdefault("shaped", shaped_rewards(known["scores"], tokens, known["valid_tokens"]))
+    return RewardSignal(**known)

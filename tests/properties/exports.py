@@ -1,0 +1,118 @@
+"""One example or more of everything that the package exports and that a property should hold for."""
+
+import importlib.util
+import inspect
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning_rl.advantages
+import lightning_rl.losses
+import lightning_rl.signal.reductions
+from lightning_rl import (
+    CISPO,
+    DPPO,
+    GAE,
+    GSPO,
+    M2PO,
+    ClipCov,
+    ClippedSurrogate,
+    Estimator,
+    FunctionLoss,
+    KLCov,
+    Normalised,
+    PolicyLoss,
+    ReinforcePlusPlus,
+    RLCallback,
+    SequenceSumNorm,
+    ValueLoss,
+)
+from lightning_rl.advantages import ESTIMATORS
+from lightning_rl.losses import LOSSES
+from lightning_rl.signal.reductions import REDUCTIONS, Reduction
+
+LOSS_EXAMPLES: dict[str, PolicyLoss] = {
+    **LOSSES,
+    "ppo-dual": ClippedSurrogate(clip_low=0.1, clip_high=0.3, dual_clip=1.2),
+    "gspo-wide": GSPO(clip_low=0.2, clip_high=0.2),
+    "gspo-per-token": GSPO(clip_low=0.2, clip_high=0.2, per_token=True),
+    "cispo-rollout": CISPO(clip_low=0.2, clip_high=0.2, anchor="rollout"),
+    "dppo-kl": DPPO(divergence="kl", low=0.01, high=0.01),
+    "dppo-capped": DPPO(cap=1.1),
+    "clip_cov-some": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0),
+    "clip_cov-all": ClipCov(fraction=1.0, cov_low=-1.0, cov_high=math.inf),
+    "kl_cov-some": KLCov(fraction=0.3, coef=0.5),
+    "m2po-tight": M2PO(threshold=0.005),
+    "function": FunctionLoss(lambda view: -view.required("advantages") * view.logprobs),
+}
+
+ESTIMATOR_EXAMPLES: dict[str, Estimator] = {
+    **ESTIMATORS,
+    "lite-ppo": Normalised(std="batch"),
+    "batch": Normalised(mean="batch", std="batch"),
+    "batch-rloo": Normalised(mean="batch", std="none", leave_one_out=True),
+    "group-biased": Normalised(unbiased=False),
+    "raw": Normalised(mean="none", std="none"),
+    "scaled": Normalised(mean="none", std="group"),
+    "gae-raw": GAE(gamma=0.9, lam=0.8, whitened=False),
+    "rpp-discounted": ReinforcePlusPlus(gamma=0.9),
+}
+
+REDUCTION_EXAMPLES: dict[str, Reduction] = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(8)}
+
+VALUE_EXAMPLES: dict[str, ValueLoss] = {
+    "clipped": ValueLoss(),
+    "plain": ValueLoss(clip=None),
+    "huber": ValueLoss(clip=None, huber=0.5),
+    "clipped-huber": ValueLoss(clip=0.1, huber=0.3),
+}
+
+
+def correction_examples() -> list[RLCallback]:
+    """Fresh copies of the examples that ``tests/callbacks/test_every_correction.py`` keeps complete."""
+    path = Path(__file__).parents[1] / "callbacks" / "test_every_correction.py"
+    spec = importlib.util.spec_from_file_location("properties_every_correction", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.EXAMPLES
+
+
+CORRECTIONS = correction_examples()
+
+
+def corrections_with(*methods: str) -> list[RLCallback]:
+    """The examples that offer one of some contribution methods."""
+    return [correction for correction in CORRECTIONS if correction.contributes & set(methods)]
+
+
+def name_of(correction: RLCallback) -> str:
+    """A test id."""
+    return type(correction).__name__
+
+
+def exported_losses() -> set[type]:
+    """Every policy loss that ``lightning_rl.losses`` exports."""
+    named = [getattr(lightning_rl.losses, name) for name in lightning_rl.losses.__all__]
+    return {one for one in named if inspect.isclass(one) and issubclass(one, PolicyLoss) and not _abstract(one)}
+
+
+def exported_estimators() -> set[type]:
+    """Every estimator that ``lightning_rl.advantages`` defines."""
+    named = vars(lightning_rl.advantages).values()
+    return {one for one in named if inspect.isclass(one) and issubclass(one, Estimator) and not _abstract(one)}
+
+
+def exported_reductions() -> set[Any]:
+    """Every class and public function of four arguments that the reductions' module defines."""
+    module = lightning_rl.signal.reductions
+    own = [one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__]
+    arguments = ["valid_tokens", "trained", "groups", "global_sum"]
+    functions = {one for one in own if inspect.isfunction(one) and list(inspect.signature(one).parameters) == arguments}
+    return functions | {one for one in own if inspect.isclass(one)}
+
+
+def _abstract(kind: type) -> bool:
+    return inspect.isabstract(kind)

@@ -1,0 +1,63 @@
+"""Any strategy, any number of ranks: the same gradient norms, weights and metrics as one device."""
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import strategy_cases
+import torch
+from ranks import STRATEGIES, run_ranks
+from strategy_cases import CASES, EXACT, Result, dtype_of, run
+
+
+@cache
+def one_device(case: str, dtype: torch.dtype) -> Result:
+    """The same run on one device."""
+    return run(case, dtype)
+
+
+def check(folder: Path, strategy: str, case: str) -> None:
+    """Compares with one device: norms, weights and every metric, relative to the largest of its kind.
+
+    A metric below 0.1 is the difference of log-probabilities that are larger, so it carries their rounding.
+    """
+    found, expected = torch.load(folder / f"{strategy} {case}"), one_device(case, dtype_of(strategy))
+    tolerance = 1e-9 if strategy in EXACT else 1e-5
+    assert len(found["rows"]) == len(expected["rows"]) == 8
+    for name, weight in expected["weights"].items():
+        error = float((found["weights"][name] - weight).abs().max())
+        assert error <= tolerance * float(weight.abs().max()) + 1e-12, f"{name} differs by {error}"
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key in expected["rows"][0]:
+        values = [row[key] for row in expected["rows"]]
+        largest = max([abs(value) for value in values if math.isfinite(value)], default=0.0)
+        theirs = [row[key] for row in found["rows"]]
+        assert theirs == pytest.approx(values, rel=0, abs=tolerance * max(largest, 0.1), nan_ok=True), key
+
+
+def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str]) -> None:
+    """Runs all of it in one process group, then compares."""
+    run_ranks(strategy_cases.__file__, ranks, folder, str(ranks), ",".join(strategies), ",".join(cases))
+    for strategy in strategies:
+        for case in cases:
+            check(folder, strategy, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
+    runs(tmp_path, 2, [strategy], ["critic", "masked"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_case_equals_one_device(strategy: str, ranks: int, tmp_path: Path) -> None:
+    runs(tmp_path, ranks, [strategy], list(CASES))
+
+
+def test_two_microbatches_are_one_on_one_device() -> None:
+    many, one = one_device("plain", torch.float64), one_device("one microbatch", torch.float64)
+    for name, weight in many["weights"].items():
+        assert float((one["weights"][name] - weight).abs().max()) < 1e-12

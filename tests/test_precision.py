@@ -1,0 +1,76 @@
+"""Precision, activation checkpointing and flags of the Trainer: same gradient, or an error that names our option."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from support import fit, tiny_module, tiny_policy, weights_of
+from torch.optim import SGD
+from typing_extensions import override
+
+from lightning_rl import RLCallback
+from lightning_rl.callbacks import ReferenceKL
+
+
+class Norms(RLCallback):
+    """Keeps the gradient norm of every step."""
+
+    name = "norms"
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        self.norms.append(pl_module.run.metrics.values()["optim/grad_norm"])
+
+
+def test_a_gradient_scaler_changes_neither_norm_nor_step() -> None:
+    """float16 on a CPU has no kernels for all of this, so the scaler stands beside float32."""
+    found = []
+    for scale in (1.0, 1024.0):
+        plugin = MixedPrecision("bf16-mixed", "cpu")
+        plugin.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # pyright: ignore[reportPrivateImportUsage]
+        rows, module = Norms(), tiny_module(max_grad_norm=0.1, optimizer=partial(SGD, lr=0.5))
+        fit(module, callbacks=[rows], plugins=[plugin])
+        found.append((rows.norms, weights_of(module)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3) and max(found[0][0]) > 0.1
+    for name, weight in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], weight, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("critic", [None, "shared"])
+def test_activation_checkpointing_changes_no_bit(critic: str | None) -> None:
+    found = []
+    for saving in (False, True):
+        options: dict[str, Any] = {"advantages": "gae", "critic": critic} if critic else {}
+        module = tiny_module(minibatches=2, activation_checkpointing=saving, **options)
+        fit(module, callbacks=[] if critic else [ReferenceKL(0.1, as_loss=True)])
+        assert module.policy is not None
+        assert any(getattr(part, "gradient_checkpointing", False) for part in module.policy.model.modules()) == saving
+        found.append(weights_of(module))
+    assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_a_step_moves_the_weights_in_every_precision(precision: Any) -> None:
+    module = tiny_module(policy=partial(tiny_policy, dtype=torch.float64 if precision == "64-true" else torch.float32))
+    before = {name: weight.clone() for name, weight in tiny_policy().named_parameters()}
+    rows = Norms()
+    fit(module, callbacks=[rows], precision=precision)
+    moved = weights_of(module)["policy.model.lm_head.weight"].float() - before["lm_head.weight"].detach()
+    assert float(moved.abs().max()) > 1e-3 and all(norm > 0 for norm in rows.norms)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ({"gradient_clip_val": 0.5}, "without gradient_clip_val, got 0.5: pass max_grad_norm="),
+        ({"accumulate_grad_batches": 2}, "without accumulate_grad_batches, got 2: token_budget="),
+    ],
+)
+def test_flags_that_manual_optimization_refuses_name_our_option(flag: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(tiny_module(), **flag)
