@@ -12,6 +12,7 @@ from lightning_rl.advantages import (
     ReMax,
     RewardSignal,
 )
+from lightning_rl.checkpoints import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.data import Prompt, PromptDataModule, Ticket
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.generation import Completion, Engine, FakeEngine, Request, TransformersEngine
@@ -34,35 +35,35 @@ from lightning_rl.losses import (
 from lightning_rl.module import RLLightningModule
 from lightning_rl.objective import LossParts, Objective
 from lightning_rl.rollout import Finish, Rollout, concatenate
-from lightning_rl.schedules import warmup_then_linear
+from lightning_rl.schedules import adamw_8bit, warmup_then_linear
 from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, reinforce, rloo
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 __all__ = [
-    "CISPO",
-    "DPPO",
-    "GAE",
-    "GMPO",
-    "GSPO",
-    "M2PO",
-    "OPO",
-    "SAPO",
     "Advantages",
+    "AtomicCheckpointIO",
+    "CISPO",
     "ClipCov",
     "ClippedSurrogate",
     "Completion",
     "Contributions",
+    "DPPO",
     "Engine",
     "Estimator",
     "FSDP2Strategy",
     "FakeEngine",
     "Finish",
     "FunctionLoss",
+    "GAE",
+    "GMPO",
+    "GSPO",
     "KLCov",
     "LossParts",
     "LossTerm",
     "LossView",
+    "M2PO",
     "Normalised",
+    "OPO",
     "Objective",
     "PerRow",
     "PolicyLoss",
@@ -77,14 +78,17 @@ __all__ = [
     "Request",
     "RewardSignal",
     "Rollout",
+    "SAPO",
     "SequenceSumNorm",
     "Stat",
     "Ticket",
     "TransformersEngine",
     "ValueLoss",
+    "adamw_8bit",
     "concatenate",
     "dr_grpo",
     "grpo",
+    "latest_checkpoint",
     "maxrl",
     "prompt_mean",
     "reinforce",

@@ -1,6 +1,7 @@
 """Interrupts: a signal ends a run at the end of an optimizer step with a checkpoint; any end closes the engine."""
 
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl import distributed
@@ -18,19 +20,21 @@ INTERRUPTED = "interrupted.ckpt"
 
 
 class Interrupts(Callback):
-    """Every run has one. The first SIGINT (Ctrl-C) or SIGTERM lets the optimizer step end, saves ``interrupted.ckpt``
-    beside the other checkpoints, and stops on all ranks; the second acts at once, as if this were not here.
+    """Every run has one. The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves
+    ``interrupted.ckpt`` beside the other checkpoints, and ends the run on all ranks; a second one acts at once.
 
     An exception saves nothing, because it may come in mid-step; the checkpoints of earlier steps stay.
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
+        self.received = 0
         self._before: dict[int, Any] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.received = None
+        self.received = 0
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may handle signals
         for number in SIGNALS:
             self._before[number] = signal.getsignal(number)
             signal.signal(number, self._receive)
@@ -44,14 +48,17 @@ class Interrupts(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        own = int(self.received is not None)
-        if not distributed.global_maximum([own], torch.device(pl_module.device))[0]:
+        received = self.received
+        if distributed.world_size() > 1:
+            received = distributed.global_maximum([received], torch.device(pl_module.device))[0]
+        if not received:
             return
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = Path(folder) / INTERRUPTED
         trainer.save_checkpoint(path)
-        rank_zero_info(f"Interrupted after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
-        trainer.should_stop = True
+        name = signal.Signals(received).name
+        rank_zero_info(f"{name} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
+        raise KeyboardInterrupt if received == signal.SIGINT else SIGTERMException
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -159,7 +159,7 @@ class RLLightningModule(RunModule):
     def configure_callbacks(self) -> list[Callback]:
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
         check_flags(self.trainer)
-        return [Interrupts()]
+        return [] if any(isinstance(known, Interrupts) for known in callbacks_of(self.trainer)) else [Interrupts()]
 
     @override
     def setup(self, stage: str) -> None:

@@ -1,9 +1,12 @@
 """Learning-rate schedules by hand."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lightning_rl import warmup_then_linear
+from lightning_rl import adamw_8bit, warmup_then_linear
 
 
 def rates(warmup: int, total: int, steps: int) -> list[float]:
@@ -39,3 +42,13 @@ def test_the_warmup_is_linear_and_reaches_the_full_rate(warmup: int, total: int)
 def test_a_warmup_that_does_not_fit_is_refused(warmup: int, total: int) -> None:
     with pytest.raises(ValueError, match=f"expected 0 <= warmup < total, got {warmup} and {total}"):
         warmup_then_linear(warmup, total)
+
+
+def test_8_bit_states_come_from_bitsandbytes_or_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ImportError, match=r"lightning-rl\[bitsandbytes\]"):
+        adamw_8bit()
+    stand_in = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=torch.optim.AdamW))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)
+    optimizer = adamw_8bit(lr=0.25, weight_decay=0.5)([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)

@@ -1,0 +1,97 @@
+"""Signals and exceptions: a checkpoint at a step's end, engines closed, nothing left running."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from support import fit, tiny_module, weights_of
+from typing_extensions import override
+
+from lightning_rl import RLCallback, RLLightningModule, Rollout, TransformersEngine
+from lightning_rl.checkpoints import AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.generation.engine import EngineState
+from lightning_rl.interrupts import INTERRUPTED
+
+
+class Signals(RLCallback):
+    """Sends a signal to this process while a rollout is drawn."""
+
+    name = "signals"
+
+    def __init__(self, number: int, at: int) -> None:
+        self.number, self.at, self.seen = number, at, 0
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.seen += 1
+        if self.seen == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+class Fails(RLCallback):
+    """Raises in the middle of the run."""
+
+    name = "fails"
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("something else")
+
+
+def module_of(**options: Any) -> RLLightningModule:
+    return tiny_module(minibatches=2, epochs=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGINT, SystemExit), (signal.SIGTERM, SIGTERMException)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_from_there(
+    number: int, ending: type[BaseException], tmp_path: Path
+) -> None:
+    whole = module_of()
+    fit(whole)
+    before, engine = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)), TransformersEngine()
+    with pytest.raises(ending):
+        fit(module_of(engine=engine), callbacks=[Signals(number, 2)], default_root_dir=tmp_path)
+    assert engine.state is EngineState.ASLEEP
+    signal.signal(signal.SIGINT, before[0])  # Lightning ignores SIGINT once it has begun to shut down
+    saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
+    assert saved["global_step"] == 5, "the signal came while the second rollout was drawn; its first step was made"
+    resumed = module_of()
+    fit(resumed, ckpt_path=tmp_path / INTERRUPTED)
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_handlers_are_as_before_once_a_fit_is_over(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    fit(module_of(), default_root_dir=tmp_path)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert not (tmp_path / INTERRUPTED).exists()
+
+
+def test_an_exception_closes_the_engine_and_saves_nothing(tmp_path: Path) -> None:
+    engine = TransformersEngine()
+    with pytest.raises(RuntimeError, match="something else"):
+        fit(module_of(engine=engine), callbacks=[Fails()], default_root_dir=tmp_path)
+    assert engine.state is EngineState.ASLEEP and not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = AtomicCheckpointIO()
+    saving.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
+
+    def dies(*_: Any, **__: Any) -> None:
+        (tmp_path / "b.ckpt.part").write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", dies)
+    with pytest.raises(OSError, match="no space left"):
+        saving.save_checkpoint({"step": 2}, tmp_path / "b.ckpt")
+    assert latest_checkpoint(tmp_path) == tmp_path / "a.ckpt"
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True) == {"step": 1}
+    assert latest_checkpoint(tmp_path / "nowhere") is None
