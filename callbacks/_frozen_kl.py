@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.kl import importance, kl_estimator
+from lightning_rl.signal.kl import KL_ESTIMATORS, KLEstimator, importance, kl_estimator
 
 WARN_AS_LOSS = {
     "k1": "its expected gradient is zero, so it trains nothing",
@@ -21,8 +21,8 @@ class FrozenKL(RLCallback):
 
     Args:
         beta: what the KL is multiplied with.
-        estimator: a name out of :data:`lightning_rl.signal.kl.KL_ESTIMATORS`; by default ``k1`` as a reward and ``k3``
-            as a loss.
+        estimator: a name out of :data:`lightning_rl.signal.kl.KL_ESTIMATORS`, an object or a function; by default
+            ``k1`` as a reward and ``k3`` as a loss.
         as_loss: a term of the loss instead of a reward of each token.
         unbiased: multiply the term with the importance ratio of current to old policy, gradient included.
 
@@ -30,21 +30,21 @@ class FrozenKL(RLCallback):
         ValueError: if the estimator is unknown, ``beta`` is negative, or ``unbiased`` comes without ``as_loss``.
     """
 
-    def __init__(self, beta: float, *, estimator: str | None, as_loss: bool, unbiased: bool) -> None:
+    def __init__(self, beta: float, *, estimator: KLEstimator | str | None, as_loss: bool, unbiased: bool) -> None:
         if not beta >= 0:
             raise ValueError(f"expected beta >= 0, got {beta}")
         if unbiased and not as_loss:
             raise ValueError("expected as_loss=True with unbiased=True: a reward has no gradient to correct")
-        chosen = ("k3" if as_loss else "k1") if estimator is None else estimator
         self.beta = beta
-        self.estimator = kl_estimator(chosen)
+        self.estimator = kl_estimator(("k3" if as_loss else "k1") if estimator is None else estimator)
         self.as_loss = as_loss
         self.unbiased = unbiased
         self.reads = () if as_loss else ("old_logprobs",)
         self.reads_at_loss = ("old_logprobs",) if unbiased else ()
-        if as_loss and chosen in WARN_AS_LOSS and not (unbiased and chosen == "k1"):
-            depth = type(self).__mro__.index(FrozenKL) + 2  # whoever made the object
-            warnings.warn(f"{type(self).__name__} with {chosen} as a loss: {WARN_AS_LOSS[chosen]}", stacklevel=depth)
+        for chosen, reason in WARN_AS_LOSS.items() if as_loss else ():
+            if self.estimator is KL_ESTIMATORS[chosen] and not (unbiased and chosen == "k1"):
+                depth = type(self).__mro__.index(FrozenKL) + 2  # whoever made the object
+                warnings.warn(f"{type(self).__name__} with {chosen} as a loss: {reason}", stacklevel=depth)
 
     def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
         """Log-probability of each token under the frozen policy."""

@@ -20,6 +20,7 @@ from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.hooks import LossView, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.corrections import adapted_coefficient
+from lightning_rl.signal.kl import KLEstimator
 from lightning_rl.signal.masked import row_mean
 
 
@@ -49,7 +50,7 @@ class AdaptiveKL(ReferenceKL):
         *,
         target: float = 0.1,
         horizon: int = 10_000,
-        estimator: str | None = None,
+        estimator: KLEstimator | str | None = None,
         as_loss: bool = False,
         unbiased: bool = False,
     ) -> None:

@@ -5,7 +5,8 @@ r"""Dynamic sampling: replace groups that teach nothing, because all of their re
 
 over the responses that have a reward. The core draws as many new groups as were filtered, round after round up to a
 bound, and warns if some are still missing; nothing that was drawn is thrown away otherwise, so that sampled is kept
-plus filtered. The rewards are those of the task, before bonuses.
+plus filtered. The rewards are those of the task, before bonuses. Each rank refills its own groups at the end of its
+share, so with several minibatches the number of ranks decides which prompts share an optimizer step.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.2.
 """

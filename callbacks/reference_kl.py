@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_rl.callbacks._frozen_kl import FrozenKL
 from lightning_rl.rollout import Rollout
+from lightning_rl.signal.kl import KLEstimator
 
 
 class ReferenceKL(FrozenKL):
@@ -31,8 +32,8 @@ class ReferenceKL(FrozenKL):
 
     Args:
         beta: what the KL is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2``, ``k3`` or ``low_var_kl``; by default ``k1`` as a reward and ``k3`` as a
-            loss.
+        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``low_var_kl``, or a function of (logprobs, other) such as a
+            :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` as a reward and ``k3`` as a loss.
         as_loss: a term of the loss instead of a reward of each token.
         unbiased: multiply the term with the importance ratio of current to old policy, gradient included, which makes
             ``k1`` and ``k3`` unbiased in value and gradient; only with ``as_loss``.
@@ -45,7 +46,12 @@ class ReferenceKL(FrozenKL):
     alternative = "ReferenceKL(as_loss=True)"
 
     def __init__(
-        self, beta: float = 0.05, *, estimator: str | None = None, as_loss: bool = False, unbiased: bool = False
+        self,
+        beta: float = 0.05,
+        *,
+        estimator: KLEstimator | str | None = None,
+        as_loss: bool = False,
+        unbiased: bool = False,
     ) -> None:
         super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
         self.reads = (*self.reads, *(() if as_loss else ("ref_logprobs",)))

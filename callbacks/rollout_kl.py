@@ -15,7 +15,7 @@ import warnings
 from typing_extensions import override
 
 from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
-from lightning_rl.signal.kl import kl_estimator
+from lightning_rl.signal.kl import KLEstimator, absolute, k1, kl_estimator
 
 DRIFTED_BEYOND = 1e-3  # nats; far above rounding, so that the fraction does not depend on how a step is cut
 
@@ -28,7 +28,8 @@ class RolloutKL(RLCallback):
 
     Args:
         coef: what the term is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2`` or ``k3``.
+        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``low_var_kl``, or a function of (logprobs, other) such as a
+            :class:`~lightning_rl.signal.kl.Clamped`.
 
     Raises:
         ValueError: if the estimator is unknown or ``coef`` is negative.
@@ -37,16 +38,16 @@ class RolloutKL(RLCallback):
     name = "rollout_kl"
     reads_at_loss = ("rollout_logprobs",)
 
-    def __init__(self, coef: float = 1e-3, *, estimator: str = "k2") -> None:
+    def __init__(self, coef: float = 1e-3, *, estimator: KLEstimator | str = "k2") -> None:
         if not coef >= 0:
             raise ValueError(f"expected coef >= 0, got {coef}")
         self.coef = coef
         self.estimator = kl_estimator(estimator)
-        if estimator in ("k1", "abs"):
+        if self.estimator in (k1, absolute):
             warnings.warn(
-                f"RolloutKL with {estimator}: its gradient does not shrink with the drift, and on samples of the "
-                "engine that of k1 is minus the gradient of KL(rollout || policy), which drives the two apart; k2 "
-                "pulls them together",
+                f"RolloutKL with {'k1' if self.estimator is k1 else 'abs'}: its gradient does not shrink with the "
+                "drift, and on samples of the engine that of k1 is minus the gradient of KL(rollout || policy), which "
+                "drives the two apart; k2 pulls them together",
                 stacklevel=2,
             )
 

@@ -21,10 +21,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.callbacks._frozen_kl import FrozenKL
+from lightning_rl.hooks import RLCallback
+from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.build import ModelSource
 from lightning_rl.policy.teacher import Teacher
 from lightning_rl.rollout import Rollout
+from lightning_rl.signal.kl import KLEstimator
 
 KEY = "teacher_logprobs"
 
@@ -40,14 +43,15 @@ class TeacherKL(FrozenKL):
         teacher: name or path of a model with the policy's vocabulary, or a callable that builds one; None if another
             callback provides ``token_extras/teacher_logprobs``.
         beta: what the KL is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2``, ``k3`` or ``low_var_kl``; by default ``k1`` as a reward and ``k3`` as a
-            loss.
+        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``low_var_kl``, or a function of (logprobs, other) such as a
+            :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` as a reward and ``k3`` as a loss.
         as_loss: a term of the loss instead of a reward of each token.
         unbiased: multiply the term with the importance ratio of current to old policy, gradient included; only with
             ``as_loss``.
 
     Raises:
-        ValueError: if an option is out of range; when a fit starts, if the teacher has another vocabulary.
+        ValueError: if an option is out of range; at setup, if there is neither a teacher nor a callback that provides;
+            when a fit starts, if the teacher has another vocabulary.
     """
 
     name = "teacher_kl"
@@ -58,7 +62,7 @@ class TeacherKL(FrozenKL):
         teacher: ModelSource | None = None,
         beta: float = 1.0,
         *,
-        estimator: str | None = None,
+        estimator: KLEstimator | str | None = None,
         as_loss: bool = False,
         unbiased: bool = False,
     ) -> None:
@@ -71,6 +75,15 @@ class TeacherKL(FrozenKL):
     def contributes(self) -> frozenset[str]:
         """Without a teacher of its own it provides nothing."""
         return super().contributes - (frozenset() if self.source is not None else {"provide"})
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        others = [one for one in callbacks_of(trainer) if isinstance(one, RLCallback) and one is not self]
+        if self.source is None and not any("provide" in other.contributes for other in others):
+            raise ValueError(
+                f'TeacherKL reads "token_extras/{KEY}", but it has no teacher and no other callback provides: pass '
+                "teacher=, or add a callback whose provide returns them"
+            )
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -10,8 +10,7 @@ current/old of PPO's loss, so no policy counts twice. The weight multiplies the 
 change.
 
 Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence form: Liu
-    et al.
-2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
+et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
 """
 
 from typing import Literal
@@ -45,6 +44,7 @@ class TruncatedIS(RLCallback):
     name = "truncated_is"
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
     ratio = ("old", "rollout")
+    alternative = "a mask such as GeometricMask, which carries no ratio,"
 
     def __init__(self, level: Literal["token", "sequence"] = "token", *, cap: float | None = None) -> None:
         if level not in CAPS:

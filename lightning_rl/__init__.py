@@ -15,7 +15,16 @@ from lightning_rl.advantages import (
 from lightning_rl.checkpoints import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.data import Prompt, PromptDataModule, Ticket
 from lightning_rl.distributed import FSDP2Strategy
-from lightning_rl.generation import Completion, Engine, FakeEngine, Request, TransformersEngine
+from lightning_rl.generation import (
+    Canary,
+    CanaryError,
+    Completion,
+    Engine,
+    FakeEngine,
+    Request,
+    TransformersEngine,
+    VLLMEngine,
+)
 from lightning_rl.hooks import Contributions, LossTerm, LossView, RLCallback, Stat
 from lightning_rl.losses import (
     CISPO,
@@ -40,30 +49,33 @@ from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, reinforce, rloo
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 __all__ = [
+    "CISPO",
+    "DPPO",
+    "GAE",
+    "GMPO",
+    "GSPO",
+    "M2PO",
+    "OPO",
+    "SAPO",
     "Advantages",
     "AtomicCheckpointIO",
-    "CISPO",
+    "Canary",
+    "CanaryError",
     "ClipCov",
     "ClippedSurrogate",
     "Completion",
     "Contributions",
-    "DPPO",
     "Engine",
     "Estimator",
     "FSDP2Strategy",
     "FakeEngine",
     "Finish",
     "FunctionLoss",
-    "GAE",
-    "GMPO",
-    "GSPO",
     "KLCov",
     "LossParts",
     "LossTerm",
     "LossView",
-    "M2PO",
     "Normalised",
-    "OPO",
     "Objective",
     "PerRow",
     "PolicyLoss",
@@ -78,11 +90,11 @@ __all__ = [
     "Request",
     "RewardSignal",
     "Rollout",
-    "SAPO",
     "SequenceSumNorm",
     "Stat",
     "Ticket",
     "TransformersEngine",
+    "VLLMEngine",
     "ValueLoss",
     "adamw_8bit",
     "concatenate",

@@ -101,6 +101,9 @@ class PerRow(Estimator):
 
     Args:
         function: returns one advantage for each row, shape [B].
+
+    Raises:
+        ValueError: when called, if the function returns anything else.
     """
 
     function: RowFunction
@@ -109,20 +112,26 @@ class PerRow(Estimator):
     @override
     def name(self) -> str:
         """The function's own name."""
-        function = self._bare()
+        function = self.bare
         return getattr(function, "__name__", type(function).__name__)
 
     @property
     @override
     def compares(self) -> bool:
         """Whether it is one of the library's functions that subtract what the group has in common."""
-        return self._bare() in (grpo, dr_grpo, rloo, maxrl)
+        return self.bare in (grpo, dr_grpo, rloo, maxrl)
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
-        return Advantages(signal.spread_out(self.function(signal.scores, signal.groups, signal.rewarded)))
+        per_row, rows = self.function(signal.scores, signal.groups, signal.rewarded), signal.scores.shape
+        if not isinstance(per_row, Tensor) or per_row.shape != rows:
+            got = list(per_row.shape) if isinstance(per_row, Tensor) else type(per_row).__name__
+            raise ValueError(f"expected advantages={self.name} to return a number for each row {list(rows)}, got {got}")
+        return Advantages(signal.spread_out(per_row))
 
-    def _bare(self) -> RowFunction:
+    @property
+    def bare(self) -> RowFunction:
+        """The function without options that were bound to it."""
         return self.function.func if isinstance(self.function, partial) else self.function
 
 
@@ -321,12 +330,15 @@ def resolve_advantages(advantages: Estimator | RowFunction | str) -> Estimator:
     """An estimator from an object, a function or a known name.
 
     Raises:
-        ValueError: if the name is unknown; the message lists the known ones.
+        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
     """
     if isinstance(advantages, Estimator):
         return advantages
+    if isinstance(advantages, type):
+        raise ValueError(f"expected an object as advantages, got the class {advantages.__name__}: call it")
     if callable(advantages):
         return PerRow(advantages)
     if advantages not in ESTIMATORS:
-        raise ValueError(f"expected advantages out of {', '.join(ESTIMATORS)} or a function, got {advantages!r}")
+        known = ", ".join(ESTIMATORS)
+        raise ValueError(f"expected advantages out of {known}, an object or a function, got {advantages!r}")
     return ESTIMATORS[advantages]

@@ -37,6 +37,8 @@ from lightning_rl.run_module import RunModule
 from lightning_rl.schedules import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
 from lightning_rl.stages.checks import (
+    check_coefficients,
+    check_counts,
     check_entropy,
     check_estimator,
     check_flags,
@@ -130,9 +132,12 @@ class RLLightningModule(RunModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        numbers = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs, "temperature": temperature}
-        numbers |= {"max_new_tokens": max_new_tokens, "token_budget": token_budget}
-        check_positive(**numbers, max_grad_norm=max_grad_norm)
+        counts = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs}
+        check_counts(**counts, max_new_tokens=max_new_tokens, token_budget=token_budget)
+        check_positive(temperature=temperature, max_grad_norm=max_grad_norm)
+        check_coefficients(entropy_coef=entropy_coef, value_coef=value_coef)
+        if isinstance(value_loss, type) or not callable(value_loss):
+            raise ValueError(f"expected value_loss to be a ValueLoss or a function, got {value_loss!r}")
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
         self.rewards = Rewards([rewards] if callable(rewards) else rewards, reward_weights)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
@@ -250,6 +255,7 @@ class RLLightningModule(RunModule):
         stream, collect = self.prompt_stream, self.collector().collect
         groups = stream.prompts_per_rollout // self.trainer.world_size
         self.run.held, stats = collect(stream.take, groups, cycle=batch.cycle, rank=self.global_rank)
+        self.rest()
         self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
         log_monitored(self, global_values(stats, self.device))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl.hooks import Contributions, LossView, Stat
 from lightning_rl.hooks.stat import disjoint
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction
-from lightning_rl.signal.kl import k1, tangent_exp
+from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import Reduction
@@ -100,9 +100,9 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
     values = {"policy/entropy": view.entropy}
     if view.old_logprobs is not None:
         values["policy/ratio_max"] = policy_ratio(logprobs, view.old_logprobs)
-        values["kl/old"] = _divergence_of_samples(logprobs - view.old_logprobs)
+        values["kl/old"] = k3(view.old_logprobs, logprobs)
     if view.rollout_logprobs is not None:
-        values["kl/rollout"] = _divergence_of_samples(logprobs - view.rollout_logprobs)
+        values["kl/rollout"] = k3(view.rollout_logprobs, logprobs)
     if view.ref_logprobs is not None:
         values["kl/ref"] = k1(logprobs, view.ref_logprobs)
     if view.current_values is not None and view.returns is not None:
@@ -129,10 +129,6 @@ def _checked(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
 
 def _name_of(function: Callable[..., Tensor]) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _divergence_of_samples(gap: Tensor) -> Tensor:
-    return tangent_exp(gap) - 1 - gap
 
 
 def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:

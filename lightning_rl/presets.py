@@ -106,14 +106,15 @@ def cispo() -> Preset:
     return Preset({"advantages": advantages.grpo, "loss": CISPO(), "reduction": token_mean})
 
 
-def rloo(*, beta: float = 0.05) -> Preset:
+def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     """The mean of the other responses as baseline and the plain policy gradient, for one update per rollout.
 
     The KL stands in the loss, where the paper puts it into the reward.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    options = {"advantages": advantages.rloo, "loss": Reinforce(), "reduction": sequence_mean}
+    options = {"advantages": advantages.rloo, "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
+    options |= {"max_new_tokens": max_new_tokens}
     return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
 
 
@@ -135,12 +136,13 @@ def reinforce_plus_plus_baseline(*, beta: float = 0.01) -> Preset:
     return Preset(options, (ReferenceKL(beta),))
 
 
-def remax(*, beta: float = 0.05) -> Preset:
+def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     """A greedy answer as baseline, the plain policy gradient, the KL in the reward; needs no group.
 
     Source: Li et al. 2023, arXiv:2310.10505.
     """
-    return Preset({"advantages": ReMax(), "loss": Reinforce(), "reduction": sequence_mean}, (ReferenceKL(beta),))
+    options = {"advantages": ReMax(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
+    return Preset({**options, "max_new_tokens": max_new_tokens}, (ReferenceKL(beta),))
 
 
 def opo() -> Preset:

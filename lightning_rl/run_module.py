@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from lightning_rl.advantages import Estimator
 from lightning_rl.data import PromptBatch, PromptDataModule, prompt_stream_of
 from lightning_rl.distributed import Parallel
 from lightning_rl.generation import Engine
+from lightning_rl.generation.syncing import synchronise
 from lightning_rl.metrics import RunningStats
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import ModelSource, build_model
@@ -81,6 +83,7 @@ class RunModule(LightningModule):
         """Logs what the validation found, over all ranks."""
         for name, value in self.run.validation.figures().items():
             self.log(name, value, prog_bar=name == "val/reward/task", batch_size=1)
+        self.rest()
 
     def complete(self, prompts: Sequence[Any], *, temperature: float = 0.0) -> list[str]:
         """The policy's answer to each prompt, in any form that PromptDataModule takes; greedy by default."""
@@ -89,6 +92,7 @@ class RunModule(LightningModule):
         stream.connect(self.tokenizer, None)
         drawer = self.collector().drawer
         completions = drawer.completed(drawer.requests(stream.take(len(prompts)), 0, 1, temperature))
+        self.rest()
         return [drawer.text(completion.token_ids) for completion in completions]
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -135,6 +139,8 @@ class RunModule(LightningModule):
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
         self.run.load(checkpoint["lightning_rl"], rank=self.global_rank, world_size=self.trainer.world_size)
+        if self.trainer.strategy.restore_checkpoint_after_setup:
+            self.run.begin(self.device, packed=self.packing)  # on_fit_start has been
 
     @override
     def teardown(self, stage: str) -> None:
@@ -160,16 +166,36 @@ class RunModule(LightningModule):
     def sync(self, version: int) -> None:
         """Gives the engine the policy's weights under a version number. Every rank takes part."""
         if not self.run.engine_started:
+            if distributed.world_size() != self.trainer.world_size:
+                raise RuntimeError(
+                    f"expected the trainer's process group of {self.trainer.world_size} ranks, got one of "
+                    f"{distributed.world_size()}: something made a group first, such as an engine built by hand"
+                )
             if self.run.replica is not None:
                 nn.Module.to(self.run.replica, self.device)
             self.engine.start(self.run.replica or self.required_policy.model, self.tokenizer)
             self.run.engine_started = True
-        self.engine.load_weights(self._policy_weights(), version)
+            self.engine.expect(self._policy_weights())
+        synchronise(
+            self.engine, self._policy_weights(), version, self.required_policy, packed=self.packing,
+            watching=self._watching,
+        )  # fmt: skip
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with self.run.times.phase("canary", self.device), self.trainer.precision_plugin.forward_context():
+            yield
+
+    def rest(self) -> None:
+        """Lets an engine that shares the device with the trainer give its memory back until the next sync."""
+        if self.engine.sleeps:
+            self.engine.sleep()
 
     def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.parallel.full_parameters(self.required_policy):
             if name.startswith("model."):
                 yield name.removeprefix("model."), weight
+            del weight  # or it would be held while the next one is gathered
 
     def collector(self) -> Collector:
         """What makes rollouts, with the options of this run."""

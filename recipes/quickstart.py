@@ -1,7 +1,7 @@
 """A small language model learns to sort digits by reinforcement learning, in a few minutes on a laptop.
 
     python recipes/quickstart.py
-    python recipes/quickstart.py --algorithm ppo --seed 1
+    python recipes/quickstart.py --algorithm ppo --engine vllm --seed 1
 
 Every option is a keyword of `main`; to change anything else, copy this file. The task lies in `sorting_task.py`.
 """
@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GAE, PromptDataModule, RLLightningModule, grpo, warmup_then_linear
+from lightning_rl import GAE, PromptDataModule, RLLightningModule, VLLMEngine, grpo, warmup_then_linear
 from lightning_rl.callbacks import NoEOSMask
 
 GRPO = {"advantages": grpo, "group_size": 8}  # 32 prompts, 8 answers to each
@@ -24,20 +24,20 @@ PPO = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # 256 prompts,
 
 def main(
     algorithm: Literal["grpo", "ppo"] = "grpo",
+    engine: Literal["transformers", "vllm"] = "transformers",
     updates: int = 1,
     rollouts: int = 50,
     seed: int = 0,
     accelerator: str = "cpu",
 ) -> Trainer:
-    """Train on rollouts of 256 answers, with ``updates`` optimizer steps each; print greedy accuracy on held-out
-    lists.
-    """
+    """Train on rollouts of 256 answers, ``updates`` optimizer steps each; print greedy accuracy on held-out lists."""
     options, held_out = {"grpo": GRPO, "ppo": PPO}[algorithm], task.held_out_prompts()
     prompts = 256 // options["group_size"]
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed),
         tokenizer=task.sorting_tokenizer(),
         rewards=task.exactly_sorted,
+        engine=VLLMEngine() if engine == "vllm" else None,
         minibatches=updates,
         max_new_tokens=12,
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),

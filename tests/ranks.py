@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -41,7 +42,8 @@ class CPUDeepSpeed(DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         reset_seed()
         self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        with patch("deepspeed.comm.torch.build_shm_op", return_value=None):  # compiles C++ for a minute; gloo does too
+            self._init_deepspeed_distributed()
 
 
 def zero(stage: int) -> CPUDeepSpeed:
@@ -77,6 +79,7 @@ def run_ranks(script: str | Path, ranks: int, *arguments: str | Path, timeout: f
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "tests", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0",
+        "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{Path(__file__).parents[1]}",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         outputs = [open(Path(folder) / str(rank), "w+") for rank in range(ranks)]  # noqa: PTH123, SIM115

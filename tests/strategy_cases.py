@@ -45,12 +45,12 @@ class Watch(RLCallback):
         self.weights = {name: weight.double().cpu().clone() for name, weight in weights}
 
 
-def lora_policy(dtype: torch.dtype) -> nn.Module:
+def lora_policy(dtype: torch.dtype, **options: Any) -> nn.Module:
     """The tiny policy with adapters that are not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         targets = ["q_proj", "v_proj", "down_proj"]
-        model = get_peft_model(tiny_policy(dtype=dtype), LoraConfig(r=2, target_modules=targets))  # pyright: ignore[reportArgumentType]
+        model = get_peft_model(tiny_policy(dtype=dtype, **options), LoraConfig(r=2, target_modules=targets))  # pyright: ignore[reportArgumentType]
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)

@@ -338,7 +338,13 @@ def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
         ({"advantages": "ppo"}, "expected advantages out of grpo"),
         ({"reduction": "mean"}, "expected a reduction out of token_mean"),
         ({"temperature": 0.0}, "expected temperature > 0, got 0.0"),
-        ({"group_size": 0}, "expected group_size > 0, got 0"),
+        ({"temperature": float("inf")}, "expected temperature > 0, got inf"),
+        ({"group_size": 0}, "expected group_size to be a whole number above 0, got 0"),
+        ({"group_size": 1.5}, "expected group_size to be a whole number above 0, got 1.5"),
+        ({"entropy_coef": -1.0}, "expected entropy_coef >= 0, got -1.0"),
+        ({"value_coef": float("nan")}, "expected value_coef >= 0, got nan"),
+        ({"value_loss": "mse"}, "expected value_loss to be a ValueLoss or a function, got 'mse'"),
+        ({"reward_weights": [float("nan")]}, "expected finite reward weights, got"),
     ],
 )
 def test_a_wrong_argument_is_an_error_at_construction(options: dict[str, Any], message: str) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from goldens.cases import Case, Field, read_folder
 from goldens.command import main
 from goldens.page import page
-from goldens.registry import NOT_OFFERED
+from goldens.registry import NOT_OFFERED, replay_of
 from goldens.report import table
 from goldens.rules import RULES
 from goldens.verdict import Status, Verdict, verdict
@@ -113,6 +114,39 @@ def test_a_rule_excuses_nothing_but_what_it_predicts(verdicts: list[Verdict]) ->
 
 def added_to(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     return lambda value: (value + 0.5 * rows[:, None]).astype(value.dtype)
+
+
+@pytest.mark.parametrize(
+    ("peer", "algorithm", "params"),
+    [
+        ("AReaL", "advantage_norm", {"mean_level": None, "mean_leave1out": True}),
+        ("AReaL", "reward_norm", {"mean_level": "batch", "std_level": "group", "mean_leave1out": True}),
+        ("AReaL", "icepop", {"rejection_sampling": {"action": "clamp", "metric": "kl_k1", "upper": 0.5}}),
+        ("AReaL", "cispo", {"eps_clip": 4.0}),
+        ("trl", "ppo_clip_two_sided_delta", {"delta": 1.1}),
+        ("trl", "cispo", {"epsilon_high": 0.2}),
+        ("open-instruct", "icepop", {"rho_mask_tv_divergence": True}),
+        ("slime", "policy_loss_pipeline", {"rollout_top_p": 0.9}),
+        ("verl", "rejection_mask", {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "0.01"}),
+        ("verl", "kl_k1", {"kl_penalty": "k1+"}),
+    ],
+)
+def test_parameters_that_no_case_has_are_replayed(
+    peer: str, algorithm: str, params: dict[str, object], cases: list[Case]
+) -> None:
+    case = next(case for case in cases if (case.peer, case.algorithm) == (peer, algorithm))
+    found = verdict(replace(case, params={**case.params, **params}))
+    assert found.status is not Status.NOT_OFFERED and not found.detail.startswith("call"), found.detail
+
+
+@pytest.mark.parametrize("delta", [1.05, 1.2, 2.0])
+def test_a_cap_on_the_ratio_is_trls_wherever_it_lies(delta: float, cases: list[Case]) -> None:
+    case = next(case for case in cases if case.algorithm == "ppo_clip_two_sided_delta")
+    case = replace(case, params={**case.params, "delta": delta})
+    ratio, advantages, mask = (case["logp"] - case["old_logp"]).exp(), case["advantages"].view(-1, 1), case.mask()
+    clipped = ratio.clamp(1 - case.params["epsilon_low"], 1 + case.params["epsilon_high"])
+    loss = -torch.minimum(ratio.clamp(max=delta) * advantages, clipped * advantages)[mask].mean()
+    assert replay_of(case)(case)["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_an_unknown_algorithm_is_not_offered(cases: list[Case]) -> None:

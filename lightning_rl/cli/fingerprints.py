@@ -1,13 +1,14 @@
 """Fingerprints: hashes of everything that has to be equal after each optimizer step of two equal runs."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl.hooks import RLCallback
@@ -55,19 +56,22 @@ class Fingerprints(RLCallback):
             for name, value in module.run.metrics.values().items()
             if not name.startswith("time/") and name != "tokens_per_second"
         }
-        states = [
-            (f"{number}/{key}", value)
-            for optimizer in trainer.optimizers
-            for number, state in enumerate(optimizer.state.values())
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        ]
         own = {
             "metrics": hashed((name, torch.tensor(value, dtype=torch.float64)) for name, value in metrics.items()),
             "weights": hashed(module.parallel.full_parameters(module.required_policy)),
-            "optimizer": hashed(states),
+            "optimizer": hashed(_states(trainer.optimizers)),
         }
         self.taken[batch.index] = Fingerprint({**self._rollout, **own}, metrics)
+
+
+def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """States in the order of the parameters; that of the dictionaries is another after loading."""
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    yield f"{number}/{key}", value
 
 
 def hashed(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -75,7 +79,8 @@ def hashed(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=6)
     for name, tensor in tensors:
         local = getattr(tensor, "to_local", lambda own=tensor: own)()
-        plain = local.detach().cpu().contiguous()
+        # A clone, because numpy would pin memory that FSDP1 only lends.
+        plain = local.detach().cpu().clone(memory_format=torch.contiguous_format)
         digest.update(f"{name} {list(plain.shape)} {plain.dtype}".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,6 +1,5 @@
 """resume-check: runs a recipe once, then again from a checkpoint of every step, and compares everything."""
 
-import os
 import runpy
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
 from lightning_rl import distributed
@@ -25,10 +25,14 @@ class _Fitted(Exception):  # noqa: N818
 
 
 class _SaveEach(Callback):
-    """A checkpoint after every optimizer step."""
+    """A checkpoint after every optimizer step, in the folder of rank 0."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.folder = _from_first(self.folder)
 
     @override
     def on_train_batch_end(
@@ -52,8 +56,8 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
         The exit code: 0 if everything was bitwise equal, 1 otherwise.
     """
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(_from_first(own))
-        whole = _run(recipe, options, steps, save_to=folder)
+        whole = _run(recipe, options, steps, save_to=Path(own))
+        folder = _from_first(Path(own))
         _say(f"{len(whole)} optimizer steps, then interrupted after each and resumed\n")
         _say("after step  " + "".join(f"{kind:<12}" for kind in KINDS))
         equal = True
@@ -77,6 +81,7 @@ def _run(
     prints = Fingerprints()
 
     def fit(trainer: Trainer, original: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        _check_started(trainer)
         callbacks = cast(list[Callback], vars(trainer)["callbacks"])
         callbacks.extend([prints] if save_to is None else [prints, _SaveEach(save_to)])
         trainer.fit_loop.epoch_loop.max_steps = steps
@@ -93,6 +98,17 @@ def _run(
         finally:
             sys.path.pop(0)
     raise SystemExit(f"expected {recipe} to call Trainer.fit, but it ended without")
+
+
+def _check_started(trainer: Trainer) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy) or trainer.world_size == 1:
+        return
+    if strategy.cluster_environment is None or not strategy.cluster_environment.creates_processes_externally:
+        raise SystemExit(
+            f"expected one process for each of {trainer.world_size} ranks, got a Trainer that would start them itself: "
+            f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli resume-check ..."
+        )
 
 
 @contextmanager
@@ -129,10 +145,9 @@ def _gathered(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, s
     return [tuple(found) for own in everyone for found in own]  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
 
 
-def _from_first(folder: str) -> str:
-    """Rank 0's folder on every rank; before the process group exists, the one name that all ranks can know."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("MASTER_PORT")
-    return folder if run[0] is None else str(Path(tempfile.gettempdir()) / "-".join(["resume-check", *map(str, run)]))
+def _from_first(folder: Path) -> Path:
+    """Rank 0's folder on every rank, once the process group exists."""
+    return Path(str(distributed.gathered_objects(str(folder))[0]))
 
 
 def _say(text: str) -> None:

@@ -25,14 +25,31 @@ class FullyShardedDataParallel1(Parallel):
     sharded = True
 
     @override
+    def check(self, max_grad_norm: float | None) -> None:
+        super().check(max_grad_norm)
+        strategy = cast(Any, self.strategy)
+        if strategy._activation_checkpointing_kwargs:  # noqa: SLF001 - kept nowhere else
+            raise ValueError(
+                "expected FSDPStrategy without activation_checkpointing, which our wrapper would not get: pass "
+                "activation_checkpointing=True to RLLightningModule"
+            )
+        if "auto_wrap_policy" in strategy.kwargs or not strategy.kwargs["use_orig_params"]:
+            raise ValueError(
+                "expected FSDPStrategy without auto_wrap_policy and use_orig_params: each layer of the model is a unit "
+                "here, and LoRA and parameter groups need the original parameters"
+            )
+
+    @override
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         strategy = cast(FSDPStrategy, self.strategy)
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
-            use_orig_params=True,
             device_id=strategy.root_device,
             mixed_precision=strategy.mixed_precision_config,  # else bf16-mixed does nothing, silently
+            sharding_strategy=strategy.sharding_strategy,
+            cpu_offload=strategy.cpu_offload,
+            **strategy.kwargs,
         )
 
     @override

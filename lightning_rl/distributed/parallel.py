@@ -72,6 +72,9 @@ class Parallel:
         return nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=None)
 
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Name and full value of each parameter, one at a time. Every rank iterates to the end."""
+        """Name and full value of each parameter, one at a time. Every rank iterates to the end.
+
+        A value is lent: copy what has to outlive the next one, and ``del`` it, or two are held at once.
+        """
         for name, parameter in model.named_parameters():
             yield name, parameter.detach()

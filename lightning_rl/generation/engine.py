@@ -5,12 +5,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Finish
+
+if TYPE_CHECKING:
+    from lightning_rl.generation.canary import Canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +82,25 @@ class Engine(ABC):
 
     Attributes:
         returns_logprobs: whether completions can carry log-probabilities.
+        scores: whether :meth:`score` works.
+        sleeps: whether it sleeps between a rollout and the next sync, so that the trainer has its memory.
+        holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong.
+        canary: proves each sync of such a copy; None for no proof.
+        dtype: of its weights, once it is started; None for that of the trainer.
+        limit: most tokens of prompt and response together, once it is started; None for no limit.
+        block: tokens that its prefix cache keeps together; 0 without such a cache.
         state: asleep, awake or synced.
         version: of the weights it holds.
     """
 
     returns_logprobs: bool = True
+    scores: bool = False
+    sleeps: bool = False
+    holds_copy: bool = False
+    canary: "Canary | None" = None
+    dtype: torch.dtype | None = None
+    limit: int | None = None
+    block: int = 0
 
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
@@ -90,6 +109,33 @@ class Engine(ABC):
     @abstractmethod
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Builds what generates. Called after the process group exists, before the first sync."""
+
+    def expect(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027  most engines take any names
+        """Compares the names and shapes that syncs will bring with its own, once, before the first.
+
+        Reads the stream to its end or not at all.
+
+        Raises:
+            ValueError: naming the first tensor that differs.
+        """
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
+        """Log-probability of every token of each row but the first, given all before, at temperature 1.
+
+        Raises:
+            NotImplementedError: if the engine only generates.
+        """
+        raise NotImplementedError(f"{type(self).__name__} only generates")
+
+    def cached_tokens(self, ids: Sequence[int]) -> int:
+        """Runs a prompt, which then is cached, and says how many tokens of it came out of the prefix cache."""
+        del ids
+        return 0
+
+    def trace(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """What each layer puts out for a prompt, see :mod:`lightning_rl.generation.tracing`; empty if unknown."""
+        del ids
+        return {}
 
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.generation.canary import Canary, canary_of
 from lightning_rl.generation.engine import Completion, Engine, Request
+from lightning_rl.generation.tracing import recording
 from lightning_rl.rollout import Finish
 
 COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped; 0.5 to 0.9 measure the same
@@ -25,13 +27,17 @@ class TransformersEngine(Engine):
 
     Args:
         max_rows: most rows that decode together; bounds the memory of the KV cache.
+        canary: proves each sync into a copy; None switches it off.
 
     Raises:
         ValueError: if ``max_rows`` is not positive.
     """
 
-    def __init__(self, *, max_rows: int = 512) -> None:
+    scores = True
+
+    def __init__(self, *, max_rows: int = 512, canary: Canary | bool | None = True) -> None:
         super().__init__()
+        self.canary = canary_of(canary)
         if max_rows < 1:
             raise ValueError(f"expected max_rows >= 1, got {max_rows}")
         self.max_rows = max_rows
@@ -51,7 +57,9 @@ class TransformersEngine(Engine):
                 if name not in own:
                     raise ValueError(f"expected the names of the model that decodes, got {name}")
                 if own[name].data_ptr() != weight.data_ptr():
+                    self.holds_copy = True
                     own[name].copy_(weight)
+                del weight  # or it would be held while the next one is gathered
 
     @override
     @torch.no_grad()
@@ -70,9 +78,32 @@ class TransformersEngine(Engine):
         return [drawn[place] for place in range(len(requests))]
 
     @override
+    @torch.no_grad()
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
+        if self._model is None:
+            raise RuntimeError("expected start() before score()")
+        found = []
+        for row in rows:
+            ids = torch.tensor(row, device=self._model.device)
+            logits = self._model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            found.append(exact.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu())
+        return found
+
+    @override
+    def trace(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        if self._model is None:
+            return {}
+        with recording(self._model) as found:
+            self.score([ids])
+        return found
+
+    @override
     def close(self) -> None:
         super().close()
         self._model = self._tokenizer = None
+        if self.canary is not None:
+            self.canary.forget()
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
         places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))

@@ -34,10 +34,12 @@ def resolve_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> Polic
     """A loss object from an object, a function or a known name.
 
     Raises:
-        ValueError: if the name is unknown; the message lists the known ones.
+        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
     """
     if isinstance(loss, PolicyLoss):
         return loss
+    if isinstance(loss, type):
+        raise ValueError(f"expected an object as loss, got the class {loss.__name__}: call it")
     if callable(loss):
         return FunctionLoss(loss)
     if loss not in LOSSES:

@@ -1,4 +1,7 @@
-"""Policy losses that choose tokens by a statistic of the whole optimizer step, so that they look at it beforehand."""
+"""Policy losses that choose tokens by a statistic of the whole optimizer step, so that they look at it beforehand.
+
+Looking costs each of them one more forward pass over the step, without gradient.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +97,8 @@ class KLCov(OldRatioLoss):
     Source: Cui et al. 2025, arXiv:2505.22617, section 4.3.
 
     Args:
-        fraction: share of the step's tokens that are penalised, in [0, 1]; at least one token.
+        fraction: share of the step's tokens that are penalised, in [0, 1]; at least one token. None is where all
+            advantages are 0, because then no covariance is the highest.
         coef: what the absolute log-ratio is multiplied with.
 
     Raises:
@@ -114,8 +118,9 @@ class KLCov(OldRatioLoss):
         self, views: Sequence[LossView], global_sum: GlobalSum, global_concat: GlobalConcat
     ) -> Sequence[Tensor]:
         number = max(int(self.fraction * _tokens(views, global_sum)), 1) if self.fraction else 0
-        valid = [view.valid_tokens for view in views]
-        return largest(_covariances(views, global_sum), valid, number, global_concat)
+        scores = _covariances(views, global_sum)
+        candidates = [view.valid_tokens & (cov != 0) for view, cov in zip(views, scores, strict=True)]
+        return largest(scores, candidates, number, global_concat)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

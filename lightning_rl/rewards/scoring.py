@@ -51,6 +51,8 @@ class Rewards:
         if not self.functions or len(self.functions) != len(list(named)):
             raise ValueError(f"expected reward functions with different names, got {[name for name, _ in named]}")
         self.weights = dict(zip(self.functions, weights or [1.0] * len(self.functions), strict=False))
+        if not all(math.isfinite(weight) for weight in self.weights.values()):
+            raise ValueError(f"expected finite reward weights, got {list(self.weights.values())}")
         if weights is not None and len(weights) != len(self.functions):
             raise ValueError(f"expected {len(self.functions)} reward weights, got {len(weights)}")
 

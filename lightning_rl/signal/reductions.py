@@ -108,14 +108,16 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def resolve_reduction(reduction: Reduction | str, longest: int) -> Reduction:
-    """A reduction from a function or a known name; ``sequence_sum_norm`` divides by ``longest``.
+    """A reduction from an object, a function or a known name; ``sequence_sum_norm`` divides by ``longest``.
 
     Raises:
-        ValueError: if the name is unknown; the message lists the known ones.
+        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
     """
     known = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(longest)}
-    if not isinstance(reduction, str):
+    if isinstance(reduction, type):
+        raise ValueError(f"expected an object as reduction, got the class {reduction.__name__}: call it")
+    if callable(reduction):
         return reduction
     if reduction not in known:
-        raise ValueError(f"expected a reduction out of {', '.join(known)} or a function, got {reduction!r}")
+        raise ValueError(f"expected a reduction out of {', '.join(known)}, an object or a function, got {reduction!r}")
     return known[reduction]

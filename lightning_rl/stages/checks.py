@@ -4,6 +4,7 @@ They use constructor arguments alone, so every rank raises alike, before the fir
 """
 
 import dataclasses
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:
                 continue
             for place, side in enumerate(("numerator", "denominator")):
                 if ratio[place] == other_ratio[place]:
-                    cure = f": use {alternative} instead" if alternative else ""
+                    cure = f": use {alternative} instead" if alternative else ": leave one of them out"
                     raise ValueError(
                         f"{name} carries the ratio {ratio[0]}/{ratio[1]} and {other} "
                         f"{other_ratio[0]}/{other_ratio[1]}, so the {ratio[place]} policy would count twice as "
@@ -111,6 +112,11 @@ def check_estimator(contributions: Contributions, estimator: Estimator, *, criti
             "more, or an estimator without a group such as reinforce, ReMax or GAE"
         )
     for callback in contributions.offering("reward_bonus") if estimator.needs_greedy else ():
+        if callback.reads:
+            raise ValueError(
+                f"advantages={name} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
+                f"{callback.reads[0]}, and greedy answers have none: use one without the other"
+            )
         if callback.compares_rows:
             raise ValueError(
                 f"advantages={name} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
@@ -167,8 +173,30 @@ def check_positive(**numbers: float | None) -> None:
         ValueError: naming the argument.
     """
     for name, number in numbers.items():
-        if number is not None and not number > 0:
+        if number is not None and not (number > 0 and math.isfinite(number)):
             raise ValueError(f"expected {name} > 0, got {number}")
+
+
+def check_counts(**numbers: int) -> None:
+    """Refuses arguments that are not whole numbers above 0.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"expected {name} to be a whole number above 0, got {number!r}")
+
+
+def check_coefficients(**numbers: float) -> None:
+    """Refuses coefficients that are negative or not finite.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, number in numbers.items():
+        if not (number >= 0 and math.isfinite(number)):
+            raise ValueError(f"expected {name} >= 0, got {number}")
 
 
 def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:

@@ -125,7 +125,7 @@ class Drawer:
     def completed(self, requests: list[Request]) -> list[Completion]:
         """What the engine makes of requests."""
         with self.generating():
-            return self.engine.generate(requests, logprobs=self.logprobs) if requests else []
+            return self.engine.generate(requests, logprobs=self.logprobs)  # for none as well: ranks may share an engine
 
     def text(self, token_ids: Sequence[int]) -> str:
         """A completion as the rewards see it."""

@@ -28,23 +28,30 @@ class StepWeights:
     rollout: Rollout
     microbatches: tuple[Microbatch, ...]
     global_sum: GlobalSum
-    _known: dict[Reduction, Tensor] = field(default_factory=dict)
+    _known: dict[int, Tensor] = field(default_factory=dict)  # by identity: a reduction need not be hashable
 
     def of(self, reduction: Reduction, microbatch: Microbatch) -> Tensor:
         """The weights of a microbatch's tokens, shape [b, T]; zeros for padding."""
-        if reduction not in self._known:
-            self._known[reduction] = self._computed(reduction)
-        rows, width = microbatch.layout.shape
+        if id(reduction) not in self._known:
+            self._known[id(reduction)] = self._computed(reduction)
+        known, (rows, width) = self._known[id(reduction)], microbatch.layout.shape
         if not len(microbatch.index):
-            return self._known[reduction].new_zeros(rows, width)
-        return self._known[reduction][microbatch.index, :width]
+            return known.new_zeros(rows, width)
+        return known[microbatch.index, :width]
 
     def _computed(self, reduction: Reduction) -> Tensor:
         here = torch.zeros_like(self.rollout.trained)
         for microbatch in self.microbatches:
             here[microbatch.index] = True
         valid, trained = self.rollout.valid_tokens & here[:, None], self.rollout.trained & here
-        return reduction(valid, trained, self.rollout.groups, self.global_sum)
+        weights = reduction(valid, trained, self.rollout.groups, self.global_sum)
+        if weights.shape != valid.shape:
+            name = getattr(reduction, "__name__", type(reduction).__name__)
+            raise ValueError(
+                f"expected the reduction {name} to return a weight per token {list(valid.shape)}, got "
+                f"{list(weights.shape)}"
+            )
+        return weights
 
 
 @dataclass(slots=True)

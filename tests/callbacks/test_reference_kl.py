@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.signal.kl import k1, k3
+from lightning_rl.signal.kl import Clamped, k1, k3
 from lightning_rl.stages.signal import with_signal
 
 NAN, INF = math.nan, math.inf
@@ -132,8 +132,18 @@ def test_a_beta_below_0_is_refused(beta: float) -> None:
 
 @pytest.mark.parametrize("estimator", ["k4", ""])
 def test_an_unknown_estimator_is_refused_with_the_known_ones(estimator: str) -> None:
-    with pytest.raises(ValueError, match=f"out of k1, abs, k2, k3, low_var_kl, got '{estimator}'"):
+    with pytest.raises(ValueError, match=f"out of k1, .*, low_var_kl, an object or a function, got '{estimator}'"):
         ReferenceKL(estimator=estimator)
+
+
+def test_an_estimator_may_be_an_object_or_a_function() -> None:
+    view = view_of([-1.0, -2.0], ref_logprobs=[-1.5, -5.0])
+    clamped = run_step(view, callbacks=[ReferenceKL(estimator=Clamped(k3, value=1.0), as_loss=True)])
+    assert clamped.metrics["reference_kl/loss"] == pytest.approx((math.exp(-0.5) - 0.5 + 1) / 2)
+    plain = run_step(view, callbacks=[ReferenceKL(estimator=lambda new, other: (new - other) ** 4, as_loss=True)])
+    assert plain.metrics["reference_kl/loss"] == pytest.approx((0.5**4 + 3**4) / 2)
+    with pytest.warns(UserWarning, match="ReferenceKL with k1 as a loss"):
+        ReferenceKL(estimator=k1, as_loss=True)
 
 
 def test_a_token_that_agrees_with_the_reference_is_not_counted_as_positive() -> None:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from lightning_rl import LossView, Reinforce
 from lightning_rl.callbacks import RolloutKL
+from lightning_rl.signal.kl import absolute
 
 NAN, INF = math.nan, math.inf
 
@@ -105,5 +106,13 @@ def test_a_coefficient_below_0_is_refused(coef: float) -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="out of k1, abs, k2, k3, low_var_kl, got 'kl'"):
+    with pytest.raises(ValueError, match=r"out of k1, .*, low_var_kl, an object or a function, got 'kl'"):
         RolloutKL(estimator="kl")
+
+
+def test_an_estimator_may_be_a_function() -> None:
+    fourth = RolloutKL(estimator=lambda new, other: (new - other) ** 4)
+    step = run_step(view_of([-1.0], rollout_logprobs=[-3.0]), callbacks=[fourth])
+    assert step.metrics["rollout_kl/loss"] == pytest.approx(16.0)
+    with pytest.warns(UserWarning, match="RolloutKL with abs: its gradient does not shrink"):
+        RolloutKL(estimator=absolute)

@@ -179,10 +179,16 @@ def test_another_callback_may_provide_the_log_probabilities() -> None:
 
 
 @pytest.mark.parametrize("options", [{"as_loss": True}, {"advantages": "reinforce_plus_plus"}])
-def test_without_log_probabilities_the_error_says_what_to_do(options: dict[str, Any]) -> None:
+def test_without_a_teacher_and_a_provider_setup_says_what_to_do(options: dict[str, Any]) -> None:
     callback = TeacherKL(as_loss=options.pop("as_loss", False))
+    with pytest.raises(ValueError, match="no teacher and no other callback provides: pass teacher=, or add a callback"):
+        fitted(callback, rewards=lambda **_: pytest.fail("nothing may be drawn"), **options)
+
+
+def test_a_provider_of_something_else_is_found_out_at_the_first_rollout() -> None:
+    other = callback_of("other", provide=lambda rollout: {"extras/other": torch.zeros(len(rollout))})
     with pytest.raises(ValueError, match='"token_extras/teacher_logprobs" for TeacherKL, got none: pass teacher= or'):
-        fitted(callback, **options)
+        fitted(other, TeacherKL(as_loss=True))
 
 
 def test_two_sources_of_log_probabilities_are_refused() -> None:

@@ -1,13 +1,14 @@
 """TruncatedIS: weights from old to rollout, capped, without gradient; a chain with PPO's ratio."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from support import fit, run_step, tiny_module, view_of
 from torch.testing import assert_close
 
-from lightning_rl import Reinforce
+from lightning_rl import CISPO, Reinforce
 from lightning_rl.callbacks import TruncatedIS
 
 NAN = math.nan
@@ -49,6 +50,13 @@ def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
 
 def test_goes_with_the_clipped_surrogate_in_a_fit() -> None:
     assert fit(tiny_module(engine_logprobs=True, epochs=2), callbacks=[TruncatedIS()]).global_step == 8
+
+
+@pytest.mark.parametrize("loss", ["dppo", CISPO(anchor="rollout")])
+def test_a_loss_anchored_on_the_rollout_is_refused_with_a_way_out(loss: Any) -> None:
+    message = "rollout policy would count twice as denominator: use a mask such as GeometricMask"
+    with pytest.raises(ValueError, match=message):
+        fit(tiny_module(loss=loss), callbacks=[TruncatedIS()])
 
 
 @pytest.mark.parametrize(("level", "cap"), [("row", None), ("token", 0.5), ("token", NAN)])

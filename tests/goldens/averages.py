@@ -54,8 +54,8 @@ def _weights(case: Case, mask: Tensor) -> Tensor:
 
 def _counted_elsewhere(case: Case) -> GlobalSum:
     """Stands for the other ranks: a peer is told the counts of the whole batch; ours adds them up."""
-    name = "batch_num_tokens" if case.algorithm == "token-mean" else "global_batch_size"
-    total = case.params.get(name)
+    names = {"token-mean": "batch_num_tokens", "token-sum": ""}
+    total = case.params.get(names.get(case.algorithm, "global_batch_size"))
     return own_sum if total is None else lambda own: torch.full_like(own, total)
 
 
@@ -71,7 +71,8 @@ def _groups(case: Case, rows: int) -> Tensor:
 def critic(case: Case) -> Outputs:
     """Our value loss; slime leaves the factor of one half out."""
     values, mask = case["values"].requires_grad_(), case.mask()
-    clip, huber = first_of(case.params, VALUE_CLIPS), case.params.get("huber_delta") or math.inf
+    clip = first_of(case.params, VALUE_CLIPS)
+    huber = (case.params.get("huber_delta") or 10.0) if case.params.get("loss_fn_type") == "huber" else math.inf
     error = value_loss(values, case["old_values"], case["returns"], clip=clip, huber=huber)
     reduction, scale = _critic_average(case, mask)
     trained = mask.new_ones(len(mask)) if peer_of(case).empty_rows else mask.any(-1)

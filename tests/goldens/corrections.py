@@ -2,33 +2,45 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from itertools import cycle
+from typing import Any, Literal
 
 import torch
 from support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case
-from goldens.registry import NotOfferedError
 from lightning_rl import Contributions, LossView, RLCallback
 from lightning_rl.callbacks import OPSM, GeometricMask, IcePop, OutlierMask, ProductMask, TruncatedIS
 from lightning_rl.signal.corrections import clipped_weight
-from lightning_rl.signal.kl import k2, k3
+from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
-from lightning_rl.signal.ratios import sequence_ratio
+from lightning_rl.signal.ratios import policy_ratio, sequence_ratio
 
 Corrections = list[RLCallback]
+SMALLEST = 1e-38  # a bound of 0 where ours has to be positive
 
 
 def corrections_of(case: Case) -> Corrections:
     """The corrections that the parameters of a case switch on."""
-    found = {reader: reader(case) for key, reader in READERS.items() if case.params.get(key)}
+    found = {reader: reader(case) for key, reader in READERS.items() if _given(case, key)}
     return [correction for corrections in found.values() for correction in corrections]
 
 
 def readers_of(case: Case, key: str) -> Corrections:
     """The corrections that one parameter switches on."""
-    return READERS[key](case) if case.params.get(key) else []
+    return READERS[key](case) if _given(case, key) else []
+
+
+def _given(case: Case, key: str) -> bool:
+    value = case.params.get(key)
+    return value is not None and value is not False
+
+
+def opsm_of(delta: float | None, against: Literal["old", "rollout"] = "old") -> OPSM:
+    """OPSM; peers take a drift of 0 for a bound, too."""
+    return OPSM(max(delta or 0.0, SMALLEST), against=against)
 
 
 def untruncated() -> RLCallback:
@@ -46,7 +58,7 @@ def rejection(statistic: str, low: float | None, high: float, *, forward: bool =
         forward: estimate the KL from the trainer to the engine instead of from the engine to the trainer.
     """
     level, _, name = statistic.rpartition("_")
-    estimator = {"k2": k2, "k3": k3}[name]
+    estimator = {"k1": k1, "k2": k2, "k3": partial(k3, tangent=False)}[name]
 
     def within(values: Tensor) -> Tensor:
         return values <= high if low is None else (values >= low) & (values <= high)
@@ -59,11 +71,27 @@ def rejection(statistic: str, low: float | None, high: float, *, forward: bool =
     rows = {
         "seq_mean": lambda view: row_mean(estimates(view), view.valid_tokens),
         "seq_sum": lambda view: estimates(view).sum(-1),
-        "seq_max": lambda view: estimates(view).amax(-1),
+        "seq_max": lambda view: _largest(estimates(view), view.valid_tokens),
     }
     if level == "token":
         return callback_of(statistic, token_mask=lambda view: within(estimates(view)))
     return callback_of(statistic, sequence_mask=lambda view: within(rows[level](view)))
+
+
+def _largest(values: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid.any(-1), values.masked_fill(~valid, -torch.inf).amax(-1), 0.0)
+
+
+def ratio_mask(kind: str, low: float, high: float) -> RLCallback:
+    """Keeps tokens, or rows by the mean, sum or largest of their log-ratios; our own mask where 1 is in the band."""
+    masks = {"token": IcePop, "mean": GeometricMask, "sum": ProductMask, "every": OutlierMask}
+    if kind in masks and low <= 1 <= high:
+        return masks[kind](max(low, 0.0), high)
+    bounds = math.log(low) if low > 0 else None, math.log(high) if high > 0 else -math.inf
+    if kind != "every":
+        return rejection("token_k1" if kind == "token" else f"seq_{kind}_k1", *bounds, forward=True)
+    single = rejection("token_k1", *bounds, forward=True)
+    return callback_of("every", sequence_mask=lambda view: (single.token_mask(view) | ~view.valid_tokens).all(-1))
 
 
 def given_weight(weight: Tensor) -> RLCallback:
@@ -103,16 +131,24 @@ def _areal(case: Case) -> Corrections:
     chosen = case.params["rejection_sampling"]
     low, high = chosen.get("lower") or 0.0, chosen.get("upper") or math.inf
     metric, by_row, agg = chosen.get("metric", "ratio"), chosen.get("level") == "sequence", chosen.get("agg", "mean")
-    if chosen.get("action") == "clamp":
-        if metric != "ratio":
-            raise NotOfferedError("a divergence that is cut off")
-        return [geometric_weight(high, low) if by_row else bounded_weight("token", low, high)]
-    weight = geometric_weight() if by_row and metric == "ratio" else untruncated()
+    clamps, geometric = chosen.get("action") == "clamp", by_row and metric == "ratio"
     if metric == "ratio":
-        masks = {"mean": GeometricMask, "sum": ProductMask, "max": OutlierMask}
-        return [masks[agg](low, high) if by_row else IcePop(low, high), weight]
-    statistic = f"{'seq_' + agg if by_row else 'token'}_{metric.removeprefix('kl_')}"
-    return [rejection(statistic, chosen.get("lower"), high, forward=True), weight]
+        kind = "every" if agg == "max" and not low > 0 else agg  # with a lower bound, of the largest alone
+        mask = ratio_mask(kind if by_row else "token", low, high)
+    else:
+        statistic = f"{'seq_' + agg if by_row else 'token'}_{metric.removeprefix('kl_')}"
+        mask = rejection(statistic, chosen.get("lower"), high, forward=True)
+    weight = geometric_weight() if geometric else untruncated()
+    if not clamps:
+        return [mask, weight]
+    bound = geometric_weight(high, low) if geometric else bounded_weight("token", low, high)
+    outside = callback_of("outside", token_weight=lambda view: _bounded_outside(view, mask, weight, bound))
+    return [outside if by_row and (agg != "mean" or not geometric) else bound]
+
+
+def _bounded_outside(view: LossView, mask: RLCallback, weight: RLCallback, bound: RLCallback) -> Tensor:
+    """The bounded weight in rows that a mask would reject, the plain one in the others."""
+    return torch.where(mask.sequence_mask(view)[:, None], weight.token_weight(view), bound.token_weight(view))
 
 
 def geometric_weight(high: float = math.inf, low: float = 0.0) -> RLCallback:
@@ -122,7 +158,7 @@ def geometric_weight(high: float = math.inf, low: float = 0.0) -> RLCallback:
 
 def bounded_weight(level: str, low: float, high: float) -> RLCallback:
     """The importance weight of tokens or rows between two bounds; our own correction where the lower one is 0."""
-    if not low > 0:
+    if not low > 0 and high >= 1:
         return TruncatedIS("sequence" if level == "sequence" else "token", cap=high)
     if level == "sequence":
         return _row_weight(low, high, geometric=False)
@@ -147,22 +183,21 @@ def _nemo(case: Case) -> Corrections:
     low = case.params.get("truncated_importance_sampling_ratio_min") or 0.0
     high = case.params.get("truncated_importance_sampling_ratio") or math.inf
     kind = case.params.get("truncated_importance_sampling_type")
+    by_row = bool(case.params.get("sequence_level_importance_ratios"))
+    level = "sequence" if by_row else "token"
     if kind == "tis":
-        return [
-            bounded_weight("sequence" if case.params.get("sequence_level_importance_ratios") else "token", low, high)
-        ]
-    masks: dict[str | None, Corrections] = {"icepop": [IcePop(low, high)], "seq-mask-tis": [GeometricMask(low, high)]}
-    return [*masks.get(kind, []), untruncated()]
+        return [bounded_weight(level, low, high)]
+    masks = {"icepop": "sum" if by_row else "token", "seq-mask-tis": "mean"}
+    return [*([ratio_mask(masks[kind], low, high)] if kind in masks else []), bounded_weight(level, 0.0, math.inf)]
 
 
 def _openrlhf(case: Case) -> Corrections:
-    low, high = case.params["vllm_is_truncated_threshold"]
-    known: dict[str, Corrections] = {
-        "tis": [bounded_weight("token", low, high)],
-        "icepop": [IcePop(low, high), untruncated()],
-        "seq-mask-tis": [GeometricMask(low, high), untruncated()],
-    }
-    return known[case.params["vllm_is_correction_type"]]
+    low, high = case.params.get("vllm_is_truncated_threshold") or (0.5, 5.0)
+    low, high = low or 0.0, high or math.inf
+    kind = case.params.get("vllm_is_correction_type", "tis")
+    if kind == "tis":
+        return [bounded_weight("token", low, high)]
+    return [ratio_mask("token" if kind == "icepop" else "mean", low, high), untruncated()]
 
 
 def _skyrl(case: Case) -> Corrections:
@@ -170,18 +205,22 @@ def _skyrl(case: Case) -> Corrections:
     found: Corrections = []
     if params.get("outlier_token_is_threshold_low") is not None or params.get("outlier_token_is_threshold_high"):
         low, high = params.get("outlier_token_is_threshold_low"), params.get("outlier_token_is_threshold_high")
-        found.append(OutlierMask(low or 0.0, high or math.inf))
+        found.append(ratio_mask("every", low or 0.0, high or math.inf))
     if params.get("token_mask_is_threshold_low") is not None or params.get("token_mask_is_threshold_high"):
         low, high = params.get("token_mask_is_threshold_low"), params.get("token_mask_is_threshold_high")
-        found.append(IcePop(low or 0.0, high or math.inf))
+        found.append(ratio_mask("token", low or 0.0, high or math.inf))
     kind = params.get("tis_ratio_type")
     if kind in ("token", "sequence"):
-        found.append(TruncatedIS(kind, cap=params[f"{kind}_tis_ratio_clip_high"]))
+        found.append(bounded_weight(kind, 0.0, params.get(f"{kind}_tis_ratio_clip_high") or SKYRL_CAPS[kind]))
     metric = params.get("sequence_mask_metric")
-    if metric in ("geometric", "product"):
-        short, mask = ("geo", GeometricMask) if metric == "geometric" else ("product", ProductMask)
-        found.append(mask(params[f"{short}_mask_low"], params[f"{short}_mask_high"]))
+    if metric in SKYRL_MASKS:
+        short, mask, low, high = SKYRL_MASKS[metric]
+        found.append(ratio_mask(mask, params.get(f"{short}_mask_low", low), params.get(f"{short}_mask_high", high)))
     return found
+
+
+SKYRL_CAPS = {"token": 2.0, "sequence": 5.0}
+SKYRL_MASKS = {"geometric": ("geo", "mean", 0.99, 1.01), "product": ("product", "sum", 0.5, 2.0)}
 
 
 def _trl(case: Case) -> Corrections:
@@ -189,35 +228,28 @@ def _trl(case: Case) -> Corrections:
     low, high = case.params.get("clip_min") or 0.0, case.params.get("clip_max") or math.inf
     if action == "truncate":
         return [bounded_weight(level, low, high)]
-    if level == "token":
-        return [IcePop(low, high), untruncated()]
-    return [ProductMask(low, high), TruncatedIS("sequence", cap=math.inf)]
+    kept = ratio_mask("token" if level == "token" else "sum", low, high)
+    return [kept, bounded_weight(level, 0.0, math.inf)]
 
 
 def _verl_weight(case: Case) -> Corrections:
-    level, threshold = case.params["rollout_is"], str(case.params["rollout_is_threshold"])
+    level, threshold = case.params["rollout_is"], str(case.params.get("rollout_is_threshold") or 2.0)
     low, _, high = threshold.rpartition("_")
     if not low:
-        return [TruncatedIS(level, cap=float(high))]
-    masks = {"token": IcePop, "sequence": ProductMask}
-    return [masks[level](float(low), float(high)), TruncatedIS(level, cap=math.inf)]
+        return [bounded_weight(level, 0.0, float(high))]
+    kept = ratio_mask("token" if level == "token" else "sum", float(low), float(high))
+    return [kept, bounded_weight(level, 0.0, math.inf)]
 
 
 def _verl_rejection(case: Case) -> Corrections:
     found: Corrections = []
-    thresholds = str(case.params["rollout_rs_threshold"]).split(",")
-    statistics = case.params["rollout_rs"].split(",")
-    for statistic, threshold in zip(statistics, thresholds * (len(statistics) // len(thresholds)), strict=True):
+    thresholds = [one.strip() for one in str(case.params.get("rollout_rs_threshold") or 2.0).split(",")]
+    for statistic, threshold in zip(case.params["rollout_rs"].split(","), cycle(thresholds), strict=False):
         low, _, high = threshold.rpartition("_")
         if statistic.endswith("_k1"):  # the peer compares log(rollout / old) with the logarithms of the bounds
             lower, upper = 1 / float(high), 1 / float(low) if low else float(high)
-            masks = {
-                "token_k1": IcePop,
-                "seq_mean_k1": GeometricMask,
-                "seq_sum_k1": ProductMask,
-                "seq_max_k1": OutlierMask,
-            }
-            found.append(masks[statistic](lower, upper))
+            kind = {"token": "token", "seq_mean": "mean", "seq_sum": "sum", "seq_max": "every"}
+            found.append(ratio_mask(kind[statistic.removesuffix("_k1")], lower, upper))
         else:
             found.append(rejection(statistic, float(low) if low else None, float(high)))
     return found
@@ -226,21 +258,32 @@ def _verl_rejection(case: Case) -> Corrections:
 def _slime(case: Case) -> Corrections:
     low, high = case.params.get("tis_clip_low") or 0.0, case.params["tis_clip"]
     if case.algorithm == "icepop":
-        return [IcePop(low, high), untruncated()]
+        return [ratio_mask("token", low, high), untruncated()]
     return [bounded_weight("token", low, high)]
 
 
 def _open_instruct(case: Case) -> Corrections:
     params = case.params
-    low, high = params["rho_mask_lower_bound"], params["rho_mask_upper_bound"]
-    if params.get("rho_mask_tv_divergence"):
-        raise NotOfferedError("a weight masked by total variation")
+    low, high = params.get("rho_mask_lower_bound") or 0.0, params.get("rho_mask_upper_bound") or math.inf
     bounds = params.get("rho_clamp_lower_bound") or 0.0, params.get("rho_clamp_upper_bound") or math.inf
-    by_row = params["rho_mask_sequence_level"]
+    by_row = params.get("rho_mask_sequence_level")
     weight = geometric_weight(bounds[1], bounds[0]) if by_row else bounded_weight("token", *bounds)
-    if not high > 0:
+    if params.get("rho_mask_tv_divergence"):
+        return [callback_of("vaco", token_mask=lambda view: _towards(view, low, high)), weight]
+    if low <= 0 and high == math.inf:
         return [weight]
-    return [GeometricMask(low, high) if by_row else IcePop(low, high), weight]
+    return [ratio_mask("mean" if by_row else "token", low, high), weight]
+
+
+def _towards(view: LossView, low: float, high: float) -> Tensor:
+    """All tokens of rows whose mean total variation is in bounds, and those of others that bring the policies closer.
+
+    The variation of a token is that of its ratio, as our divergence of DPPO is that of its probability.
+    """
+    old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+    apart = (policy_ratio(old, rollout) - 1).abs()
+    mean = row_mean(apart, view.valid_tokens)[:, None]
+    return ((mean >= low) & (mean <= high)) | ((old - rollout).sign() * view.required("advantages") <= 0)
 
 
 READERS = {
@@ -249,7 +292,9 @@ READERS = {
     "enable_vllm_is_correction": _openrlhf,
     "off_policy_correction": _skyrl,
     "sequence_mask_metric": _skyrl,
+    "token_mask_is_threshold_low": _skyrl,
     "token_mask_is_threshold_high": _skyrl,
+    "outlier_token_is_threshold_low": _skyrl,
     "outlier_token_is_threshold_high": _skyrl,
     "tis_ratio_type": _skyrl,
     "mode": _trl,
@@ -257,6 +302,6 @@ READERS = {
     "rollout_rs": _verl_rejection,
     "tis_clip": _slime,
     "use_rho_correction": _open_instruct,
-    "off_policy_mask_threshold": lambda case: [OPSM(case.params["off_policy_mask_threshold"], against="rollout")],
+    "off_policy_mask_threshold": lambda case: [opsm_of(case.params["off_policy_mask_threshold"], "rollout")],
 }
 """By the parameter that switches a peer's correction on."""

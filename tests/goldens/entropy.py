@@ -1,14 +1,15 @@
 """Log-probabilities and entropy from logits, through our vocabulary head with the identity as its weights."""
 
 import torch
+from support import view_of
 from torch import Tensor
 
 from goldens.cases import Case, Outputs
+from goldens.reduction_options import average_of, trained_rows
 from goldens.registry import replays
-from goldens.views import gradient
+from goldens.views import gradient, reduced
 from lightning_rl.policy.logprobs import token_logprobs
 from lightning_rl.signal.masked import masked_fill_invalid
-from lightning_rl.signal.reductions import token_mean
 
 DROPPED = -1e9  # the logit of an entry without probability
 
@@ -23,6 +24,12 @@ def head(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tens
     return found[0].reshape(labels.shape), found[1].reshape(labels.shape)
 
 
+def truncated(logits: Tensor, labels: Tensor, keep: Tensor) -> Tensor:
+    """Logits without the entries that sampling left out; a label itself always stays."""
+    own = torch.nn.functional.one_hot(labels, logits.shape[-1]).bool()
+    return logits.masked_fill(~(keep | own), DROPPED)
+
+
 @replays("entropy_and_selective_log_softmax", "truncated_log_softmax")
 def head_outputs(case: Case) -> Outputs:
     """Values and both gradients; a truncated softmax leaves the entropy alone."""
@@ -31,8 +38,7 @@ def head_outputs(case: Case) -> Outputs:
     at_entropy = case.params.get("temperature_entropy", case.params.get("temperature", 1.0))
     kept = logits
     if "keep_mask" in case:
-        own = torch.nn.functional.one_hot(labels, logits.shape[-1]).bool()
-        kept = logits.masked_fill(~(case.mask("keep_mask") | own), DROPPED)
+        kept = truncated(logits, labels, case.mask("keep_mask"))
     logprobs, entropy = head(kept, labels, at_logp)[0], head(logits, labels, at_entropy)[1]
     if "mask" in case:
         entropy = masked_fill_invalid(entropy, case.mask())
@@ -47,8 +53,10 @@ def head_outputs(case: Case) -> Outputs:
 
 @replays("entropy_loss")
 def entropy_loss(case: Case) -> Outputs:
-    """The entropy averaged over the valid tokens."""
+    """The entropy averaged as the case says, over the valid tokens unless it says otherwise."""
     logits, mask = case["logits"], case.mask()
     _, entropy = head(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))
-    weights = token_mean(mask, mask.any(-1), torch.arange(len(mask)))
-    return {"loss": (masked_fill_invalid(entropy, mask) * weights).sum()}
+    average = average_of(case)
+    view = view_of(entropy, valid=mask, dtype=entropy.dtype)
+    view = view.replace(trained=trained_rows(case, mask, average))
+    return {"loss": reduced(view, masked_fill_invalid(entropy, mask), average.reduction) * average.scale(view)}

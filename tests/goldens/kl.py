@@ -19,27 +19,32 @@ from lightning_rl.signal.reductions import sequence_mean
 @replays(
     "kl_k1", "kl_abs", "kl_k2", "kl_k3", "kl_low_var_clamped",
     "kl_k1_unbiased", "kl_k2_unbiased", "kl_k3_unbiased", "kl_low_var_clamped_unbiased",
-    "kl_k1_score_function", "kl_k2_score_function", "kl_k3_score_function",
+    "kl_k1_score_function", "kl_k2_score_function", "kl_k3_score_function", "kl_abs_unbiased", "kl_abs_score_function",
 )  # fmt: skip
 def estimate(case: Case) -> Outputs:
     """An estimator, with an importance ratio in front where the case asks for one."""
+    name = first_of(case.params, ESTIMATOR_NAMES, "k1")
+    if str(name).endswith("+"):
+        return straight_through(case)
     logprobs = case["logp"].requires_grad_()
     weight = None
     if first_of(case.params, ("importance_ratio", "importance_sampling_weights")) is not None:
         sampled = case["old_logp"] if "old_logp" in case else None  # noqa: SIM401 - a case is no dict
         weight = importance(logprobs, sampled, bound=peer_of(case).log_ratio)
-    value = estimator_of(case, first_of(case.params, ESTIMATOR_NAMES, "k1"), weight=weight)(logprobs, case["ref_logp"])
+    value = estimator_of(case, name, weight=weight)(logprobs, case["ref_logp"])
     if "mask" in case:
         value = masked_fill_invalid(value, case.mask())
     return {"kl": value, "grad_logp": gradient(value.sum(), logprobs)}
 
 
-@replays("kl_k1_straight_through", "kl_abs_straight_through", "kl_k3_straight_through")
+@replays(
+    "kl_k1_straight_through", "kl_abs_straight_through", "kl_k2_straight_through", "kl_k3_straight_through",
+    "kl_low_var_clamped_straight_through",
+)  # fmt: skip
 def straight_through(case: Case) -> Outputs:
     """The value of one estimator with the gradient of k2."""
     logprobs, other = case["logp"].requires_grad_(), case["ref_logp"]
-    name = str(first_of(case.params, ESTIMATOR_NAMES)).removesuffix("+")
-    value = estimator_of(case, name)(logprobs, other).detach()
+    value = estimator_of(case, first_of(case.params, ESTIMATOR_NAMES))(logprobs, other).detach()
     pulled = k2(logprobs, other)
     return {"kl": value + (pulled - pulled.detach()), "grad_logp": gradient(pulled.sum(), logprobs)}
 

@@ -7,28 +7,52 @@ import torch
 from torch import Tensor
 
 from goldens.cases import Case, Outputs
-from goldens.corrections import Contribution, corrections_of
+from goldens.corrections import Contribution, corrections_of, geometric_weight, untruncated
+from goldens.policy_options import dual_clip_of
 from goldens.reduction_options import average_of
 from goldens.views import reduced
 from lightning_rl import LossView, PolicyLoss
-from lightning_rl.losses import CISPO, GSPO, SAPO, ClippedSurrogate
+from lightning_rl.losses import CISPO, DPPO, GSPO, SAPO, ClippedSurrogate
 from lightning_rl.signal.kl import Clamped, k1
+from lightning_rl.signal.losses import outside_trust_region
 from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import token_mean
 
 CLIPPED = ("clipfrac", "pg_clipfrac", "clip_ratio")
 
 
-def logged(case: Case, view: LossView, loss: PolicyLoss) -> Outputs:
-    """Masks and shares of clipped tokens for the losses that clip, and the drift of the policy."""
-    drift = Clamped(k1, value=math.inf, log_ratio=_bound(case))(view.required("old_logprobs"), view.logprobs.detach())
-    found = {"ppo_kl": _mean(case, view, drift)}
+def logged(case: Case, view: LossView, loss: PolicyLoss, done: Contribution) -> Outputs:
+    """Masks and shares of clipped tokens for the losses that clip, the drifts of the policy, and what was rejected."""
+    old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+    drift = Clamped(k1, value=math.inf, log_ratio=_bound(case))(old, view.logprobs.detach())
+    changed = ~done.kept | (done.weight != _unbounded(case, view))
+    found = {
+        "ppo_kl": _mean(case, view, drift),
+        "rollout_kl": _mean(case, view, k1(rollout, old)),
+        "filtered_fraction": reduced(view, changed.to(drift.dtype), token_mean),
+    }
+    if isinstance(loss, DPPO):
+        return {**found, "pg_clipfrac": _mean(case, view, _outside(view, loss).to(drift.dtype))}
     if type(loss) not in (ClippedSurrogate, GSPO, CISPO, SAPO):
         return found
     clipped, dual = _clip_masks(case, view, loss)
     share, dual_share = (_mean(case, view, mask.to(drift.dtype)) for mask in (clipped, dual))
     found |= {"clip_mask": clipped & view.valid_tokens, "dual_clip_mask": dual & view.valid_tokens}
     return {**found, **dict.fromkeys(CLIPPED, share), "pg_clipfrac_lower": dual_share}
+
+
+def _unbounded(case: Case, view: LossView) -> Tensor:
+    """The weights before a bound, where corrections bound them."""
+    chosen = case.params.get("rejection_sampling")
+    if not chosen:
+        return torch.ones_like(view.logprobs)
+    geometric = chosen.get("level") == "sequence" and chosen.get("metric", "ratio") == "ratio"
+    return (geometric_weight() if geometric else untruncated()).token_weight(view)
+
+
+def _outside(view: LossView, loss: DPPO) -> Tensor:
+    region = {"divergence": loss.divergence, "low": loss.low, "high": loss.high}
+    return outside_trust_region(view.logprobs, view.required("rollout_logprobs"), view.required("advantages"), **region)
 
 
 def _bound(case: Case) -> float:
@@ -51,5 +75,7 @@ def _clip_masks(case: Case, view: LossView, loss: PolicyLoss) -> tuple[Tensor, T
     if not isinstance(loss, ClippedSurrogate | GSPO):
         return none, none
     single = replace(loss, dual_clip=None) if isinstance(loss, ClippedSurrogate) else loss
-    loose = replace(single, clip_low=1.0, clip_high=math.inf)
-    return loose(view) < single(view), loss(view) < single(view)
+    loose, advantages = replace(single, clip_low=1.0, clip_high=math.inf), view.required("advantages")
+    cap = dual_clip_of(case)["dual_clip"]
+    dual = none if cap is None else (advantages < 0) & (single(view) > -cap * advantages)
+    return loose(view) < single(view), dual

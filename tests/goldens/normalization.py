@@ -1,16 +1,16 @@
 """Normalised rewards and advantages, and the statistics that they are made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from goldens.cases import Case, Outputs
-from goldens.registry import NotOfferedError, replays
+from goldens.registry import replays
 from lightning_rl.signal.advantages import group_statistics, normalised, rloo
 from lightning_rl.signal.masked import global_moments, row_mean, whiten
-from lightning_rl.signal.reductions import token_mean
+from lightning_rl.signal.reductions import sequence_mean, token_mean
 
 
 @replays("masked_whiten", "masked_normalization")
@@ -32,21 +32,33 @@ def whitened_rows(case: Case) -> Outputs:
 
 @replays("advantage_norm")
 def whitened_by_level(case: Case) -> Outputs:
-    """Tokens centred, then scaled, each over the batch or a group; a leave-one-out cancels in the deviation."""
-    mean, std = case.params["mean_level"], case.params["std_level"]
-    if mean is None or (mean, std) == ("batch", "group"):
-        raise NotOfferedError("a deviation around something else than the mean")
-    options = {"unbiased": case.params["std_unbiased"], "epsilon": case.params["eps"]}
-    values = _by_level(case, mean, case["x"], lambda rows, valid: global_moments(rows, valid).deviation)
-    if std is not None:
-        values = _by_level(case, std, values, lambda rows, valid: whiten(rows, valid, **options))
-    return {"y": values.to(case["x"].dtype)}
+    """AReaL's ``NormConfig`` on tokens."""
+    return {"y": tokens_normalised(case["x"], case.mask(), case.params)}
 
 
-def _by_level(case: Case, level: str, values: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    size = len(values) if level == "batch" else case.params["group_size"]
-    groups = zip(values.split(size), case.mask().split(size), strict=True)
-    return torch.cat([function(rows, valid) for rows, valid in groups])
+def tokens_normalised(values: Tensor, mask: Tensor, params: Mapping[str, Any]) -> Tensor:
+    """Tokens centred, then scaled by the deviation of what is left, each over the batch, a group, or not at all."""
+    options = norm_options(params)
+    sizes = {"batch": len(values), "group": params.get("group_size") or len(values)}
+
+    def centred(rows: Tensor, valid: Tensor) -> Tensor:
+        moments = global_moments(rows, valid)
+        factor = moments.number / (moments.number - 1).clamp(min=1) if options["leave_one_out"] else 1.0
+        return moments.deviation * factor * (not options["leave_one_out"] or len(rows) > 1)
+
+    def scaled(rows: Tensor, valid: Tensor) -> Tensor:
+        moments = global_moments(rows, valid)
+        std = moments.std(unbiased=options["unbiased"])
+        alone = options["std"] == "group" and len(rows) == 1 and options["unbiased"]  # AReaL takes a row's as 1
+        std = torch.ones_like(std) if alone else torch.where(moments.spread, std, torch.inf)
+        return rows / (std + options["epsilon"])
+
+    found = torch.where(mask, values, 0.0).double()
+    for level, function in ((options["mean"], centred), (options["std"], scaled)):
+        if level in sizes:
+            groups = zip(found.split(sizes[level]), mask.split(sizes[level]), strict=True)
+            found = torch.cat([function(rows, valid) for rows, valid in groups])
+    return torch.where(mask, found, 0.0).to(values.dtype)
 
 
 @replays("reward_norm", "reward_norm_masked")
@@ -58,21 +70,21 @@ def reward_norm(case: Case) -> Outputs:
 
 
 def rewards_normalised(values: Tensor, groups: Tensor, rewarded: Tensor, params: Mapping[str, Any]) -> Tensor:
-    """AReaL's ``NormConfig``. The deviation of a batch is that of what is left once the groups are centred."""
+    """AReaL's ``NormConfig``. The deviation is that of what is left once the rows are centred."""
     options = norm_options(params)
-    if (options["mean"], options["std"]) == ("group", "batch"):
+    if options["mean"] != options["std"] or options["leave_one_out"]:
         values = normalised(values, groups, rewarded, **{**options, "std": "none"})
         options |= {"mean": "none", "leave_one_out": False}
     return normalised(values, groups, rewarded, **options)
 
 
 def norm_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """AReaL's ``NormConfig`` as our options. Its leave-one-out cancels in a deviation of the same level."""
+    """AReaL's ``NormConfig`` as our options."""
     mean, std = params.get("mean_level") or "none", params.get("std_level") or "none"
     return {
         "mean": mean,
         "std": std,
-        "leave_one_out": bool(params.get("mean_leave1out")) and std != mean,
+        "leave_one_out": bool(params.get("mean_leave1out")) and mean != "none",
         "unbiased": params.get("std_unbiased", True),
         "epsilon": params.get("eps", 1e-5),
     }
@@ -123,8 +135,9 @@ def statistics(case: Case) -> Outputs:
 @replays("advantage_batch_norm_then_scale")
 def whitened_and_weighed(case: Case) -> Outputs:
     """Advantages whitened over the valid tokens of the batch, then weighed by the mini-batch."""
-    mask = case.mask()
-    values = whiten(case["adv"], mask, unbiased=False)
-    halves = mask.split(-(-len(mask) // 2)) if len(mask) % 2 == 0 else (mask[: len(mask) // 2], mask[len(mask) // 2 :])
-    weights = [token_mean(half, half.any(-1), torch.arange(len(half))) for half in halves]
+    mask, params = case.mask(), case.params
+    values = whiten(case["adv"], mask, unbiased=False) if params.get("advantage_batch_normalize", True) else case["adv"]
+    reduction = sequence_mean if params.get("loss_reduction") == "sequence_mean" else token_mean
+    halves = mask[: len(mask) // 2], mask[len(mask) // 2 :]
+    weights = [reduction(half, half.new_ones(len(half)), torch.arange(len(half))) for half in halves]
     return {"scaled_advantages": values * torch.cat(weights)}

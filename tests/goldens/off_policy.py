@@ -3,11 +3,12 @@
 import torch
 
 from goldens.cases import Case, Outputs
+from goldens.corrections import opsm_of
 from goldens.policy import policy_loss
+from goldens.policy_options import m2_threshold
 from goldens.registry import replays
 from goldens.views import view_of_case
 from goldens.weights import corrected
-from lightning_rl.callbacks import OPSM
 from lightning_rl.losses import M2PO
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import own_sum
@@ -25,7 +26,7 @@ def rejection_mask(case: Case) -> Outputs:
 def m2po_mask(case: Case) -> Outputs:
     """The tokens that M2PO keeps."""
     view = view_of_case(case)
-    (kept,) = M2PO(threshold=case.params["m2_threshold"]).prepare([view], own_sum, own_values)
+    (kept,) = M2PO(threshold=m2_threshold(case)).prepare([view], own_sum, own_values)
     return {"modified_mask": kept & view.valid_tokens}
 
 
@@ -37,7 +38,7 @@ def opsm(case: Case) -> Outputs:
     view = view_of_case(case)
     against = "rollout" if "rollout_logp" in case else "old"
     delta = case.params.get("opsm_delta", case.params.get("off_policy_threshold"))
-    kept = OPSM(delta, against=against).sequence_mask(view)
+    kept = opsm_of(delta, against).sequence_mask(view)
     return {"opsm_mask": kept[:, None].expand_as(view.logprobs), "keep_mask": kept[:, None]}
 
 

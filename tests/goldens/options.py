@@ -96,8 +96,9 @@ KL_BOUND_NAMES = {
 
 ESTIMATOR_NAMES = ("kl_estimator", "kl_estimator_type", "kl_loss_type", "kl_type", "kl_penalty", "estimator", "kl")
 
-KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "linear": "k1", "quadratic": "k2", 0: "k1", 1: "k2", 2: "k3"}
-"""What peers call an estimator, where that differs from our name."""
+KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "linear": "k1", "quadratic": "k2", 0: "k1", 1: "k2", 2: "k3",
+            3: "k1"}  # fmt: skip
+"""What peers call an estimator, where that differs from our name; 3 is k1 times the importance ratio."""
 
 
 def peer_of(case: Case) -> Peer:
@@ -115,7 +116,11 @@ def first_of(params: Mapping[str, Any], names: tuple[str, ...], default: Any = N
 
 
 def estimator_of(case: Case, name: str | int, *, weight: Tensor | None = None) -> KLEstimator:
-    """Our estimator for a peer's, times a weight, inside the clamps that this peer puts around both."""
+    """Our estimator for a peer's, times a weight, inside the clamps that this peer puts around both.
+
+    A plus behind the name changes the gradient alone, which is not the estimator's concern.
+    """
+    name = name.removesuffix("+") if isinstance(name, str) else name
     plain = kl_estimator(KL_NAMES.get(name, str(name)))
     plain = partial(k3, tangent=False) if plain is k3 else plain  # no peer has a tangent
     bounds = _kl_bounds(case, str(name))

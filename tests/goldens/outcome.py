@@ -36,16 +36,17 @@ def _scores(case: Case) -> tuple[Tensor, Tensor]:
     if "rewards_per_func" in case:
         parts = case["rewards_per_func"]
         known = ~parts.isnan()
-        weights = torch.tensor(case.params["reward_weights"], dtype=parts.dtype)
+        weights = torch.tensor(case.params.get("reward_weights") or [1.0] * parts.shape[-1], dtype=parts.dtype)
         return (torch.where(known, parts, 0.0) * weights).sum(-1), known.any(-1)
     scores = case["rewards"] if "rewards" in case else case["token_rewards"].sum(-1)
     return scores, torch.ones(len(scores), dtype=torch.bool)
 
 
 def group_normalised(case: Case) -> Estimator:
-    """GRPO with the peer's epsilon and variance."""
+    """GRPO with the peer's epsilon and variance; TRL can take the deviation of the batch."""
     peer = peer_of(case)
-    return Normalised(epsilon=case.params.get("epsilon", peer.epsilon), unbiased=peer.unbiased)
+    std = "batch" if case.params.get("scale_rewards") == "batch" else "group"
+    return Normalised(std=std, epsilon=case.params.get("epsilon", peer.epsilon), unbiased=peer.unbiased)
 
 
 MAKERS: dict[str, Callable[[Case], Estimator]] = {
@@ -106,7 +107,7 @@ def raw(case: Case) -> Outputs:
     """The reward itself, whitened with the population's variance if the case says so."""
     signal = signal_of(case)
     found = ESTIMATORS["reinforce"](signal).advantages
-    if case.params["normalize_advantages"]:
+    if case.params.get("normalize_advantages"):
         found = whiten(found, signal.valid_tokens, unbiased=False)
     return {"advantages": found}
 
@@ -119,8 +120,10 @@ def leave_one_out(case: Case) -> Outputs:
     return {"advantages": signal.spread_out(rows)}
 
 
-def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float) -> Tensor:
+def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float | None) -> Tensor:
     rows, std = rloo(scores, groups, rewarded), std_of_others(scores, groups, rewarded)
+    if epsilon is None:
+        return rows
     return torch.where(std > 0, rows / (std + epsilon), rows)
 
 
@@ -129,7 +132,7 @@ def _rloo_with_kl(case: Case) -> Outputs:
     signal, params = signal_of(case), case.params
     kl = masked_fill_invalid(k1(case["old_logp"], case["ref_logp"]), signal.valid_tokens).sum(-1)
     rows = rloo(signal.scores - params["beta"] * kl, signal.groups, signal.rewarded)
-    if params["normalize_advantages"]:
+    if params.get("normalize_advantages"):
         options = {"mean": "batch", "std": "batch", "epsilon": peer_of(case).epsilon}
         rows = normalised(rows, signal.groups, signal.rewarded, **options)
     return {"advantages": rows}
@@ -141,13 +144,15 @@ def decoupled(case: Case) -> Outputs:
     parts, weights = _parts(case)
     groups = case.ids()
     epsilon = case.params.get("epsilon", peer_of(case).epsilon)
+    scaled = case.params.get("norm_adv_by_std_in_grpo", True) and case.params.get("normalize_rewards", True)
+    std = "group" if scaled else "none"
     total = torch.zeros(len(groups), dtype=parts[0].dtype)
     for values, weight in zip(parts, weights, strict=True):
         known = ~values.isnan()
         if case.params.get("use_leave_one_out_baseline"):
-            rows = _leave_one_out(values, groups, known, epsilon)
+            rows = _leave_one_out(values, groups, known, epsilon if scaled else None)
         else:
-            rows = normalised(values, groups, known, epsilon=epsilon)
+            rows = normalised(values, groups, known, std=std, epsilon=epsilon)
         total = total + weight * rows
     if "attention_mask" in case:
         mask = case.mask("attention_mask")[:, case.params["prompt_length"] :]
@@ -160,7 +165,8 @@ def decoupled(case: Case) -> Outputs:
 
 def _parts(case: Case) -> tuple[list[Tensor], list[float]]:
     if "rewards_per_func" in case:
-        return list(case["rewards_per_func"].T), case.params["reward_weights"]
+        parts = list(case["rewards_per_func"].T)
+        return parts, case.params.get("reward_weights") or [1.0] * len(parts)
     names = [name for name in case.arrays if name.startswith("reward_")]
     weights = case.params.get("reward_weights") or case.params.get("gdpo_reward_weights")
     return [case[name] for name in names], weights or [1.0] * len(names)

@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from goldens.cases import Case, Outputs
-from goldens.corrections import bounded_weight, untruncated
-from goldens.entropy import head
+from goldens.corrections import bounded_weight, opsm_of, ratio_mask, untruncated
+from goldens.entropy import head, truncated
 from goldens.options import estimator_of, peer_of
 from goldens.policy_options import bounded, clip_of, surrogate
 from goldens.reduction_options import average_of
-from goldens.registry import NotOfferedError, replays
+from goldens.registry import replays
 from goldens.views import gradient
 from lightning_rl import Contributions, LossTerm, LossView, Objective, PolicyLoss, RLCallback
-from lightning_rl.callbacks import OPSM, IcePop
 from lightning_rl.losses import CISPO, GSPO
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import own_sum
@@ -28,8 +27,6 @@ PER_TOKEN = {"old_logprobs": "old_logp", "rollout_logprobs": "rollout_logp", "re
 @replays("policy_loss_pipeline")
 def pipeline(case: Case) -> Outputs:
     """Head, loss, corrections, KL and entropy of rows that are packed one after the other."""
-    if case.params.get("rollout_top_p", 1.0) != 1.0:
-        raise NotOfferedError("a truncated softmax")
     logits = case["logits"].requires_grad_()
     view = _view(case, logits)
     average = average_of(case)
@@ -49,8 +46,14 @@ def _view(case: Case, logits: Tensor) -> LossView:
     ends = totals.cumsum(0)
     spans = [torch.arange(end - length, end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
     places = torch.cat(spans)
-    found = head(logits[places - 1], case.ids("tokens")[places], case.params["rollout_temperature"])
-    logprobs, entropy = (_padded(values, lengths) for values in found)
+    seen, labels = logits[places - 1], case.ids("tokens")[places]
+    temperature = case.params.get("rollout_temperature", 1.0)
+    found, entropies = head(seen, labels, temperature)
+    if case.params.get("rollout_top_p", 1.0) != 1.0:  # the entropy stays that of all entries
+        keep = case.mask("keep_mask") if "keep_mask" in case else torch.ones_like(seen, dtype=torch.bool)
+        keep = keep[places - 1] if len(keep) == len(logits) else keep
+        found = head(truncated(seen, labels, keep), labels, temperature)[0]
+    logprobs, entropy = _padded(found, lengths), _padded(entropies, lengths)
     fields: dict[str, Any] = {ours: _padded(case[theirs], lengths) for ours, theirs in PER_TOKEN.items()}
     if case.params.get("use_rollout_logprobs"):
         fields["old_logprobs"] = fields["rollout_logprobs"]
@@ -73,11 +76,11 @@ def _corrections(case: Case) -> list[RLCallback]:
     params = case.params
     found: list[RLCallback] = []
     if params.get("use_opsm"):
-        found.append(OPSM(params["opsm_delta"]))
+        found.append(opsm_of(params.get("opsm_delta")))
     if params.get("use_tis") and "icepop" in str(params.get("custom_tis_function_path")):
-        found += [IcePop(params.get("tis_clip_low") or 0.0, params["tis_clip"]), untruncated()]
+        found += [ratio_mask("token", params.get("tis_clip_low") or 0.0, params["tis_clip"]), untruncated()]
     elif params.get("use_tis"):
-        found.append(bounded_weight("token", params.get("tis_clip_low") or 0.0, params["tis_clip"]))
+        found.append(bounded_weight("token", params.get("tis_clip_low") or 0.0, params.get("tis_clip", 2.0)))
     if params.get("use_kl_loss"):
         found.append(callback_of("reference", loss_term=lambda view: _reference(case, view)))
     return found
@@ -87,5 +90,5 @@ def _reference(case: Case, view: LossView) -> LossTerm:
     weight = None
     if case.params.get("use_unbiased_kl"):
         weight = importance(view.logprobs, view.required("old_logprobs"), bound=peer_of(case).log_ratio)
-    estimator = estimator_of(case, case.params["kl_loss_type"], weight=weight)
-    return LossTerm(per_token=estimator(view.logprobs, view.required("ref_logprobs")), coef=case.params["kl_loss_coef"])
+    value = estimator_of(case, case.params["kl_loss_type"], weight=weight)(view.logprobs, view.required("ref_logprobs"))
+    return LossTerm(per_token=value, coef=case.params.get("kl_loss_coef", 0.0))

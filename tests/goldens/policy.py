@@ -11,19 +11,20 @@ from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution, Corrections, corrections_of, given_weight
 from goldens.logged import logged
 from goldens.options import estimator_of, first_of, peer_of
-from goldens.policy_options import bounded, clip_of, loss_of
+from goldens.policy_options import averaged, bounded, by_sequence, clip_of, loss_of
 from goldens.reduction_options import average_of, trained_rows
 from goldens.registry import replays
 from goldens.views import objective, view_of_case
 from goldens.weights import corrected
 from lightning_rl import LossTerm, LossView, PolicyLoss
 from lightning_rl.callbacks import IcePop, OffPolicyIS
-from lightning_rl.losses import DPPO
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import row_mean
+from lightning_rl.signal.ratios import sequence_log_ratio
 from lightning_rl.signal.selection import largest
 
 WEIGHTS = ("rollout_is_weights", "importance_sampling_ratio", "weights")
+RATIO_TIMES_K1 = 3  # open-instruct's number for it
 COEFFICIENTS = ("reference_policy_kl_penalty", "beta", "kl_loss_coef")
 
 
@@ -51,20 +52,19 @@ def _view(case: Case) -> LossView:
     if "sample_mask" in case:
         valid = valid & case.mask("sample_mask")[:, None]
     given = {"trained": trained_rows(case, valid, average_of(case))}
-    if "rollout_logp" not in case and isinstance(loss_of(case), DPPO):
+    if "rollout_logp" not in case:
         given["rollout_logprobs"] = case["old_logp"]
     if "old_logp" not in case:
         given["old_logprobs"] = case["rollout_logp"]
+    if case.params.get("force_on_policy_ratio"):
+        given["old_logprobs"] = case["logp"]
     view = view_of_case(case, valid=valid, **given)
     if case.algorithm == "cross_entropy":
         return view.replace(advantages=torch.ones_like(view.logprobs))
-    if peer_of(case).mean_advantage and _by_sequence(case):
-        return view.replace(advantages=row_mean(view.required("advantages"), valid)[:, None].expand_as(view.logprobs))
+    if peer_of(case).mean_advantage and by_sequence(case):
+        mean = row_mean(view.required("advantages"), averaged(case, view).valid_tokens)
+        return view.replace(advantages=mean[:, None].expand_as(view.logprobs))
     return view
-
-
-def _by_sequence(case: Case) -> bool:
-    return "sequence" in (case.params.get("importance_sampling_level"), case.params.get("level"))
 
 
 def _stepped(case: Case, view: LossView) -> Outputs:
@@ -78,7 +78,7 @@ def _corrections(case: Case) -> Corrections:
     found = corrections_of(case)
     found += [given_weight(case[name]) for name in WEIGHTS if name in case]
     coefficient = first_of(case.params, COEFFICIENTS, 0.0)
-    if coefficient and "ref_logp" in case:
+    if coefficient and "ref_logp" in case and not case.params.get("use_kl_in_reward"):
         found.append(callback_of("reference", loss_term=lambda view: _reference(case, view, coefficient)))
     if case.algorithm == "rollout_is":
         bounds = clip_of(case)
@@ -92,13 +92,22 @@ def _corrections(case: Case) -> Corrections:
 
 def _reference(case: Case, view: LossView, coefficient: float) -> LossTerm:
     name = first_of(case.params, ("reference_policy_kl_type", "kl_loss_type", "kl_estimator"), "k3")
-    weight = None
-    if peer_of(case).score_function_kl:
-        weight = importance(view.logprobs)
-    elif case.params.get("use_bias_correction_kl"):
-        weight = importance(view.logprobs, view.required("old_logprobs"), bound=peer_of(case).log_ratio)
+    weight = _kl_weight(case, view, name)
     value = estimator_of(case, name, weight=weight)(view.logprobs, view.required("ref_logprobs"))
     return LossTerm(per_token=value, coef=coefficient)
+
+
+def _kl_weight(case: Case, view: LossView, name: str | int) -> Tensor | None:
+    if peer_of(case).score_function_kl:
+        return importance(view.logprobs)
+    if not case.params.get("use_bias_correction_kl") and name != RATIO_TIMES_K1:
+        return None
+    old = view.required("old_logprobs")
+    if not by_sequence(case):
+        return importance(view.logprobs, old, bound=peer_of(case).log_ratio)
+    row = sequence_log_ratio(view.logprobs, old, view.valid_tokens, geometric=True).exp()[:, None]
+    per_token = case.params["importance_sampling_level"] == "sequence_token"
+    return row.detach() * importance(view.logprobs) if per_token else row
 
 
 def _most_uncertain(case: Case, view: LossView) -> Tensor:
@@ -119,7 +128,7 @@ def _per_token(case: Case, view: LossView, loss: PolicyLoss, corrections: Correc
         "row_loss_sum": tokens.sum(-1),
         "behave_imp_weight": done.kept_weight,
         "behave_mask": valid & done.kept & (done.weight > 0),
-        **logged(case, view, loss),
+        **logged(case, view, loss, done),
     }
 
 

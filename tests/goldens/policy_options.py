@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from goldens.cases import Case
+from goldens.corrections import SMALLEST, Contribution, corrections_of
 from goldens.options import first_of, peer_of
-from goldens.registry import NotOfferedError
 from lightning_rl import LossView, PolicyLoss
 from lightning_rl.losses import (
     CISPO,
@@ -24,7 +25,8 @@ from lightning_rl.losses import (
     KLCov,
     Reinforce,
 )
-from lightning_rl.signal.losses import clipped_surrogate, dppo
+from lightning_rl.signal.corrections import clipped_weight
+from lightning_rl.signal.losses import clipped_surrogate, dppo, policy_gradient
 from lightning_rl.signal.ratios import LOG_RATIO_BOUND, sequence_log_ratio
 from lightning_rl.signal.sequence_losses import gspo
 
@@ -42,21 +44,39 @@ DUAL = ("clip_ratio_c", "eps_clip_c", "c_clip", "ratio_clip_c", "dual_clip", "de
 def clip_of(case: Case) -> dict[str, Any]:
     """The two bounds of a clipped ratio; a peer that gives one means both."""
     low = first_of(case.params, LOW, 0.2)
-    return {"clip_low": low, "clip_high": first_of(case.params, HIGH, low)}
+    return {"clip_low": min(low, 1.0), "clip_high": first_of(case.params, HIGH, low)}  # no ratio is below 0
+
+
+def dual_clip_of(case: Case) -> dict[str, Any]:
+    """The bounds with a dual clip. TRL's cap is on the unclipped ratio, whatever the sign of the advantage.
+
+    Beyond the upper bound of the clip it only binds where a dual clip does; below, the two change places.
+    """
+    clip, cap = clip_of(case), first_of(case.params, DUAL)
+    if first_of(case.params, ("delta",)) is None or cap > 1 + clip["clip_high"]:
+        return {**clip, "dual_clip": cap}
+    return {**clip, "clip_high": max(cap - 1, 0.0), "dual_clip": 1 + clip["clip_high"]}
+
+
+def by_sequence(case: Case) -> bool:
+    """Whether a case has one ratio for a whole row, whatever its algorithm is called."""
+    params = case.params
+    levels = params.get("importance_sampling_level"), params.get("level"), params.get("policy_loss_type")
+    return bool({"sequence", "sequence_token", "gspo"} & set(levels) or params.get("sequence_level_importance_ratios"))
 
 
 def surrogate(case: Case) -> PolicyLoss:
-    """PPO's surrogate. A cap on the unclipped ratio beyond the upper bound only ever binds where a dual clip does."""
-    clip, cap = clip_of(case), first_of(case.params, DUAL)
-    if "delta" in case.params and cap is not None and cap <= 1 + clip["clip_high"]:
-        raise NotOfferedError("a cap on the ratio below the clip")
-    return ClippedSurrogate(**clip, dual_clip=cap)
+    """PPO's surrogate, or GSPO's."""
+    if by_sequence(case):
+        return per_sequence(case)
+    return ClippedSurrogate(**dual_clip_of(case))
 
 
 def per_sequence(case: Case) -> PolicyLoss:
     """GSPO: verl and SkyRL give every token its own gradient, the others differentiate the mean."""
     per_token = peer_of(case).gspo_per_token or case.params.get("importance_sampling_level") == "sequence_token"
-    return GSPO(**clip_of(case), per_token=per_token)
+    clip = dual_clip_of(case)
+    return GSPO(clip_low=clip["clip_low"], clip_high=clip["clip_high"], per_token=per_token)
 
 
 def clipped_weight_loss(case: Case) -> PolicyLoss:
@@ -65,7 +85,26 @@ def clipped_weight_loss(case: Case) -> PolicyLoss:
     if not peer_of(case).cispo_floor:
         clip["clip_low"] = 1.0
     clip["clip_high"] += peer_of(case).cispo_offset - 1
+    if clip["clip_high"] < 0:  # a weight that never gets to 1
+        return FunctionLoss(lambda view: _light(view, 1 + clip["clip_high"]))
     return CISPO(**clip, anchor=case.params.get("cispo_anchor", "old"))
+
+
+def _light(view: LossView, cap: float) -> Tensor:
+    weight = clipped_weight(view.logprobs, view.required("old_logprobs"), minimum=0.0, maximum=cap)
+    return weight * policy_gradient(view.logprobs, view.required("advantages"))
+
+
+def temperatures(case: Case) -> dict[str, float]:
+    """SAPO's two temperatures."""
+    names = {"tau_positive": ("tau_pos", "sapo_temperature_pos"), "tau_negative": ("tau_neg", "sapo_temperature_neg")}
+    given = {ours: first_of(case.params, theirs) for ours, theirs in names.items()}
+    return {ours: value for ours, value in given.items() if value is not None}
+
+
+def m2_threshold(case: Case) -> float:
+    """M2PO's bound on the second moment."""
+    return max(case.params["m2_threshold"], SMALLEST)
 
 
 def trust_region(case: Case) -> PolicyLoss:
@@ -73,7 +112,7 @@ def trust_region(case: Case) -> PolicyLoss:
     names = {"low": ("delta_low", "dppo_mask_low"), "high": ("delta_high", "dppo_mask_high")}
     bounds = {ours: first_of(case.params, theirs, 0.2) for ours, theirs in names.items()}
     return DPPO(
-        divergence="kl" if "kl" in case.algorithm.split("_") else "tv",
+        divergence="kl" if "kl" in str(case.params.get("dppo_type", case.algorithm)).split("_") else "tv",
         cap=first_of(case.params, ("ratio_cap",)),
         **bounds,
     )
@@ -82,7 +121,15 @@ def trust_region(case: Case) -> PolicyLoss:
 def drawn(case: Case) -> PolicyLoss:
     """Clip-Cov."""
     names = {"fraction": ("clip_cov_ratio", "clip_ratio"), "cov_low": ("clip_cov_lb",), "cov_high": ("clip_cov_ub",)}
-    return ClipCov(**clip_of(case), **{ours: first_of(case.params, theirs) for ours, theirs in names.items()})
+    given = {ours: first_of(case.params, theirs) for ours, theirs in names.items()}
+    return ClipCov(**clip_of(case), **{ours: value for ours, value in given.items() if value is not None})
+
+
+def penalised(case: Case) -> PolicyLoss:
+    """KL-Cov."""
+    names = {"fraction": ("kl_cov_ratio", "kl_cov_frac"), "coef": ("ppo_kl_coef",)}
+    given = {ours: first_of(case.params, theirs) for ours, theirs in names.items()}
+    return KLCov(**{ours: value for ours, value in given.items() if value is not None})
 
 
 LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
@@ -102,16 +149,10 @@ LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
     "dppo_binary_tv": trust_region,
     "dppo_binary_kl": trust_region,
     "clip_cov": drawn,
-    "kl_cov": lambda case: KLCov(
-        fraction=first_of(case.params, ("kl_cov_ratio", "kl_cov_frac")), coef=first_of(case.params, ("ppo_kl_coef",))
-    ),
-    "m2po": lambda case: M2PO(**clip_of(case), threshold=case.params["m2_threshold"]),
+    "kl_cov": penalised,
+    "m2po": lambda case: M2PO(**clip_of(case), threshold=m2_threshold(case)),
     "gmpo": lambda case: GMPO(clip=clip_of(case)["clip_low"]),
-    "sapo": lambda case: (
-        SAPO(tau_positive=case.params["tau_pos"], tau_negative=case.params["tau_neg"])
-        if "tau_pos" in case.params
-        else SAPO()
-    ),
+    "sapo": lambda case: SAPO(**temperatures(case)),
     "reinforce": lambda _case: Reinforce(),
     "policy_loss/gpg": lambda _case: Reinforce(),
     "cross_entropy": lambda _case: Reinforce(),
@@ -133,7 +174,8 @@ def bounded(case: Case, loss: PolicyLoss) -> PolicyLoss:
     """The same loss with the bound that the peer puts on the log-ratio before exp, where that is not ours."""
     peer = peer_of(case)
     if isinstance(loss, GSPO):
-        return FunctionLoss(lambda view: _gspo(view, loss, peer.sequence_log_ratio))
+        cap = dual_clip_of(case)["dual_clip"]
+        return FunctionLoss(lambda view: _gspo(averaged(case, view), loss, peer.sequence_log_ratio, cap))
     if peer.log_ratio == LOG_RATIO_BOUND or type(loss) not in (ClippedSurrogate, DPPO):
         return loss
     function, anchor = (dppo, "rollout_logprobs") if isinstance(loss, DPPO) else (clipped_surrogate, "old_logprobs")
@@ -143,12 +185,20 @@ def bounded(case: Case, loss: PolicyLoss) -> PolicyLoss:
     )
 
 
-def _gspo(view: LossView, loss: GSPO, bound: float) -> Tensor:
-    """The peers' bound is on one side only, so that it is ours where no row goes beyond."""
+def averaged(case: Case, view: LossView) -> LossView:
+    """The tokens that a mean over a row is of: AReaL leaves those out that its corrections mask."""
+    if not peer_of(case).mean_advantage:
+        return view
+    return view.replace(valid_tokens=view.valid_tokens & Contribution(view, corrections_of(case)).kept)
+
+
+def _gspo(view: LossView, loss: GSPO, bound: float, cap: float | None) -> Tensor:
+    """The peers' bound is on one side only, so that it is ours where no row goes beyond. Some have a dual clip."""
     old, advantages = view.required("old_logprobs"), view.required("advantages")
     beyond = sequence_log_ratio(view.logprobs.detach(), old, view.valid_tokens, geometric=True).max() > bound
     options = {**_options(loss), "log_ratio_bound": bound if beyond or bound == math.inf else LOG_RATIO_BOUND}
-    return gspo(view.logprobs, old, advantages, view.valid_tokens, **options)
+    found = gspo(view.logprobs, old, advantages, view.valid_tokens, **options)
+    return found if cap is None else torch.where(advantages < 0, torch.minimum(found, -cap * advantages), found)
 
 
 def _options(loss: Any) -> dict[str, Any]:

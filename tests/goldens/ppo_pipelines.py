@@ -5,7 +5,7 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.layouts import prediction_aligned
-from goldens.normalization import rewards_normalised
+from goldens.normalization import rewards_normalised, tokens_normalised
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
 from goldens.registry import NotOfferedError, replays
 from goldens.token_advantages import PIPELINES, decays
@@ -33,13 +33,13 @@ def _areal(case: Case) -> Outputs:
     logprobs = masked_fill_invalid(prediction_aligned(case["logprobs"]), mask)
     reference = masked_fill_invalid(case["ref_logp"], mask)
     kl = estimator_of(case, first_of(params, ESTIMATOR_NAMES, "k1"))(logprobs, reference)
-    penalty = -params["kl_ctl"] * kl
+    penalty = -params.get("kl_ctl", 0.0) * kl
     shaped = shaped_rewards(_areal_scores(case, no_eos), penalty, mask)
     values = case["values"]
     advantages = gae(shaped, values, mask, bootstrap=torch.where(no_eos, values[:, -1], 0.0), **decays(case))
     returns = advantages + values
-    if "adv_norm" in params:
-        advantages = whiten(advantages, mask, unbiased=params["adv_norm"]["std_unbiased"], epsilon=1e-5)
+    if params.get("adv_norm"):
+        advantages = tokens_normalised(advantages, mask, params["adv_norm"])
     return {
         "advantages": advantages,
         "returns": returns,
@@ -55,9 +55,9 @@ def _areal_scores(case: Case, no_eos: Tensor) -> Tensor:
     scores = (case["rewards"] + params.get("bias", 0.0)) * params.get("scaling", 1.0)
     bound = params.get("clip", torch.inf)
     scores = scores.clamp(-bound, bound)
-    if "reward_norm" in params:
-        norm = params["reward_norm"]
-        groups = torch.arange(len(scores)) // norm["group_size"]
+    norm = params.get("reward_norm")
+    if norm:
+        groups = torch.arange(len(scores)) // (norm.get("group_size") or len(scores))
         scores = rewards_normalised(scores, groups, torch.ones_like(no_eos), norm)
     return torch.where(no_eos, 0.0, scores) if params.get("mask_no_eos") else scores
 
@@ -70,9 +70,10 @@ def _trl(case: Case) -> Outputs:
     inside, with_end = places <= last[:, None], places <= last[:, None] + 1
     logprobs, reference = (masked_fill_invalid(one, inside, NO_LOGPROB) for one in (logprobs, reference))
     values = masked_fill_invalid(values, with_end)
-    penalty = -params["kl_coef"] * estimator_of(case, params["kl_estimator"])(logprobs, reference)
+    estimator = estimator_of(case, first_of(params, ESTIMATOR_NAMES, "k1"))
+    penalty = -params.get("kl_coef", 0.0) * estimator(logprobs, reference)
     rewards = shaped_rewards(case["scores"], penalty, with_end)
-    if params["whiten_rewards"]:
+    if params.get("whiten_rewards"):
         rewards = whiten(rewards, with_end, shifted=False)
     advantages = gae(rewards, values, torch.ones_like(inside), **decays(case))
     return {

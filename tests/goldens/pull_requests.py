@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from goldens.cases import Case, Outputs
+from goldens.corrections import opsm_of
 from goldens.layouts import carried_back, prediction_aligned
 from goldens.normalization import rewards_normalised
 from goldens.options import estimator_of
@@ -15,7 +16,7 @@ from goldens.policy_options import clip_of
 from goldens.registry import replays
 from goldens.views import gradient, view_of_case
 from lightning_rl import Finish
-from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS
+from lightning_rl.callbacks import NoEOSMask, OffPolicyIS
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, Reinforce
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.ratios import policy_ratio
@@ -39,7 +40,7 @@ def opsm(case: Case) -> Outputs:
     """OPSM on PPO's surrogate, each sequence decided as a whole."""
     rows = unpacked(case)
     view = view_of(rows["logp"], valid=rows["mask"], old_logprobs=rows["old_logp"], advantages=rows["adv"])
-    loss, correction = ClippedSurrogate(**clip_of(case)), OPSM(case.params["opsm_delta"])
+    loss, correction = ClippedSurrogate(**clip_of(case)), opsm_of(case.params["opsm_delta"])
     kept = correction.sequence_mask(view)
     tokens = loss(view) * kept[:, None]
     step = run_step(view, callbacks=[correction], loss=loss, reduction=sequence_mean)
@@ -100,8 +101,8 @@ def _without_cut_off(case: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
     finish = torch.where(attention.all(-1), Finish.LENGTH, Finish.STOP).to(torch.uint8)
     rollout = rollout_of([0.0] * len(mask), [[1]] * len(mask), finish=finish)
     rewarded = NoEOSMask().reward_mask(rollout) if case.params["mask_no_eos_with_zero"] else rollout.rewarded
-    norm: dict[str, Any] = case.params["reward_norm"]
-    groups = torch.arange(len(mask)) // norm["group_size"]
+    norm: dict[str, Any] = case.params.get("reward_norm") or {}
+    groups = torch.arange(len(mask)) // (norm.get("group_size") or len(mask))
     scores = rewards_normalised(rewards, groups, rewarded, norm)
     shaped = shaped_rewards(scores, None, mask)
     advantages = discounted_returns(shaped, mask, gamma=case.params["discount"])

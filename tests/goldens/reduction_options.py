@@ -20,10 +20,12 @@ class Average:
     reduction: Reduction = token_mean
     empty_rows: bool = True  # whether rows without valid tokens count
     total_of: str = ""  # "tokens" or "rows" where the peer returns the sum
+    divisor: float = 1.0  # what the peer divides its number by
 
     def scale(self, view: LossView) -> float:
         """What turns our mean into the peer's number."""
-        return {"tokens": float(view.valid_tokens.sum()), "rows": float(view.trained.sum()), "": 1.0}[self.total_of]
+        totals = {"tokens": float(view.valid_tokens.sum()), "rows": float(view.trained.sum()), "": 1.0}
+        return totals[self.total_of] / self.divisor
 
 
 def average_of(case: Case) -> Average:
@@ -42,13 +44,22 @@ def average_of(case: Case) -> Average:
         return by_rows
     if "token_level_loss" in params:
         return by_tokens if params["token_level_loss"] else by_rows
-    longest = int(params.get("max_completion_length") or params.get("loss_scale_factor") or 1)
+    longest = int(params.get("max_completion_length") or params.get("loss_scale_factor") or case.mask().shape[-1])
+    items, steps = params.get("num_items_in_batch"), float(params.get("gradient_accumulation_steps") or 1)
+    counted = by_tokens
+    if isinstance(items, int | float):
+        counted = replace(by_tokens, total_of="tokens", divisor=float(items))
+    by_rows, by_tokens = replace(by_rows, divisor=steps), replace(by_tokens, divisor=steps)
     modes = {
         "seq-mean-token-mean": by_rows,
         "seq-mean-token-sum": replace(by_rows, reduction=SequenceSumNorm(1)),
+        "seq-mean-token-sum-norm": replace(by_rows, reduction=SequenceSumNorm(longest)),
+        "token-sum": Average(total_of="tokens"),
         "grpo": by_rows,
         "sapo": by_rows,
-        "dr_grpo": Average(reduction=SequenceSumNorm(longest)),
+        "dapo": counted,
+        "cispo": counted,
+        "dr_grpo": Average(reduction=SequenceSumNorm(longest), divisor=steps),
     }
     mode = params.get("aggregation") or params.get("loss_agg_mode") or params.get("loss_type")
     return modes.get(str(mode), by_tokens)

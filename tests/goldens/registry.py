@@ -58,9 +58,7 @@ NOT_COMPARED: dict[str, str] = {
     "clip_ratio": "as clipfrac",
     "pg_clipfrac": "as clipfrac",
     "pg_clipfrac_lower": "as clipfrac",
-    "filtered_fraction": "a statistic of rejections and clamps together",
     "ppo_kl": "where the old policy takes no part",
-    "rollout_kl": "a statistic of the mismatch; ours is another estimate",
     "padding_action_log_probs": "what the policy says about padding is arbitrary: no token of it is valid",
 }
 """Fields that are left out where a replay gives no value for them, with the reason. Patterns of fnmatch."""

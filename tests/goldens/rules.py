@@ -44,6 +44,8 @@ def _advantages(positions: Tensor, ours: Tensor) -> Prediction:
 
 
 def _singleton(case: Case) -> Prediction:
+    if case.algorithm == "reward_norm_masked":
+        return _alone_among_the_rewarded(case)
     return _advantages(_members(case).sum(-1) == 1, torch.tensor(0.0))
 
 
@@ -60,12 +62,13 @@ def _singleton_standardised(case: Case) -> Prediction:
     number = members.sum(-1)
     if not (number == 1).any():
         return {}
+    scaled = case.params.get("norm_adv_by_std_in_grpo", True)
     total = torch.zeros(len(number), dtype=torch.float64)
     names = [f"reward_{key}" for key in case.params["gdpo_reward_keys"]]
     for name, weight in zip(names, case.params["gdpo_reward_weights"] or [1.0] * len(names), strict=True):
         gap = case[name].double() - members @ case[name].double() / number
         std = (members @ gap.square() / (number - 1).clamp(min=1)).sqrt()
-        total += weight * gap / (std + case.params["epsilon"])
+        total += weight * (gap / (std + case.params["epsilon"]) if scaled else gap)
     return _whitened(total, case.mask("attention_mask")[:, case.params["prompt_length"] :])
 
 
@@ -87,18 +90,36 @@ def _overlong(case: Case) -> Prediction:
 
 def _around_the_mean(case: Case) -> Prediction:
     mean, std, values = case.params["mean_level"], case.params["std_level"], case["x"].double()
-    if (mean, std) not in ((None, "batch"), (None, "group"), ("batch", "group")) or case.params["mean_leave1out"]:
+    if (mean, std) not in ((None, "batch"), (None, "group"), ("batch", "group")):
         return {}
-    rewarded = case.mask("loss_mask") if "loss_mask" in case else torch.ones_like(values, dtype=torch.bool)
-    sizes = case.params.get("group_sizes") or [case.params["group_size"]] * (len(values) // case.params["group_size"])
-    groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    members = ((groups[:, None] == groups) | (std == "batch")) & rewarded
-    number = members.sum(-1)
-    gaps = (values - (members.double() @ values / number.clamp(min=1))[:, None]) * members
-    deviation = (gaps.square().sum(-1) / (number - int(case.params["std_unbiased"])).clamp(min=1)).sqrt()
-    centred = values if mean is None else values - values[rewarded].mean()
-    ours = torch.where(rewarded & (deviation > 0), centred / (deviation + case.params["eps"]), 0.0)
-    return {"y": (rewarded, ours)}
+    counted = next((case.mask(name) for name in ("loss_mask", "mask") if name in case), values == values)
+    number = counted.sum()
+    leave_one_out = number / (number - 1) if case.params["mean_leave1out"] else 1.0
+    centred = values if mean is None else (values - values[counted].mean()) * leave_one_out
+    ours = torch.zeros_like(values)
+    for rows in _populations(case, std):
+        here = torch.zeros_like(counted)
+        here[rows] = counted[rows]
+        if here.any() and centred[here].max() > centred[here].min():
+            deviation = centred[here].std(correction=int(case.params["std_unbiased"]))
+            ours[here] = centred[here] / (deviation + case.params["eps"])
+    return {"y": (counted, ours)}
+
+
+def _populations(case: Case, level: str) -> tuple[Tensor, ...]:
+    rows, size = torch.arange(len(case["x"])), case.params["group_size"]
+    sizes = case.params.get("group_sizes") or [size] * (len(rows) // size)
+    return (rows,) if level == "batch" else rows.split(sizes)
+
+
+def _alone_among_the_rewarded(case: Case) -> Prediction:
+    params, rewarded = case.params, case.mask("loss_mask")
+    if params["mean_level"] != "group" or not params["mean_leave1out"]:
+        return {}
+    alone = torch.zeros_like(rewarded)
+    for rows in _populations(case, "group"):
+        alone[rows] = rewarded[rows] & (rewarded[rows].sum() == 1)
+    return {"y": (alone, torch.tensor(0.0))}
 
 
 def _no_baseline(case: Case) -> Prediction:
@@ -109,9 +130,10 @@ def _no_baseline(case: Case) -> Prediction:
 def _valid_mean(case: Case) -> Prediction:
     mask, values = case.mask(), case["adv"].double()
     half = len(mask) // 2
-    tokens = torch.tensor([mask[:half].sum(), mask[half:].sum()]).repeat_interleave(
-        torch.tensor([half, len(mask) - half])
-    )
+    sizes = torch.tensor([half, len(mask) - half])
+    tokens = torch.tensor([mask[:half].sum(), mask[half:].sum()]).repeat_interleave(sizes)
+    if case.params["loss_reduction"] == "sequence_mean":
+        tokens = mask.sum(-1) * sizes.repeat_interleave(sizes)
     whitened = (values - values[mask].mean()) / values[mask].std(correction=0)
     return {"scaled_advantages": (mask, torch.where(mask, whitened / tokens[:, None].clamp(min=1), 0.0))}
 
@@ -128,8 +150,8 @@ def _row_without_tokens(case: Case) -> Prediction:
 RULES: tuple[Rule, ...] = (
     Rule(
         name="a group of one teaches nothing: 0",
-        reason="verl and SkyRL let its raw reward through, which has no baseline and another scale than the rest",
-        algorithms=("grpo", "dr_grpo", "rloo", "opo"),
+        reason="verl, SkyRL and AReaL's leave-one-out let its raw reward through, which has no baseline",
+        algorithms=("grpo", "dr_grpo", "rloo", "opo", "reward_norm_masked"),
         predicts=_singleton,
     ),
     Rule(
@@ -159,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a deviation is taken around its own mean",
         reason="AReaL takes it around 0, or in a group around the batch's mean: an offset of the rewards changes it",
-        algorithms=("reward_norm", "reward_norm_masked"),
+        algorithms=("reward_norm", "reward_norm_masked", "advantage_norm"),
         predicts=_around_the_mean,
     ),
     Rule(

@@ -59,8 +59,9 @@ def shaped_with_kl(case: Case) -> Outputs:
         "mean_kl": row_mean(kl, mask).mean(),
         "max_kl": kl.abs().amax(-1).mean(),
     }
+    changed = coefficient
     if params.get("controller") == "adaptive":
         measured, target = float(found["mean_kl"]), params["target_kl"]
         changed = adapted_coefficient(coefficient, measured, target=target, number=len(old), horizon=params["horizon"])
-        found["new_kl_coef"] = torch.tensor(changed)
+    found["new_kl_coef"] = torch.tensor(changed)
     return found

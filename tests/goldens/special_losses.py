@@ -8,7 +8,7 @@ from torch import Tensor
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution, corrections_of, given_weight
 from goldens.policy import policy_loss
-from goldens.policy_options import bounded, clip_of, surrogate
+from goldens.policy_options import bounded, clip_of, m2_threshold, surrogate, temperatures
 from goldens.reduction_options import average_of, trained_rows
 from goldens.registry import replays
 from goldens.views import gradient, objective, reduced, view_of_case
@@ -37,11 +37,11 @@ def one_ratio_per_row(case: Case) -> Outputs:
 @replays("policy_loss/sapo")
 def gated(case: Case) -> Outputs:
     """SAPO, of tokens or of whole rows."""
-    if case.params.get("level") != "sequence":
+    if "sequence" not in (case.params.get("level"), case.params.get("importance_sampling_level")):
         return policy_loss(case)
     view = view_of_case(case)
     mean = row_mean(view.required("advantages"), view.valid_tokens)[:, None].expand_as(view.logprobs)
-    taus = {"tau_positive": case.params["tau_pos"], "tau_negative": case.params["tau_neg"]}
+    taus = temperatures(case)
 
     def per_token(seen: LossView) -> Tensor:
         ratio = _row_log_ratio(seen, geometric=True)
@@ -61,7 +61,7 @@ def _row_log_ratio(view: LossView, *, geometric: bool) -> Tensor:
 def m2po(case: Case) -> Outputs:
     """M2PO; the peer takes what it leaves out from the denominator as well."""
     view = view_of_case(case)
-    loss = M2PO(**clip_of(case), threshold=case.params["m2_threshold"])
+    loss = M2PO(**clip_of(case), threshold=m2_threshold(case))
     (kept,) = loss.prepare([view], own_sum, own_values)
     return objective(view.replace(valid_tokens=kept), surrogate(case), token_mean, callbacks=corrections_of(case))
 

@@ -88,7 +88,7 @@ def _nemo_gae(case: Case) -> Outputs:
         gae(shaped, values, mask, gamma=options["gamma"], lam=first_of(params, (name,), options["lam"]))
         for name in ("gae_lambda_policy", "gae_lambda_value")
     )
-    advantages = whiten(of_policy, mask) if params["normalize_advantages"] else of_policy
+    advantages = whiten(of_policy, mask) if params.get("normalize_advantages") else of_policy
     return {"advantages": advantages, "returns": of_critic + values}
 
 
@@ -96,7 +96,7 @@ def _kl_penalty(case: Case, name: str = "logp") -> Tensor | None:
     estimator = first_of(case.params, ESTIMATOR_NAMES)
     if estimator is None or case.params.get("use_kl_in_reward") is False:
         return None
-    return -case.params["kl_coef"] * estimator_of(case, estimator)(case[name], case["ref_logp"])
+    return -case.params.get("kl_coef", 0.0) * estimator_of(case, estimator)(case[name], case["ref_logp"])
 
 
 @replays("advantages_token/reinforce_plus_plus")
@@ -128,7 +128,9 @@ def pipelines(case: Case) -> Outputs:
 def _nemo(case: Case) -> Outputs:
     """The reward, centred or not, plus each token's KL, whitened with the population's variance."""
     signal, mask = signal_of(case), case.mask()
-    centred = dr_grpo(signal.scores, signal.groups, signal.rewarded) if case.params["minus_baseline"] else signal.scores
+    centred = (
+        dr_grpo(signal.scores, signal.groups, signal.rewarded) if case.params.get("minus_baseline") else signal.scores
+    )
     penalty = _kl_penalty(case)
     raw = signal.spread_out(centred) + (0.0 if penalty is None else penalty)
     return {"advantages": whiten(raw, mask, unbiased=False)}
@@ -145,7 +147,7 @@ def _openrlhf(case: Case) -> Outputs:
         "group_norm": lambda: _group_norm(case),
     }
     scores = rows[name]() if name in rows else signal.scores
-    shaped = shaped_rewards(scores, -params["kl_coef"] * case["kl"], mask)
+    shaped = shaped_rewards(scores, -params.get("kl_coef", 0.0) * case["kl"], mask)
     options = decays(case)
     if name == "gae":
         values = masked_fill_invalid(case["values"], mask)

@@ -112,6 +112,12 @@ def test_kl_cov_penalises_the_largest_covariances_ties_included(fraction: float,
     assert prepared(KLCov(fraction=fraction), view_of(CURRENT, **COVARIANCE)) == [penalised]
 
 
+def test_kl_cov_penalises_nothing_where_all_advantages_are_0() -> None:
+    view = view_of(CURRENT, old_logprobs=[-1.5, -3.0, -1.0, -3.0], advantages=[0.0] * 4)
+    step = run_step(view, loss=KLCov(fraction=0.25))
+    assert step.metrics["policy/chosen"] == 0.0 and not step.gradient.any()
+
+
 def test_kl_cov_by_hand() -> None:
     view = view_of(CURRENT, old_logprobs=[-1.5, -3.0, -1.0, -3.0], **COVARIANCE)
     step = run_step(view, loss=KLCov(fraction=0.25, coef=0.5))

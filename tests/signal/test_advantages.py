@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import grpo, reinforce, rloo
-from lightning_rl.advantages import ESTIMATORS, Normalised, PerRow, resolve_advantages
+from lightning_rl.advantages import ESTIMATORS, Normalised, PerRow, RewardSignal, resolve_advantages
 from lightning_rl.signal.advantages import Level, dr_grpo, group_statistics, maxrl, normalised, opo
 
 NAN, INF = math.nan, math.inf
@@ -147,8 +147,36 @@ def test_epsilon_is_added_to_the_deviation() -> None:
 def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert all(resolve_advantages(name) is estimator for name, estimator in ESTIMATORS.items())
     assert resolve_advantages(grpo) == PerRow(grpo)
-    with pytest.raises(ValueError, match=r"out of grpo, .*, gae or a function, got 'grpoo'"):
+    with pytest.raises(ValueError, match=r"out of grpo, .*, gae, an object or a function, got 'grpoo'"):
         resolve_advantages("grpoo")
+
+
+def test_a_class_is_not_taken_for_a_function() -> None:
+    with pytest.raises(ValueError, match="expected an object as advantages, got the class Normalised: call it"):
+        resolve_advantages(Normalised)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        pytest.param(lambda scores: scores[:, None], r"\[2, 1\]", id="column"),
+        pytest.param(lambda scores: scores.sum(), r"\[\]", id="scalar"),
+        pytest.param(lambda scores: scores.tolist(), "list", id="list"),
+    ],
+)
+def test_a_function_that_returns_anything_but_a_number_for_each_row_is_named(
+    wrong: Callable[[Tensor], Any], got: str
+) -> None:
+    def mine(scores: Tensor, _groups: Tensor, _rewarded: Tensor) -> Any:
+        return wrong(scores)
+
+    tokens = torch.zeros(2, 3)
+    signal = RewardSignal(
+        scores=torch.tensor([1.0, 0.0]), rewarded=torch.ones(2, dtype=torch.bool), groups=torch.tensor([0, 0]),
+        valid_tokens=tokens == 0, token_rewards=tokens, shaped=tokens,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"advantages=mine to return a number for each row \[2\], got {got}"):
+        resolve_advantages(mine)(signal)
 
 
 EVERYONE = torch.ones(5, dtype=torch.bool)

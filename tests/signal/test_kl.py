@@ -20,7 +20,7 @@ from lightning_rl.signal.kl import (
     k2,
     k3,
     kl_estimator,
-    tangent_exp,
+    tangent_expm1,
 )
 
 LOGPROBS, OTHER = [-1.0, -2.0, -3.0, -8.0], [-1.5, -2.0, -2.0, -2.0]
@@ -70,7 +70,7 @@ def test_the_restoring_force_never_decreases_with_the_gap(name: str, sign: int, 
 
 def test_the_exponential_goes_on_as_its_tangent() -> None:
     exponent = torch.tensor([0.0, 19.0, TANGENT_BEYOND, 21.0, 1e4], dtype=torch.float64, requires_grad=True)
-    values = tangent_exp(exponent)
+    values = tangent_expm1(exponent) + 1
     edge = math.exp(TANGENT_BEYOND)
     expected = [1.0, math.exp(19), edge, 2 * edge, edge * (1e4 - 19)]
     assert_close(values, torch.tensor(expected, dtype=torch.float64))
@@ -130,8 +130,24 @@ def test_estimators_estimate_and_pull_as_the_table_says() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, low_var_kl, got 'k4'"):
+    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, low_var_kl, an object or a function, got 'k4'"):
         kl_estimator("k4")
+    with pytest.raises(ValueError, match=r"an object or a function, got <class '.*Clamped'>"):
+        kl_estimator(Clamped)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_object_or_a_function_is_its_own_estimator() -> None:
+    bounded = Clamped(k3, value=3.0)
+    assert kl_estimator(k2) is k2 and kl_estimator(bounded) is bounded
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-3])
+def test_k3_is_accurate_and_never_negative_for_the_smallest_gaps_in_float32(size: float) -> None:
+    gap = size * torch.linspace(-1, 1, 4001)
+    found, exact = k3(gap, torch.zeros_like(gap)), k3(gap.double(), torch.zeros_like(gap).double())
+    assert (found >= 0).all()
+    assert float(found.double().mean()) == pytest.approx(float(exact.mean()), rel=1e-3)
+    assert float(exact.mean()) == pytest.approx(size**2 / 6, rel=1e-2)
 
 
 def test_the_estimators_of_peers_on_their_batch() -> None:

@@ -1,6 +1,7 @@
 """Reductions: a weight for each token that does not depend on how the step is cut."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -100,8 +101,19 @@ def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert resolve_reduction("prompt_mean", 9) is prompt_mean
     assert resolve_reduction("sequence_sum_norm", 9) == SequenceSumNorm(9)
     assert resolve_reduction(token_mean, 9) is token_mean
-    with pytest.raises(ValueError, match=r"token_mean, sequence_mean, prompt_mean, sequence_sum_norm or a function"):
+    with pytest.raises(ValueError, match=r"token_mean, sequence_mean, prompt_mean, sequence_sum_norm, an object or a"):
         resolve_reduction("mean", 9)
+
+
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_what_is_neither_name_nor_function_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"an object or a function, got {wrong}"):
+        resolve_reduction(wrong, 9)
+
+
+def test_a_class_is_not_taken_for_a_function() -> None:
+    with pytest.raises(ValueError, match="expected an object as reduction, got the class SequenceSumNorm: call it"):
+        resolve_reduction(SequenceSumNorm, 9)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_length_of_0_is_refused() -> None:

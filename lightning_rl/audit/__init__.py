@@ -1,0 +1,7 @@
+"""The audit: invariants of the training signal, checked on live rollouts while a run trains."""
+
+from lightning_rl.audit.checks import CHECKS, Check
+from lightning_rl.audit.finding import AuditError, Finding
+from lightning_rl.audit.signal_audit import SignalAudit
+
+__all__ = ["CHECKS", "AuditError", "Check", "Finding", "SignalAudit"]

@@ -1,0 +1,195 @@
+"""Weight sync: the full parameters of any strategy as a stream that an engine can load in bounded memory.
+
+One tensor at a time is gathered, merged with its adapter, cast and handed on; the engine keeps references until a fused
+module (q, k and v; gate and up; the experts of a layer) is complete, so a stream in the order of the layers holds one
+such module at most. Nothing here knows vLLM.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rl.policy.lora import adapters_of
+
+Stream = Iterable[tuple[str, Tensor]]
+Shape = tuple[int, ...]
+BASE, ADAPTER_A, ADAPTER_B = ".base_layer.", ".lora_A.", ".lora_B."
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Names that share the tensor of another name, which a stream of parameters has only once: alias to source."""
+    known = cast(Any, model)
+    keys = getattr(known, "all_tied_weights_keys", None) or {}
+    if not keys and model.config.get_text_config().tie_word_embeddings:
+        keys = known._tied_weights_keys or {}  # noqa: SLF001
+    return dict(keys)
+
+
+def with_aliases(stream: Stream, tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The stream with each alias right after its source. An engine that packs the head does not see it otherwise."""
+    aliases: dict[str, list[str]] = {}
+    for alias, source in tied.items():
+        aliases.setdefault(source, []).append(alias)
+    for name, weight in stream:
+        yield name, weight
+        for alias in aliases.get(name, []):
+            yield alias, weight
+
+
+def adapter_scales(model: nn.Module) -> dict[str, float]:
+    """What each LoRA layer's product is multiplied with, by the layer's name.
+
+    Raises:
+        ValueError: for an adapter that is more than one plain product added to a linear layer.
+    """
+    layers = set(map(id, adapters_of(model)))
+    found: dict[str, float] = {}
+    for name, layer in model.named_modules():
+        if id(layer) not in layers:
+            continue
+        plain = cast(Any, layer)
+        (adapter,) = plain.active_adapters if len(plain.active_adapters) == 1 else (None,)
+        special = [kind for kind in ("lora_magnitude_vector", "lora_embedding_A") if len(getattr(plain, kind, ()))]
+        if adapter is None or special or getattr(plain, "fan_in_fan_out", False) or not isinstance(
+            plain.base_layer, nn.Linear
+        ):  # fmt: skip
+            raise ValueError(f"expected one plain LoRA adapter on a linear layer, got another kind at {name}")
+        found[name] = float(plain.scaling[adapter])
+    return found
+
+
+def merged_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """The stream with every adapter added to the weight that it belongs to, W + s B A, under the plain name.
+
+    Of each layer the weight is held until its A and B have come, which in the order of the parameters is at once.
+    """
+    if not scales:
+        yield from stream
+        return
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, weight in stream:
+        layer, part = _part_of(name)
+        if layer not in scales:
+            yield name, weight
+        elif part == "bias":
+            yield f"{layer}.bias", weight
+        else:
+            parts = waiting.setdefault(layer, {})
+            parts[part] = weight.clone()
+            if len(parts) == len(("weight", "A", "B")):
+                del waiting[layer]
+                exact = torch.promote_types(parts["weight"].dtype, torch.float32)
+                product = parts["B"].to(exact) @ parts["A"].to(exact)
+                yield f"{layer}.weight", parts["weight"].to(exact) + scales[layer] * product
+    if waiting:
+        raise ValueError(
+            f"expected weight, A and B of every adapter, got {sorted(waiting[min(waiting)])} of {min(waiting)}"
+        )
+
+
+def _part_of(name: str) -> tuple[str, str]:
+    for mark, part in ((ADAPTER_A, "A"), (ADAPTER_B, "B"), (BASE, "")):
+        layer, found, rest = name.partition(mark)
+        if found:
+            return layer, part or rest
+    return name, ""
+
+
+def owned(stream: Stream, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The stream in the engine's dtype, each tensor a copy: strategies reuse the buffer that they gather into."""
+    for name, weight in stream:
+        floating = weight.is_floating_point()
+        yield name, weight.detach().to(device=device, dtype=dtype if floating else weight.dtype, copy=True)
+
+
+@dataclass(slots=True)
+class WeightPlan:
+    """What the engine holds, and what a stream has to bring.
+
+    Args:
+        held: shape of each tensor of the engine, by the engine's name.
+        renamed: from a name of the stream to the engine's name, several for a fused tensor.
+        whole: whether the engine holds whole tensors, so that shapes can be compared; False under tensor parallelism.
+    """
+
+    held: Mapping[str, Shape]
+    renamed: Callable[[str], str | None]
+    whole: bool = True
+    expected: dict[str, Shape] = field(default_factory=dict)
+
+    def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
+        """Compares names and shapes once, at setup, with nothing loaded yet; the stream is bound to them from then on.
+
+        Raises:
+            ValueError: naming the first tensor that differs.
+        """
+        parts: dict[str, list[tuple[str, Shape]]] = {}
+        for name, shape in sent:
+            target = self.renamed(name)
+            if target is None or target not in self.held:
+                raise ValueError(f"expected names that the engine knows, got {name} {list(shape)}")
+            parts.setdefault(target, []).append((name, shape))
+        for target, held in self.held.items():
+            given = parts.get(target)
+            if given is None:
+                raise ValueError(f"expected a tensor for the engine's {target} {list(held)}, got none")
+            if self.whole and _joined([shape for _, shape in given]) != held:
+                names = ", ".join(f"{name} {list(shape)}" for name, shape in given)
+                raise ValueError(f"expected {list(held)} for the engine's {target}, got {names}")
+        self.expected = dict(sent)
+
+    def checked(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+        """The stream, each tensor of it as it was at setup, and complete.
+
+        Raises:
+            ValueError: naming the first tensor that differs, before the engine sees it.
+        """
+        missing = dict(self.expected)
+        for name, weight in stream:
+            if missing.pop(name, None) != tuple(weight.shape):
+                known = self.expected.get(name)
+                raise ValueError(
+                    f"expected the tensors of the first sync, got {name} {list(weight.shape)}, which was "
+                    + ("not among them" if known is None else f"{list(known)} or came before")
+                )
+            yield name, weight
+        if missing:
+            raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} did not come")
+
+
+def _joined(shapes: Sequence[Shape]) -> Shape | None:
+    """Shape of tensors that are stacked along their first dimension, or None if the others differ."""
+    if len(shapes) == 1:
+        return shapes[0]
+    if len({shape[1:] for shape in shapes}) != 1:
+        return None
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+class Checksums:
+    """Sums over the bits of every tensor of a stream: equal exactly if nobody changed a weight, nearly always.
+
+    Args:
+        dtype: that the weights are cast to before; what rounding hides did not change.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sums: list[Tensor] = []
+
+    def watching(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+        """The stream, unchanged."""
+        self._sums = []
+        for name, weight in stream:
+            cast_weight = weight.detach().to(self.dtype).contiguous()
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[cast_weight.element_size()]
+            self._sums.append(cast_weight.view(-1).view(bits).sum(dtype=torch.int64))
+            yield name, weight
+
+    def values(self) -> tuple[int, ...]:
+        """One sum for each tensor of the last stream, in its order."""
+        return tuple(torch.stack(self._sums).tolist()) if self._sums else ()

@@ -1,0 +1,85 @@
+"""Generation contains no collective: under sharding a rank finishes however far the other ranks are."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import STRATEGIES, run_ranks
+from support import fit, tiny_module, tiny_policy, tiny_prompts
+from typing_extensions import override
+
+from lightning_rl import Completion, Request, TransformersEngine
+
+PATIENCE = 60.0  # seconds; below the timeout of the collectives
+SHORT, LONG = 3, 300
+
+
+class OneAfterTheOther(TransformersEngine):
+    """Draws 3 tokens on one rank and 300 on the other, and never on both at once: while a rank draws, the other is
+    either not yet or no longer there. A collective within generation would wait in vain.
+
+    Args:
+        folder: where a rank leaves word that it is done.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.rollouts, self.lengths = folder, 0, list[int]()
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        if requests[0].max_new_tokens != LONG:  # the canary's
+            return super()._draw(requests, logprobs=logprobs)
+        self.rollouts += 1
+        first = dist.get_rank() == self.rollouts % 2  # the long one begins, then the short one
+        length = LONG if dist.get_rank() == 1 else SHORT
+        cut = [replace(request, max_new_tokens=length, eos_ids=frozenset()) for request in requests]
+        with self.turn(waits=not first):
+            completions = super()._draw(cut, logprobs=logprobs)
+        self.lengths += [len(completion.token_ids) for completion in completions]
+        return completions
+
+    @contextmanager
+    def turn(self, *, waits: bool) -> Iterator[None]:
+        """Around what may only happen before or after the other rank does the same."""
+        done, end = self.folder / str(self.rollouts), time.monotonic() + PATIENCE
+        while waits and not done.exists():
+            assert time.monotonic() < end, "the other rank never finished its generation"
+            time.sleep(0.01)
+        yield
+        if not waits:
+            done.touch()
+
+
+def run(folder: Path, strategy: str) -> None:
+    """Two rollouts."""
+    engine = OneAfterTheOther(folder)
+    policy = partial(tiny_policy, max_position_embeddings=LONG + 8)
+    module = tiny_module(policy=policy, engine=engine, max_new_tokens=LONG, group_size=2)
+    fit(module, data=tiny_prompts(4, 2), strategy=STRATEGIES[strategy](), devices=2)
+    assert engine.rollouts == 2 and engine.lengths == [LONG if dist.get_rank() == 1 else SHORT] * 4
+
+
+@pytest.mark.slow
+def test_ranks_with_3_and_300_tokens_both_finish(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, tmp_path, "fsdp2", "zero3", timeout=240)
+
+
+@pytest.mark.long
+def test_ranks_with_3_and_300_tokens_both_finish_elsewhere(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, tmp_path, *(STRATEGIES.keys() - {"fsdp2", "zero3"}), timeout=240)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in sys.argv[2:]:
+        own = Path(sys.argv[1]) / each
+        own.mkdir(exist_ok=True)
+        run(own, each)

@@ -1,0 +1,250 @@
+"""The canary over vLLM: silent over clean syncs, and a message of its own for every fault put into a sync."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from vllm_models import Starter, a_model, moved
+
+from lightning_rl import Canary, CanaryError, VLLMEngine
+from lightning_rl.generation import EngineState, vllm_internals
+from lightning_rl.generation.syncing import synchronise
+from lightning_rl.generation.weight_sync import Stream, WeightPlan
+from lightning_rl.policy import PolicyModel
+
+FLOAT32, MEAN = 1e-4, 5.0
+
+
+class Watched:
+    """A policy, the engine of its shape and a new canary."""
+
+    def __init__(self, engine: VLLMEngine, model: PreTrainedModel, temperature: float = 1.0, **options: Any) -> None:
+        self.engine, self.model = engine, model
+        self.policy = PolicyModel(model, None, temperature=temperature, packed=True)
+        self.canary = engine.canary = Canary(**options)
+        self.version = 0
+
+    def sync(self, change: Callable[[Stream], Stream] = lambda stream: stream) -> tuple[float, float]:
+        """One sync, in which ``change`` may do harm on the way; what the canary saw."""
+        self.version += 1
+        load = self.engine.load_weights
+        self.engine.load_weights = lambda stream, version: load(change(stream), version)  # type: ignore[method-assign]
+        weights = ((name, weight.detach()) for name, weight in self.model.named_parameters())
+        try:
+            found = synchronise(self.engine, weights, self.version, self.policy, packed=True, watching=nullcontext)
+        finally:
+            del self.engine.load_weights
+        assert found is not None
+        return found
+
+    def step(self, scale: float = 1e-3) -> None:
+        """Every weight of the trainer moves."""
+        moved(self.model, scale, seed=self.version)
+
+
+@pytest.fixture
+def watched(started: Starter) -> Iterator[Callable[..., Watched]]:
+    engines: list[VLLMEngine] = []
+
+    def watch(family: str = "qwen2", temperature: float = 1.0, **options: Any) -> Watched:
+        dtype = options.pop("dtype", torch.float32)
+        model = a_model(family, dtype=dtype)
+        engines.append(started(model))
+        return Watched(engines[-1], model, temperature, **options)
+
+    yield watch
+    for engine in engines:
+        engine.canary = None
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2-tied", "gemma3_text"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_float32_syncs_are_clean(family: str, temperature: float, watched: Callable[..., Watched]) -> None:
+    run = watched(family, temperature)
+    worst = 0.0
+    for _ in range(20):
+        worst = max(worst, run.sync()[0])
+        run.step()
+    assert worst < FLOAT32 / 2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_bf16_syncs_are_clean(family: str, watched: Callable[..., Watched]) -> None:
+    run = watched(family, dtype=torch.bfloat16)
+    for _ in range(20):
+        assert run.sync()[1] > 1e-3, "rounding should show"
+        run.step(1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_hundred_syncs_are_clean(family: str, dtype: torch.dtype, watched: Callable[..., Watched]) -> None:
+    run = watched(family, dtype=dtype)
+    for _ in range(200):
+        run.sync()
+        run.step(1e-5)
+
+
+def zeroed(stream: Stream) -> Stream:
+    for name, weight in stream:
+        yield name, torch.zeros_like(weight) if name.endswith("1.self_attn.q_proj.weight") else weight
+
+
+def swapped(stream: Stream) -> Stream:
+    weights = list(stream)
+    known = dict(weights)
+    for name, weight in weights:
+        here = name.startswith("model.layers.1.self_attn")
+        yield name, known[name.replace("k_proj", "v_proj")] if here and "k_proj" in name else weight
+
+
+def dropped(stream: Stream) -> Stream:
+    """A layer's feed-forward is not sent: the engine gets that of another."""
+    weights = list(stream)
+    known = dict(weights)
+    for name, weight in weights:
+        yield name, known[name.replace("layers.1", "layers.0")] if "layers.1.mlp" in name else weight
+
+
+@pytest.mark.parametrize("fault", [zeroed, swapped, dropped])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_weights_are_found(
+    fault: Callable[[Stream], Stream], dtype: torch.dtype, watched: Callable[..., Watched]
+) -> None:
+    run = watched(dtype=dtype)
+    run.sync()
+    run.step()
+    said = "version 2, but its log-probabilities are not the trainer's: .* the first part that differs is layers.1$"
+    with pytest.raises(CanaryError, match=said):
+        run.sync(fault)
+    assert run.engine.state is EngineState.AWAKE
+    with pytest.raises(RuntimeError, match="expected a synced engine"):
+        run.engine.generate([])
+    run.sync()
+    assert run.engine.state is EngineState.SYNCED
+
+
+def from_before(weights: dict[str, Tensor]) -> Callable[[Stream], Stream]:
+    def change(stream: Stream) -> Stream:
+        for name, _ in stream:
+            yield name, weights[name]
+
+    return change
+
+
+def kept(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_did_not_move_is_found(
+    scale: float, dtype: torch.dtype, watched: Callable[..., Watched]
+) -> None:
+    run = watched(dtype=dtype)
+    run.sync()
+    old = kept(run.model)
+    run.step(scale)
+    with pytest.raises(CanaryError, match=r"move with the weights of version 2, but .* bit for bit those of version 1"):
+        run.sync(from_before(old))
+    run.sync()
+
+
+def test_an_engine_one_sync_behind_is_found(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    old: list[dict[str, Tensor]] = []
+    for _ in range(3):
+        run.sync()
+        old.append(kept(run.model))
+        run.step(1e-4)
+    with pytest.raises(CanaryError, match="version 4, but it is stale: its log-probabilities are those of version 2"):
+        run.sync(from_before(old[1]))
+
+
+def test_nothing_is_found_where_nothing_changed(watched: Callable[..., Watched]) -> None:
+    run = watched()
+    assert run.sync() == run.sync() == run.sync()
+    run = watched(dtype=torch.bfloat16)
+    run.sync()
+    run.step(1e-9)  # which rounding undoes
+    run.sync()
+
+
+def test_a_wrong_temperature_is_told_from_wrong_weights(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched(temperature=0.6)
+    run.sync()
+    honest = run.engine._parameters  # noqa: SLF001
+
+    def at_one(request: Any, **options: Any) -> Any:
+        parameters = honest(request, **options)
+        parameters.temperature = 1.0
+        return parameters
+
+    monkeypatch.setattr(run.engine, "_parameters", at_one)
+    with pytest.raises(CanaryError, match=r"its weights agree, but .* its temperature or filter is another"):
+        run.sync()
+
+
+def test_raw_log_probabilities_are_told_from_wrong_weights(started: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model()
+    with monkeypatch.context() as patched:
+        patched.setitem(
+            __import__("lightning_rl.generation.vllm", fromlist=["FIXED"]).FIXED, "logprobs_mode", "raw_logprobs"
+        )
+        run = Watched(started(model, seed=2), model, 0.6)
+    with pytest.raises(CanaryError, match="its temperature or filter is another"):
+        run.sync()
+
+
+def test_a_tied_head_that_is_not_sent_is_found_at_setup(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched("qwen2-tied")
+    monkeypatch.setattr(run.engine, "_tied", {})
+    with pytest.raises(ValueError, match=r"a tensor for the engine's lm_head.weight \[151, 128\], got none"):
+        run.engine.expect(run.model.named_parameters())
+
+
+def test_a_tied_head_that_stays_behind_is_found(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched("qwen2-tied")
+    run.sync()
+    run.step()
+    plan = run.engine._plan  # noqa: SLF001
+    assert plan is not None
+
+    def without_head(_: WeightPlan, stream: Stream) -> Stream:
+        return ((name, weight) for name, weight in stream if name != "lm_head.weight")
+
+    monkeypatch.setattr(WeightPlan, "checked", without_head)
+    with pytest.raises(CanaryError, match=r"every layer agrees, so it is the final norm or the head$"):
+        run.sync()
+
+
+def test_a_prefix_cache_that_was_not_reset_is_found(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched(cache_every=1)
+    run.sync()
+    run.step()
+    monkeypatch.setattr(vllm_internals, "reset_prefix_cache", lambda _: None)
+    with pytest.raises(CanaryError, match="sync to version 2 to reset the prefix cache, but 32 tokens of a prompt"):
+        run.sync()
+
+
+def test_the_cache_is_tried_every_few_syncs(watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = watched(cache_every=3), []
+    cached = run.engine.cached_tokens
+    monkeypatch.setattr(run.engine, "cached_tokens", lambda ids: asked.append(run.version) or cached(ids))
+    for _ in range(7):
+        run.sync()
+        run.step()
+    assert asked == [1, 2, 4, 5, 7]

@@ -1,0 +1,156 @@
+"""Log-probabilities of vLLM are the trainer's, for every family, after every sync and only then."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from vllm_models import (
+    EOS,
+    FAMILIES,
+    VOCABULARY,
+    Starter,
+    a_model,
+    moved,
+    prompts_of,
+    requests_for,
+    synced,
+    trainer_logprobs,
+    worst,
+)
+
+from lightning_rl import Finish, TransformersEngine
+from lightning_rl.policy.lora import unwrapped
+
+TOLERANCE = 1e-4  # float32; measured 1.1e-5
+
+
+def trained(model: nn.Module, steps: int) -> None:
+    """Optimizer steps on a plain language-model loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        ids = torch.tensor(prompts_of(1, 30, seed=step + 50)[0] * 2)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        nn.functional.cross_entropy(logits, ids[1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_five_optimizer_steps_and_syncs(family: str, started: Starter) -> None:
+    model = a_model(family)
+    engine = synced(started(model), model)
+    for step in range(5):
+        requests = requests_for(prompts_of(25, seed=step))
+        trained(model, 1)
+        stale = worst(model, requests, engine.generate(requests, logprobs=True))
+        completions = synced(engine, model, step + 1).generate(requests, logprobs=True)
+        assert {completion.version for completion in completions} == {step + 1}
+        assert sum(len(completion.token_ids) for completion in completions) >= 500
+        found = worst(model, requests, completions)
+        assert found < TOLERANCE < stale, f"step {step}: {found} synced, {stale} stale"
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_log_probabilities_are_of_the_distribution_that_is_sampled(temperature: float, started: Starter) -> None:
+    model = a_model()
+    engine, requests = synced(started(model), model), requests_for(prompts_of(8), temperature=temperature)
+    assert worst(model, requests, engine.generate(requests, logprobs=True)) < TOLERANCE
+
+
+def test_greedy_and_sampled_requests_share_a_batch(started: Starter) -> None:
+    model = a_model()
+    engine = synced(started(model), model)
+    greedy = requests_for(prompts_of(6), temperature=0.0)
+    requests = [*greedy, *requests_for(prompts_of(6), temperature=1.7)]
+    completions = engine.generate(requests, logprobs=True)
+    assert worst(model, requests, completions) < TOLERANCE
+    ours = TransformersEngine()
+    ours.start(model, None)
+    ours.load_weights([], 0)
+    expected = ours.generate(greedy, logprobs=True)
+    assert [c.token_ids for c in completions[:6]] == [c.token_ids for c in expected]
+    for found, known in zip(completions, expected, strict=False):
+        assert found.logprobs is not None and known.logprobs is not None
+        torch.testing.assert_close(found.logprobs, known.logprobs, rtol=0, atol=TOLERANCE)
+
+
+def test_tokens_are_drawn_as_often_as_the_softmax_says(started: Starter) -> None:
+    model = a_model()
+    engine, prompt = synced(started(model), model), [7, 8, 9]
+    requests = requests_for([prompt] * 2000, max_new_tokens=1, temperature=1.0)
+    drawn = torch.tensor([completion.token_ids[0] for completion in engine.generate(requests)])
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1) * len(drawn)
+    counts, often = torch.bincount(drawn, minlength=VOCABULARY).float(), expected >= 5
+    cells = (
+        torch.cat([counts[often], counts[~often].sum()[None]]),
+        torch.cat([expected[often], expected[~often].sum()[None]]),
+    )
+    degrees = len(cells[0]) - 1
+    assert float(((cells[0] - cells[1]).square() / cells[1]).sum()) < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_scores_of_given_tokens(started: Starter) -> None:
+    model = a_model()
+    engine, rows = synced(started(model), model), prompts_of(5, 60, seed=3)
+    rows = [[4, *row] for row in rows]
+    ours = TransformersEngine()
+    ours.start(model, None)
+    for found, expected in zip(engine.score(rows), ours.score(rows), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(started: Starter) -> None:
+    model = a_model()
+    engine = synced(started(model, dtype=torch.bfloat16), model)
+    requests = requests_for(prompts_of(8))
+    completions = engine.generate(requests, logprobs=True)
+    differences = torch.cat(
+        [c.logprobs - trainer_logprobs(model, r, c) for r, c in zip(requests, completions, strict=True)]  # pyright: ignore[reportOptionalOperand]
+    )
+    assert 1e-3 < float(differences.abs().mean()) < 0.2
+
+
+def test_adapters_are_merged_into_the_stream(started: Starter) -> None:
+    base = a_model()
+    peft_model = get_peft_model(
+        deepcopy(base), LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"])
+    )  # pyright: ignore[reportArgumentType]
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model = unwrapped(peft_model)
+    engine = started(model, None, seed=1)  # an engine of its own, because it learns the adapters when it is built
+    requests = requests_for(prompts_of(8))
+    for version in range(2):
+        completions = synced(engine, model, version).generate(requests, logprobs=True)
+        assert worst(model, requests, completions) < TOLERANCE < worst(base, requests, completions)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_A" in name:
+                    parameter += 0.05
+
+
+def test_a_sync_leaves_nothing_shared_with_the_trainer(started: Starter) -> None:
+    model = a_model()
+    engine, requests = synced(started(model), model), requests_for(prompts_of(4))
+    before = engine.generate(requests, logprobs=True)
+    moved(model, 0.05)
+    after = engine.generate(requests, logprobs=True)
+    assert [c.token_ids for c in before] == [c.token_ids for c in after]
+
+
+@pytest.mark.parametrize("eos", [{EOS}, set()], ids=["eos", "none"])
+def test_responses_end_with_their_eos_or_at_the_limit(eos: set[int], started: Starter) -> None:
+    model = a_model()
+    engine = synced(started(model), model)
+    options: dict[str, Any] = {"eos_ids": frozenset(eos | set(range(20, 40)) if eos else eos), "max_new_tokens": 12}
+    requests = requests_for(prompts_of(30), **options)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        ended = [token in request.eos_ids for token in completion.token_ids]
+        assert not any(ended[:-1]), "it should have ended earlier"
+        assert completion.finish is (Finish.STOP if ended[-1] else Finish.LENGTH)
+        assert ended[-1] or len(completion.token_ids) == 12

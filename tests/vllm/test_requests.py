@@ -1,0 +1,131 @@
+"""What a request may ask of vLLM: seeds, ends, limits, and what is left behind when one fails."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_tokenizer
+from vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
+
+from lightning_rl import Completion, Finish, Request, TransformersEngine, VLLMEngine
+from lightning_rl.generation import EngineState
+
+
+def what(completions: list[Completion]) -> list[tuple[tuple[int, ...], list[float]]]:
+    return [(c.token_ids, [] if c.logprobs is None else c.logprobs.tolist()) for c in completions]
+
+
+@pytest.fixture
+def engine(started: Starter) -> VLLMEngine:
+    return synced(started(a_model()), a_model())
+
+
+def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_the_cache(engine: VLLMEngine) -> None:
+    requests = requests_for(prompts_of(12, 70), temperature=1.0)
+    together = what(engine.generate(requests, logprobs=True))
+    assert what(engine.generate(requests[::-1], logprobs=True))[::-1] == together, "with a warm cache"
+    assert what([engine.generate([request], logprobs=True)[0] for request in requests]) == together
+    synced(engine, a_model())
+    assert what(engine.generate(requests, logprobs=True)) == together, "with a cold cache"
+
+
+def test_samples_of_one_prompt_differ_by_their_seed_alone(engine: VLLMEngine) -> None:
+    requests = requests_for([[5, 6, 7]] * 8, temperature=1.0)
+    assert len({completion.token_ids for completion in engine.generate(requests)}) == 8
+    same = [replace(request, seed=2**31 - 1) for request in requests]
+    assert len({completion.token_ids for completion in engine.generate(same)}) == 1
+
+
+def test_nothing_asked_gives_nothing_and_log_probabilities_come_only_if_asked_for(engine: VLLMEngine) -> None:
+    assert engine.generate([]) == []
+    (completion,) = engine.generate(requests_for([[5]]))
+    assert completion.logprobs is None and len(completion.token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"prefix_ids": (5,) * 250}, r"within 256 tokens, got 250 \+ 20 for sample 7", id="too-long"),
+        pytest.param({"prefix_ids": (5, VOCABULARY)}, r"ids in \[0, 151\), got 5..151 for sample 7", id="unknown-id"),
+        pytest.param({"prefix_ids": (5, -1)}, r"got -1..5 for sample 7", id="negative-id"),
+        pytest.param({"temperature": 0.005}, "temperature 0 or at least 0.01, got 0.005", id="raised-silently"),
+        pytest.param({"seed": -1}, "a seed of 31 bits, got -1", id="unseeded-silently"),
+        pytest.param({"seed": 2**31}, "a seed of 31 bits, got 2147483648", id="cut-silently"),
+        pytest.param({"stop": ("x",)}, "expected a tokenizer, because stop strings", id="stop-without-tokenizer"),
+    ],
+)
+def test_a_request_that_vllm_would_change_or_choke_on_is_refused_before_any_is_sent(
+    options: dict[str, Any], message: str, engine: VLLMEngine
+) -> None:
+    known: dict[str, Any] = {"prefix_ids": (5,), "sample_id": 7, "seed": 3, "max_new_tokens": 20}
+    good, bad = requests_for([[5, 6]])[0], Request(**{**known, **options})
+    with pytest.raises(ValueError, match=message):
+        engine.generate([good, bad])
+    assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # noqa: SLF001
+    assert len(engine.generate([good])) == 1
+
+
+def test_the_bounds_themselves_are_allowed(engine: VLLMEngine) -> None:
+    request = Request(prefix_ids=(VOCABULARY - 1,) * 236, sample_id=0, seed=0, max_new_tokens=20, temperature=0.01)
+    (completion,) = engine.generate([request], logprobs=True)
+    assert len(completion.token_ids) == 20 and worst(a_model(), [request], [completion]) < 5e-4  # logits x 100
+
+
+def test_a_failed_step_leaves_no_request_behind(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_for(prompts_of(5))
+    expected = what(engine.generate(requests, logprobs=True))
+    core = engine._llm.llm_engine  # noqa: SLF001
+    monkeypatch.setattr(core, "step", lambda: (_ for _ in ()).throw(OSError("lost")))
+    with pytest.raises(OSError, match="lost"):
+        engine.generate(requests)
+    monkeypatch.undo()
+    assert core.get_num_unfinished_requests() == 0
+    assert what(engine.generate(requests, logprobs=True)) == expected
+
+
+def test_the_eos_of_model_and_tokenizer_ends_nothing_unless_the_request_says_so(started: Starter) -> None:
+    model = a_model(vocab_size=16, eos_token_id=[3, 4])
+    engine = synced(started(model, tiny_tokenizer()), model)
+    requests = requests_for([[5, 6]] * 20, temperature=1.7)
+    whole = engine.generate(requests)
+    assert {completion.finish for completion in whole} == {Finish.LENGTH}
+    assert {EOS, 3, 4} <= {token for completion in whole for token in completion.token_ids}
+    for eos in ({EOS}, {4, 9}):
+        ended = engine.generate([replace(request, eos_ids=frozenset(eos)) for request in requests])
+        for short, long in zip(ended, whole, strict=True):
+            stops = [place for place, token in enumerate(long.token_ids) if token in eos]
+            assert short.token_ids == long.token_ids[: stops[0] + 1 if stops else 20]
+            assert short.finish is (Finish.STOP if stops else Finish.LENGTH)
+
+
+@pytest.mark.parametrize("stop", [("d",), ("b c", "zz"), ("a", "e f"), ("zz",)], ids=str)
+def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(stop: tuple[str, ...], started: Starter) -> None:
+    model, tokenizer = a_model(vocab_size=16, eos_token_id=[3, 4]), tiny_tokenizer()
+    engine = synced(started(model, tokenizer), model)
+    ours = TransformersEngine()
+    ours.start(model, tokenizer)
+    ours.load_weights([], 0)
+    requests = requests_for([[n % 14 + 2] for n in range(40)], temperature=0.0, stop=stop, eos_ids=frozenset({EOS}))
+    found, expected = engine.generate(requests), ours.generate(requests)
+    assert [(c.token_ids, c.finish) for c in found] == [(c.token_ids, c.finish) for c in expected]
+
+
+def test_an_engine_generates_only_with_the_trainers_weights(started: Starter) -> None:
+    model, request = a_model(), requests_for([[5]])
+    engine = synced(started(model), model)
+    expected = engine.generate(request)
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="expected a synced engine, got one that is asleep"):
+        engine.generate(request)
+    engine.wake()
+    with pytest.raises(RuntimeError, match="got one that is awake"):
+        engine.generate(request)
+    assert synced(engine, model).state is EngineState.SYNCED
+    assert engine.generate(request) == expected
+
+
+def test_building_an_engine_leaves_the_process_as_it_was(started: Starter) -> None:
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2, "vLLM takes the setter away"
+    torch.set_num_threads(1)

@@ -1,0 +1,124 @@
+"""Syncs into vLLM: which names and shapes it takes, what a failed one leaves behind, and stale caches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from vllm_models import Starter, a_model, moved, prompts_of, requests_for, synced, worst
+
+from lightning_rl import VLLMEngine
+from lightning_rl.generation import EngineState, vllm_internals
+
+
+def weights(model: PreTrainedModel, **changed: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter; those given by the end of their name are replaced, or left out for None."""
+    for name, weight in model.named_parameters():
+        ends = [end for end in changed if name.endswith(end.replace("__", "."))]
+        given = changed[ends[0]] if ends else weight.detach()
+        if given is not None:
+            yield name, given
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        pytest.param(
+            {"1__self_attn__k_proj__bias": None},
+            r"expected \[256\] for the engine's model.layers.1.self_attn.qkv_proj.bias, got .*q_proj.bias \[128\]",
+            id="part-missing",
+        ),
+        pytest.param({"norm__weight": None}, "a tensor for the engine's model.layers.0.input_layernorm", id="missing"),
+        pytest.param(
+            {"lm_head__weight": torch.zeros(150, 128)},
+            r"expected \[151, 128\] for the engine's lm_head.weight, got lm_head.weight \[150, 128\]",
+            id="shape",
+        ),
+    ],
+)
+def test_names_and_shapes_are_compared_before_anything_is_loaded(
+    changed: dict[str, Any], message: str, started: Starter
+) -> None:
+    model = a_model()
+    engine = synced(started(model), model)
+    with pytest.raises(ValueError, match=message):
+        engine.expect(weights(model, **changed))
+    engine.expect(weights(model))
+    assert engine.state is EngineState.SYNCED
+
+
+def test_a_name_that_the_engine_does_not_know_is_named(started: Starter) -> None:
+    model = a_model()
+    stranger = [("model.layers.0.self_attn.q_proj.scale", torch.zeros(2)), *weights(model)]
+    with pytest.raises(
+        ValueError, match=r"names that the engine knows, got model.layers.0.self_attn.q_proj.scale \[2\]"
+    ):
+        started(model).expect(stranger)
+
+
+def broken(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    for place, (name, weight) in enumerate(model.named_parameters()):
+        if place == 9:
+            raise OSError("lost")
+        yield name, weight.detach()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("fault", ["raises", "missing", "shape"])
+def test_a_failed_sync_leaves_an_engine_that_refuses_until_the_next_one(
+    fault: str, family: str, started: Starter
+) -> None:
+    model = a_model(family)
+    engine, requests = synced(started(model), model, 1), requests_for(prompts_of(6))
+    moved(model, 0.05)
+    faults: dict[str, tuple[Iterator[tuple[str, Tensor]], str]] = {
+        "raises": (broken(model), "lost"),
+        "missing": (weights(model, o_proj__weight=None), "did not come"),
+        "shape": (weights(model, o_proj__weight=torch.zeros(128, 64)), r"got .*o_proj.weight \[128, 64\]"),
+    }
+    stream, message = faults[fault]
+    with pytest.raises((ValueError, OSError), match=message):
+        engine.load_weights(stream, 2)
+    assert next(stream, None) is None, "the stream was not read to its end, so other ranks would wait"
+    assert (engine.state, engine.version) == (EngineState.AWAKE, 1)
+    with pytest.raises(RuntimeError, match="expected a synced engine, got one that is awake"):
+        engine.generate(requests)
+    completions = synced(engine, model, 3).generate(requests, logprobs=True)
+    assert worst(model, requests, completions) < 1e-4
+
+
+def test_a_sync_drops_the_prefix_cache(started: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model()
+    engine, prompt = synced(started(model), model), prompts_of(1, 1)[0] * 100
+    requests = requests_for([prompt] * 2, temperature=1.0)
+    engine.generate(requests)
+    assert engine.cached_tokens(prompt) == 96
+    moved(model, 0.05)
+    assert synced(engine, model).cached_tokens(prompt) == 0
+    assert worst(model, requests, engine.generate(requests, logprobs=True)) < 1e-4
+    moved(model, 0.05)
+    monkeypatch.setattr(vllm_internals, "reset_prefix_cache", lambda _: None)
+    assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) > 1e-2, "it should be stale"
+    monkeypatch.undo()
+    assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < 1e-4
+
+
+def test_a_sync_that_could_not_drop_the_prefix_cache_is_an_error(started: Starter) -> None:
+    model = a_model()
+    engine = synced(started(model), model)
+    core, parameters = engine._llm.llm_engine, engine._parameters(requests_for([[5]])[0], logprobs=False)  # noqa: SLF001
+    core.add_request("running", {"prompt_token_ids": [5, 6, 7]}, parameters)
+    core.step()
+    with pytest.raises(RuntimeError, match="whose prefix cache can be reset, got running requests"):
+        synced(engine, model)
+    assert engine.state is EngineState.AWAKE
+    core.abort_request(["running"])
+    assert synced(engine, model).state is EngineState.SYNCED
+
+
+@pytest.mark.parametrize("option", ["logprobs_mode", "load_format", "generation_config", "model", "enable_lora"])
+def test_options_that_would_change_the_meaning_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"expected no {option}, because VLLMEngine sets it itself"):
+        VLLMEngine(**{option: "other"})  # pyright: ignore[reportArgumentType]
