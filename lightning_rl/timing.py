@@ -17,8 +17,8 @@ class PhaseTimes:
         self._started = time.perf_counter()
 
     def start(self) -> None:
-        """Begins the time of an optimizer step, its rollout included."""
-        self._started = time.perf_counter()
+        """Begins the time of an optimizer step, its rollout included; a validation before it does not count."""
+        self._started, self._seconds = time.perf_counter(), {}
 
     def elapsed(self) -> float:
         """Seconds since the step began."""
