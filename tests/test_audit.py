@@ -31,8 +31,8 @@ from lightning_rl.callbacks import (
 )
 
 RECIPES = {
-    "grpo": presets.grpo, "ppo": presets.ppo, "gspo": presets.gspo, "cispo": presets.cispo, "rloo": presets.rloo,
-    "reinforce_plus_plus": presets.reinforce_plus_plus,
+    "grpo": presets.grpo, "ppo": presets.ppo, "gspo": presets.gspo, "cispo": presets.cispo,
+    "rloo": partial(presets.rloo, max_new_tokens=8), "reinforce_plus_plus": presets.reinforce_plus_plus,
 }  # fmt: skip
 
 
