@@ -1,5 +1,6 @@
 """resume-check: runs a recipe once, then again from a checkpoint of every step, and compares everything."""
 
+import argparse
 import runpy
 import sys
 import tempfile
@@ -18,6 +19,20 @@ from lightning_rl import distributed
 from lightning_rl.cli.fingerprints import KINDS, Fingerprint, Fingerprints
 
 Taken = dict[int, Fingerprint]
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``lightning-rl resume-check`` to the command line."""
+    checking = commands.add_parser(
+        "resume-check", help="interrupt a recipe after every optimizer step, resume it, and compare"
+    )
+    checking.add_argument("recipe", type=Path, help="a script that calls Trainer.fit")
+    checking.add_argument("--steps", type=int, default=8, help="optimizer steps of the whole run")
+    checking.add_argument("--first", type=int, default=1, help="first step to interrupt after")
+    checking.epilog = "What stands after -- is passed on to the recipe."
+    checking.set_defaults(
+        run=lambda given, options: resume_check(given.recipe, options, steps=given.steps, first=given.first)
+    )
 
 
 class _Fitted(Exception):  # noqa: N818
