@@ -2,6 +2,7 @@
 
     python recipes/quickstart.py
     python recipes/quickstart.py --algorithm ppo --engine vllm --seed 1
+    python recipes/quickstart.py --devices 2 --strategy fsdp2
 
 Every option is a keyword of `main`; to change anything else, copy this file. The task lies in `sorting_task.py`.
 """
@@ -29,27 +30,25 @@ def main(
     rollouts: int = 50,
     seed: int = 0,
     accelerator: str = "cpu",
+    devices: int = 1,
+    strategy: str = "auto",
 ) -> Trainer:
     """Train on rollouts of 256 answers, ``updates`` optimizer steps each; print greedy accuracy on held-out lists."""
     options, held_out = {"grpo": GRPO, "ppo": PPO}[algorithm], task.held_out_prompts()
     prompts = 256 // options["group_size"]
     module = RLLightningModule(
-        policy=partial(task.warm_started_policy, seed),
-        tokenizer=task.sorting_tokenizer(),
-        rewards=task.exactly_sorted,
-        engine=VLLMEngine() if engine == "vllm" else None,
-        minibatches=updates,
-        max_new_tokens=12,
+        policy=partial(task.warm_started_policy, seed), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
+        engine=VLLMEngine() if engine == "vllm" else None, minibatches=updates, max_new_tokens=12,
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
-        lr_scheduler=warmup_then_linear(5 * updates, rollouts * updates),
-        seed=seed,
-        **options,
-    )
+        lr_scheduler=warmup_then_linear(min(5, rollouts // 2) * updates, rollouts * updates),
+        seed=seed, **options,
+    )  # fmt: skip
     rows = task.sorting_prompts(rollouts * prompts, seed=seed, exclude=held_out)
     data = PromptDataModule(rows, prompts, validation=held_out, seed=seed)
     trainer = Trainer(
-        accelerator=accelerator, devices=1, max_epochs=1, callbacks=[NoEOSMask()], logger=CSVLogger("runs", "sorting"),
-        log_every_n_steps=1, val_check_interval=min(5, rollouts) * updates, num_sanity_val_steps=0,
+        accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=1, callbacks=[NoEOSMask()],
+        logger=CSVLogger("runs", "sorting"), log_every_n_steps=1, num_sanity_val_steps=0,
+        val_check_interval=min(5, rollouts) * updates,
     )  # fmt: skip
     with task.report(trainer, module, data):
         trainer.fit(module, data)

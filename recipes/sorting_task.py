@@ -223,7 +223,9 @@ def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) 
     before, first = _accuracy(trainer, module, data), module.complete(prompts)
     yield
     after, last = _accuracy(trainer, module, data), module.complete(prompts)
-    folder = Path(trainer.log_dir or ".")
+    folder = Path(trainer.log_dir or ".")  # every rank asks
+    if not trainer.is_global_zero:
+        return
     learning_curve(folder / "metrics.csv", folder / "learning_curve.png")
     Console().print(completion_table(prompts, answers, first, last))
     sys.stdout.write(f"metrics and learning_curve.png: {folder}\naccuracy before={before:.3f} after={after:.3f}\n")
