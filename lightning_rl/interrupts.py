@@ -48,9 +48,7 @@ class Interrupts(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        received = self.received
-        if distributed.world_size() > 1:
-            received = distributed.global_maximum([received], torch.device(pl_module.device))[0]
+        received = distributed.any_process(self.received, torch.device(pl_module.device))
         if not received:
             return
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir

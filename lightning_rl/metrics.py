@@ -11,6 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_rl import distributed
 from lightning_rl.hooks import Stat
 from lightning_rl.hooks.stat import Shown, merged_moments, shown_value
 
@@ -55,6 +56,7 @@ class RunningStats(Metric):
 
     def figures(self) -> dict[str, float]:
         """The figure of each key that has a population, over all ranks. A collective."""
+        self.process_group = distributed.GROUPS.rows
         self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
         rows = self.compute().reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
         values = {key: shown_value(row, shown) for key, shown, row in zip(self.keys, self.shown, rows, strict=True)}

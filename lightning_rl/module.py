@@ -181,8 +181,8 @@ class RLLightningModule(RunModule):
             critic=critic, steps_per_rollout=self.steps_per_rollout,
         )  # fmt: skip
         if stage == "fit":
-            prompts, world = self.prompt_stream.prompts_per_rollout, self.trainer.world_size
-            check_sizes(prompts_per_rollout=prompts, minibatches=self.minibatches, world_size=world)
+            prompts, ranks = self.prompt_stream.prompts_per_rollout, self.parallel.ranks
+            check_sizes(prompts_per_rollout=prompts, minibatches=self.minibatches, world_size=ranks)
 
     @override
     def configure_model(self) -> None:
@@ -226,7 +226,7 @@ class RLLightningModule(RunModule):
     @override
     def configure_optimizers(self) -> Any:
         """One optimizer for policy and critic, one parameter group each."""
-        optimizer = self._optimizer(self.required_policy.parameter_groups())
+        optimizer = self._optimizer(self.parallel.optimizer_groups(self.required_policy.parameter_groups()))
         if self._lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self._lr_scheduler(optimizer)}
@@ -253,8 +253,8 @@ class RLLightningModule(RunModule):
         with self.run.times.phase("sync", self.device):
             self.sync(batch.cycle)
         stream, collect = self.prompt_stream, self.collector().collect
-        groups = stream.prompts_per_rollout // self.trainer.world_size
-        self.run.held, stats = collect(stream.take, groups, cycle=batch.cycle, rank=self.global_rank)
+        groups = stream.prompts_per_rollout // self.parallel.ranks
+        self.run.held, stats = collect(stream.take, groups, cycle=batch.cycle, rank=self.parallel.rank)
         self.rest()
         self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
         log_monitored(self, global_values(stats, self.device))
@@ -294,7 +294,7 @@ class RLLightningModule(RunModule):
             value_coef=self.value_coef,
             value_loss=self.value_loss,
         )
-        world, parallel, policy = self.trainer.world_size, self.parallel, self.required_policy
+        parallel, policy = self.parallel, self.required_policy
         return accumulated(
             held.rollout,
             microbatches,
@@ -303,7 +303,9 @@ class RLLightningModule(RunModule):
             global_sum=distributed.global_sum,
             global_concat=distributed.global_concat,
             around=lambda last: parallel.accumulating(policy, last=last),
-            backward=lambda loss: self.manual_backward(loss * world),  # the one place that cancels the mean over ranks
+            backward=lambda loss: self.manual_backward(
+                loss * parallel.ranks
+            ),  # the one place that cancels the mean over ranks
         )
 
     def _stepped(self) -> Tensor:
@@ -320,7 +322,7 @@ class RLLightningModule(RunModule):
             self.run.metrics.add("microbatch", stats)
         optimizer = cast(LightningOptimizer, self.optimizers())
         measured = gradient.measured(
-            self.trainer.world_size,
+            self.parallel.ranks,
             norm=norm,
             optim__lr=optimizer.param_groups[0]["lr"],
             tokens_per_second=tokens / self.run.times.elapsed(),
@@ -329,4 +331,4 @@ class RLLightningModule(RunModule):
 
     def key_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
-        seed_everything(request_seed(self.seed, self.global_rank, ticket.index), self.device)
+        seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)

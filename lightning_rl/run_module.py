@@ -74,7 +74,7 @@ class RunModule(LightningModule):
     @torch.no_grad()
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Scores one greedy completion of each prompt."""
-        mine = batch.prompts[self.global_rank :: self.trainer.world_size]
+        mine = batch.prompts[self.parallel.rank :: self.parallel.ranks]
         rollout = self.collector().drawer.sample(mine, 0, group_size=1, temperature=0.0)
         self.run.validation.update(validation_metrics(rollout))
 
@@ -91,9 +91,10 @@ class RunModule(LightningModule):
         stream = PromptDataModule(list(prompts), 1, shuffle=False)
         stream.connect(self.tokenizer, None)
         drawer = self.collector().drawer
-        completions = drawer.completed(drawer.requests(stream.take(len(prompts)), 0, 1, temperature))
+        taken = stream.take(len(prompts)) if distributed.draws() else []
+        completions = drawer.completed(drawer.requests(taken, 0, 1, temperature))
         self.rest()
-        return [drawer.text(completion.token_ids) for completion in completions]
+        return distributed.from_drawing([drawer.text(completion.token_ids) for completion in completions])
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the policy to a Hugging Face folder, and a critic of its own to ``folder/critic``, from any strategy.
@@ -129,7 +130,7 @@ class RunModule(LightningModule):
         """Adds every rank's rollout in progress, counters and unlogged metrics."""
         reference = self.run.reference
         checkpoint["lightning_rl"] = {
-            "ranks": distributed.gathered_objects(self.run.state()),
+            "ranks": distributed.global_objects(self.run.state()),
             "reference_hash": None if reference is None else reference.fingerprint,
         }
 
@@ -138,7 +139,7 @@ class RunModule(LightningModule):
         """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        self.run.load(checkpoint["lightning_rl"], rank=self.global_rank, world_size=self.trainer.world_size)
+        self.run.load(checkpoint["lightning_rl"], rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self.run.begin(self.device, packed=self.packing)  # on_fit_start has been
 

@@ -61,6 +61,9 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT),
     "fsdp1": lambda: CPUFSDP(process_group_backend="gloo", timeout=TIMEOUT, state_dict_type="sharded"),
     "fsdp2": lambda: FSDP2Strategy(process_group_backend="gloo", timeout=TIMEOUT, save_distributed_checkpoint=False),
+    "tensor": lambda: FSDP2Strategy(
+        tensor_parallel_size=2, process_group_backend="gloo", timeout=TIMEOUT, save_distributed_checkpoint=False
+    ),
     "zero1": lambda: zero(1),
     "zero2": lambda: zero(2),
     "zero3": lambda: zero(3),

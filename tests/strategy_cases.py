@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from peft import LoraConfig, get_peft_model
 from ranks import STRATEGIES
-from support import fit, tiny_module, tiny_policy, tiny_prompts
+from support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
@@ -87,6 +87,8 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     if case == "masked":
         options |= {"engine": FakeEngine(truncated_on_one_rank)}
         mask = NoEOSMask("drop_tokens")
+    if case in FAMILIES:
+        options |= {"policy": partial(tiny_model, case, dtype=dtype)}
     if case == "one microbatch":
         options |= {"token_budget": 10_000}
     if case == "checkpointing":
@@ -100,7 +102,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
 CASES: tuple[str, ...] = (
     "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing",
 )  # fmt: skip
-EXACT = {"ddp", "fsdp2"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
+EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
 
 
 def dtype_of(strategy: str) -> torch.dtype:

@@ -12,10 +12,15 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_rl.distributed.collectives import (
+    GROUPS,
+    any_process,
+    draws,
+    from_drawing,
     gathered_objects,
     global_concat,
     global_gather,
     global_maximum,
+    global_objects,
     global_sum,
     world_size,
 )
@@ -26,8 +31,8 @@ from lightning_rl.distributed.parallel import Parallel
 from lightning_rl.distributed.zero import ZeRO
 
 __all__ = [
-    "FSDP2Strategy", "Parallel", "gathered_objects", "global_concat", "global_gather", "global_maximum", "global_sum",
-    "parallel_of", "world_size",
+    "GROUPS", "FSDP2Strategy", "Parallel", "any_process", "draws", "from_drawing", "gathered_objects", "global_concat",
+    "global_gather", "global_maximum", "global_objects", "global_sum", "parallel_of", "world_size",
 ]  # fmt: skip
 
 KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (

@@ -1,10 +1,34 @@
-"""Collectives: sums, joins and maxima over ranks, merged in rank order. Every rank calls them equally often."""
+"""Collectives: sums, joins and maxima over ranks, merged in rank order. Every rank calls them equally often.
+
+Ranks that split a layer between them (tensor parallelism) work on the same rows, which count once: what is called
+global here runs over the ranks whose rows differ.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Anything = TypeVar("Anything")
+
+
+@dataclass(slots=True)
+class Groups:
+    """The process groups of the strategy that runs; None stands for all processes and for this one alone.
+
+    Attributes:
+        rows: the ranks whose rows differ.
+        layers: the ranks that hold a part of each layer and work on the same rows.
+    """
+
+    rows: dist.ProcessGroup | None = None
+    layers: dist.ProcessGroup | None = None
+
+
+GROUPS = Groups()
 
 
 def world_size() -> int:
@@ -12,23 +36,28 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def row_ranks() -> int:
+    """Number of ranks whose rows differ."""
+    return dist.get_world_size(GROUPS.rows) if world_size() > 1 else 1
+
+
 def global_sum(values: Tensor) -> Tensor:
     """Adds a tensor up over all ranks, in rank order."""
-    return torch.stack(global_gather(values)).sum(0) if world_size() > 1 else values
+    return torch.stack(global_gather(values)).sum(0) if row_ranks() > 1 else values
 
 
 def global_gather(values: Tensor) -> list[Tensor]:
     """The tensors of all ranks, of one shape, in rank order."""
-    if world_size() == 1:
+    if row_ranks() == 1:
         return [values]
-    parts = [torch.empty_like(values) for _ in range(world_size())]
-    dist.all_gather(parts, values.contiguous())
+    parts = [torch.empty_like(values) for _ in range(row_ranks())]
+    dist.all_gather(parts, values.contiguous(), group=GROUPS.rows)
     return parts
 
 
 def global_concat(values: Tensor) -> Tensor:
     """Tensors [N], of any length on each rank, joined in rank order."""
-    if world_size() == 1:
+    if row_ranks() == 1:
         return values
     longest = global_maximum([len(values)], values.device)[0]
     lengths = global_gather(torch.tensor(len(values), device=values.device))
@@ -41,10 +70,41 @@ def global_maximum(numbers: Sequence[int], device: torch.device) -> list[int]:
     return torch.stack(global_gather(torch.tensor(numbers, device=device))).amax(0).tolist()
 
 
-def gathered_objects(mine: object) -> list[object]:
+def global_objects(mine: Anything) -> list[Anything]:
     """One object of every rank, in rank order."""
-    if world_size() == 1:
+    return _gathered(mine, row_ranks(), GROUPS.rows)
+
+
+def gathered_objects(mine: Anything) -> list[Anything]:
+    """One object of every process, those that work on the same rows included, in rank order."""
+    return _gathered(mine, world_size(), None)
+
+
+def any_process(happened: int, device: torch.device) -> int:
+    """The largest number over every process, those that work on the same rows included."""
+    largest = torch.tensor(happened, device=device)
+    if world_size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def draws() -> bool:
+    """Whether this rank generates and scores, for itself and the others that work on the same rows."""
+    return GROUPS.layers is None or dist.get_rank(GROUPS.layers) == 0
+
+
+def from_drawing(mine: Anything) -> Anything:
+    """What the rank has that generates and scores, on each rank that works on the same rows."""
+    if GROUPS.layers is None:
+        return mine
+    shared = [mine]
+    dist.broadcast_object_list(shared, group=GROUPS.layers, group_src=0)
+    return shared[0]
+
+
+def _gathered(mine: Anything, number: int, group: dist.ProcessGroup | None) -> list[Anything]:
+    if number == 1:
         return [mine]
-    everyone: list[object] = [None] * world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone: list[Anything] = [mine] * number
+    dist.all_gather_object(everyone, mine, group=group)
     return everyone

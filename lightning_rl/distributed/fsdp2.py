@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
+from lightning_rl.distributed.collectives import GROUPS, Groups
 from lightning_rl.distributed.parallel import Parallel
+from lightning_rl.distributed.tensor import add_up_partial_gradients, split_layers
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -20,15 +24,19 @@ class FSDP2Strategy(ModelParallelStrategy):
     parallelism at all.
 
     Args:
-        options: for ModelParallelStrategy, except the sizes.
+        tensor_parallel_size: how many neighbouring ranks split each layer and work on the same rows.
+        options: for ModelParallelStrategy, except the other size.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(data_parallel_size="auto", tensor_parallel_size=1, **options)
+    def __init__(self, *, tensor_parallel_size: int = 1, **options: Any) -> None:
+        super().__init__(data_parallel_size="auto", tensor_parallel_size=tensor_parallel_size, **options)
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        processes, split = self.num_nodes * self.num_processes, cast(int, self._tensor_parallel_size)
+        if processes % split:
+            raise ValueError(f"expected tensor_parallel_size to divide {processes} ranks, got {split}")
+        self._data_parallel_size = processes // split
         super().setup_environment()
 
 
@@ -36,25 +44,46 @@ StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ra
 
 
 class FullyShardedDataParallel2(Parallel):
-    """ModelParallelStrategy without tensor parallelism."""
+    """ModelParallelStrategy, with tensor parallelism or without."""
 
     sharded = True
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Data parallel ranks x tensor parallel ranks."""
+        return cast(ModelParallelStrategy, self.strategy).device_mesh
+
+    @property
     @override
-    def check(self, max_grad_norm: float | None) -> None:
-        super().check(max_grad_norm)
-        mesh = cast(ModelParallelStrategy, self.strategy).device_mesh
-        if mesh["tensor_parallel"].size() != 1:
-            raise ValueError(
-                f"expected tensor_parallel_size=1, got {mesh['tensor_parallel'].size()}, which on one node is "
-                'Lightning\'s default: use Trainer(strategy="fsdp2") or lightning_rl.FSDP2Strategy'
-            )
+    def ranks(self) -> int:
+        return self.mesh["data_parallel"].size()
+
+    @property
+    @override
+    def rank(self) -> int:
+        return self.mesh["data_parallel"].get_local_rank()
+
+    @override
+    def groups(self) -> Groups:
+        rows, layers = self.mesh["data_parallel"], self.mesh["tensor_parallel"]
+        return Groups() if layers.size() == 1 else Groups(rows.get_group(), layers.get_group())
 
     @override
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        if mesh["tensor_parallel"].size() > 1:
+            split_layers(model, mesh["tensor_parallel"])
         for part in (*layers, model):
             fully_shard(part, mesh=mesh["data_parallel"])
         return model
+
+    @override
+    def optimizer_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Splits each group by mesh, since one call of a fused kernel takes tensors of one mesh only."""
+        split: list[dict[str, Any]] = []
+        for group in groups:
+            for number, parameters in enumerate(_by_mesh(group["params"])):
+                split.append(group | {"params": parameters, "name": group["name"] + ("/split" if number else "")})
+        return split
 
     @override
     @contextmanager
@@ -64,7 +93,15 @@ class FullyShardedDataParallel2(Parallel):
 
     @override
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
-        return _full(super().clipped_norm(model, limit))
+        if GROUPS.layers is not None:
+            add_up_partial_gradients(model, GROUPS.layers)
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        grads = [[cast(Tensor, parameter.grad) for parameter in part] for part in _by_mesh(parameters)]
+        norms = torch.stack([_full(nn.utils.get_total_norm(part)) for part in grads])
+        norm = torch.linalg.vector_norm(norms)
+        for part in _by_mesh(parameters):
+            nn.utils.clip_grads_with_norm_(part, limit, norm)
+        return norm
 
     @override
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -72,5 +109,16 @@ class FullyShardedDataParallel2(Parallel):
             yield name, _full(parameter.detach())
 
 
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that each tensor parallel rank has whole, then those that are split: DTensors of two meshes."""
+    split = [isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 for parameter in parameters]
+    parts = [[p for p, is_split in zip(parameters, split, strict=True) if is_split is kind] for kind in (False, True)]
+    return [part for part in parts if part]
+
+
 def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.ndim > 1:  # one mesh dimension at a time, or PyTorch warns of two gathers in a row
+        tensor = tensor.redistribute(placements=(Replicate(), *tensor.placements[1:]))
+    return tensor.full_tensor()

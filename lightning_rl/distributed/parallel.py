@@ -9,6 +9,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
+from lightning_rl.distributed.collectives import GROUPS, Groups
+
 
 class Accept(Protocol):
     """Whether a step with this gradient norm is made; counts those that are not, patiently under a gradient scaler."""
@@ -33,6 +35,20 @@ class Parallel:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks the rows are split."""
+        return int(getattr(self.strategy, "world_size", 1))
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is."""
+        return int(getattr(self.strategy, "global_rank", 0))
+
+    def groups(self) -> Groups:
+        """The process groups of the collectives."""
+        return Groups()
+
     def check(self, max_grad_norm: float | None) -> None:
         """Sets what the strategy needs to know, or refuses what would be silently wrong.
 
@@ -40,6 +56,8 @@ class Parallel:
             ValueError: naming the setting and the fix.
         """
         del max_grad_norm
+        groups = self.groups()
+        GROUPS.rows, GROUPS.layers = groups.rows, groups.layers
         if self.strategy.root_device.type == "mps":
             raise ValueError('expected a device with float64, which statistics need, got mps: use accelerator="cpu"')
 
@@ -51,6 +69,10 @@ class Parallel:
         """Splits a model over the ranks; ``layers`` are its largest parts that run as a whole."""
         del layers, mesh
         return model
+
+    def optimizer_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups as the optimizer's kernels can take them."""
+        return groups
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Around a microbatch's forward and backward: gradients are exchanged only after the last one of the step."""

@@ -4,14 +4,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
-from lightning_rl.distributed import gathered_objects
+from lightning_rl.distributed import draws, from_drawing, global_objects
 from lightning_rl.generation import Completion, Engine, Request, request_seed
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.rewards import Rewards
@@ -64,7 +63,7 @@ class Drawer:
         missing, filtered = number, 0
         rounds = max((filtering.most_rounds for filtering in self.contributions.offering("keep_groups")), default=1)
         for _ in range(rounds):
-            wanted = cast(list[int], gathered_objects(missing))
+            wanted = global_objects(missing)
             if not sum(wanted):
                 break
             part = self.sample(dealt(take(sum(wanted)), wanted)[rank], cycle, greedy_baseline=self.greedy_baseline)
@@ -90,13 +89,15 @@ class Drawer:
     ) -> Rollout:
         """Generates and scores ``group_size`` samples of each prompt, and a greedy answer that never trains."""
         size = self.group_size if group_size is None else group_size
+        prompts = prompts if draws() else []
         requests = self.requests(prompts, cycle, size, temperature)
         greedy = self.requests(prompts, cycle, 1, 0.0, first_id=GREEDY_IDS) if greedy_baseline else []
         completions = self.completed([*requests, *greedy])
         rollout = self._rollout([prompt for prompt in prompts for _ in range(size)], requests, completions)
-        if not greedy_baseline:
-            return rollout
-        return self._with_baseline(rollout, self._rollout(list(prompts), greedy, completions[len(requests) :]), size)
+        if greedy_baseline:
+            answered = self._rollout(list(prompts), greedy, completions[len(requests) :])
+            rollout = self._with_baseline(rollout, answered, size)
+        return from_drawing(rollout)
 
     def requests(
         self,

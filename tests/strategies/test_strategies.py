@@ -57,6 +57,17 @@ def test_every_case_equals_one_device(strategy: str, ranks: int, tmp_path: Path)
     runs(tmp_path, ranks, [strategy], list(CASES))
 
 
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(["qwen3"], marks=pytest.mark.slow),
+        pytest.param(["llama", "gemma3_text"], marks=pytest.mark.long),
+    ],
+)
+def test_models_of_several_families_split_their_layers(families: list[str], tmp_path: Path) -> None:
+    runs(tmp_path, 2, ["tensor"], families)
+
+
 def test_two_microbatches_are_one_on_one_device() -> None:
     many, one = one_device("plain", torch.float64), one_device("one microbatch", torch.float64)
     for name, weight in many["weights"].items():
