@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl import distributed
@@ -194,7 +193,7 @@ class RLLightningModule(RunModule):
         if built is not None:
             self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
         if reference is not None:
-            reference.shard(lambda model, layers: parallel.shard(model, layers, self.device_mesh))
+            reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh))
             self.run.reference = reference
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
@@ -220,7 +219,6 @@ class RLLightningModule(RunModule):
             return None
         split = self.run.stepped or (built is None and self.parallel.sharded)
         frozen = build_reference(source, self.sources["policy"], None if split else policy.model, packed=self.packing)
-        frozen = cast(PreTrainedModel, self.trainer.precision_plugin.convert_module(frozen))
         return Scorer(frozen, temperature=self.temperature, packed=self.packing)
 
     @override

@@ -6,6 +6,7 @@ the first step.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 from lightning.pytorch.strategies import FSDPStrategy
@@ -42,11 +43,14 @@ class FullyShardedDataParallel1(Parallel):
     @override
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         strategy = cast(FSDPStrategy, self.strategy)
+        precision = strategy.mixed_precision_config  # without it bf16-mixed does nothing, silently
+        if precision is not None:
+            precision = replace(precision, buffer_dtype=None)  # see PolicyModel._apply
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
             device_id=strategy.root_device,
-            mixed_precision=strategy.mixed_precision_config,  # else bf16-mixed does nothing, silently
+            mixed_precision=precision,
             sharding_strategy=strategy.sharding_strategy,
             cpu_offload=strategy.cpu_offload,
             **strategy.kwargs,

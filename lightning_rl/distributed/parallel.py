@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -69,6 +69,10 @@ class Parallel:
         """Splits a model over the ranks; ``layers`` are its largest parts that run as a whole."""
         del layers, mesh
         return model
+
+    def shard_frozen(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        """The same for a model that nobody trains, in the precision of the policy."""
+        return self.shard(cast(nn.Module, self.strategy.precision_plugin.convert_module(model)), layers, mesh)
 
     def optimizer_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups as the optimizer's kernels can take them."""

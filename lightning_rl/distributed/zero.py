@@ -9,9 +9,13 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
 
 from lightning_rl.distributed.parallel import Accept, Parallel
+
+CASTS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # what becomes of float32 weights
 
 
 class ZeRO(Parallel):
@@ -59,6 +63,17 @@ class ZeRO(Parallel):
             zero = import_module("deepspeed").zero
             for parameter in read_by_root(model):  # read outside of the layer that they belong to
                 zero.register_external_parameter(model, parameter)
+        return model
+
+    @override
+    def shard_frozen(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        """DeepSpeed casts and splits what it optimizes, so the rest is cast here and split by FSDP2."""
+        plugin = self.strategy.precision_plugin
+        model = cast(nn.Module, plugin.convert_module(model)).to(CASTS.get(str(plugin.precision)))
+        if self.sharded:
+            mesh = init_device_mesh(self.strategy.root_device.type, (self.ranks,))
+            for part in (*layers, model):
+                fully_shard(part, mesh=mesh)
         return model
 
     @override

@@ -7,7 +7,7 @@ rounding does, so an engine that did not move is found by comparing its own valu
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -243,9 +243,9 @@ def policy_in(module: nn.Module) -> PolicyModel:
     return next(part for part in module.modules() if isinstance(part, PolicyModel))
 
 
-def computes_exactly(engine: Engine, model: PolicyModel) -> bool:
-    """Whether engine and trainer both compute in float32 or wider."""
-    dtypes = {engine.dtype or model.model.dtype, model.model.dtype}
+def computes_exactly(engine: Engine, model: PolicyModel, layers: Mapping[str, Tensor]) -> bool:
+    """Whether engine and trainer both compute in float32 or wider, by what the trainer's layers put out."""
+    dtypes = {engine.dtype or model.model.dtype, model.model.dtype, *(output.dtype for output in layers.values())}
     return dtypes <= {torch.float32, torch.float64} and not torch.is_autocast_enabled(model.model.device.type)
 
 

@@ -54,7 +54,7 @@ def synchronise(
             )
         with recording(inner.model) as layers:
             trainer = trainer_values(policy, measured, packed=packed)
-        exact = computes_exactly(engine, inner)
+        exact = computes_exactly(engine, inner, layers)
         with _together(engine):
             return engine.canary.judge(
                 measured, trainer, exact=exact, checksums=sums.values(),

@@ -14,7 +14,7 @@ EXACT, COARSE = 1e-3, 0.1  # relative differences of a layer's output that round
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What the embedding and every layer of a decoder put out at the first forward inside, by short names, [N, H]."""
+    """What the embedding and every layer of a decoder put out at the first forward inside, as it is, by short names."""
     found: dict[str, Tensor] = {}
 
     def recorder(name: str) -> Any:
@@ -23,7 +23,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
             if name not in found and parts:
                 stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
-                found[name] = torch.as_tensor(stream).double().flatten(0, -2)
+                found[name] = torch.as_tensor(stream).flatten(0, -2)
 
         return record
 
@@ -53,8 +53,8 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
         if ours is None or not tokens or ours.shape[1:] != theirs.shape[1:]:
             continue
         compared += 1
-        expected = theirs[:tokens].cpu()
-        distance = (ours[:tokens].cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
+        expected = theirs[:tokens].double().cpu()
+        distance = (ours[:tokens].double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
         if not distance <= (EXACT if exact else COARSE):
             return f"; the first part that differs is {name}"
     return "; every layer agrees, so it is the final norm or the head" if compared else ""

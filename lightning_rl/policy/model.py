@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from lightning_rl.policy.logprobs import token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, lay_out, packed_attention
@@ -54,6 +55,21 @@ class PolicyModel(nn.Module):
         states = _hidden_states(self.model.base_model, layout)
         logprobs, entropy = _scored(self.model, states, layout, self.temperature)
         return Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
+
+    @override
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Keeps the dtype of buffers, whoever casts the weights.
+
+        Rotary frequencies are buffers. Rounded to bfloat16 they are off by a radian after 1000 tokens.
+        """
+        kept = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, exact in kept.items():
+            found = self.get_buffer(name)
+            if found.dtype != exact.dtype:
+                holder, _, key = name.rpartition(".")
+                setattr(self.get_submodule(holder), key, exact.to(found.device))
+        return self
 
     def layers(self) -> list[nn.Module]:
         """The parts that a sharding strategy gathers one at a time: the transformer blocks of policy and critic."""

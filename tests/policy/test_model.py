@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rl import Contributions
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
@@ -35,6 +36,21 @@ def values_of(policy: PolicyModel, *, packed: bool = True) -> Tensor:
     values = policy(lay_out(ragged_rollout(), packed=packed)).values
     assert values is not None
     return values
+
+
+def test_cast_to_bfloat16_it_is_the_model_that_transformers_loads_in_bfloat16(tmp_path: Path) -> None:
+    """Even far from the start, where rounded rotary frequencies are off."""
+    model, ids = tiny_policy(max_position_embeddings=800), torch.arange(700)[None] % 11
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    policy = PolicyModel(model, None, temperature=1.0, packed=False).to(torch.bfloat16)
+    with torch.no_grad():
+        found, expected = policy.model(input_ids=ids).logits, loaded(input_ids=ids).logits
+        model.base_model.rotary_emb.to(torch.bfloat16)
+        rounded = policy.model(input_ids=ids).logits
+    assert found.dtype == torch.bfloat16
+    exactly(found, expected, rtol=0, atol=0)
+    assert not torch.equal(rounded, expected)
 
 
 @critics
