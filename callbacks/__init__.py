@@ -14,6 +14,7 @@ from lightning_rl.callbacks.product_mask import ProductMask
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.callbacks.reward_normalization import RewardNormalization
 from lightning_rl.callbacks.rollout_kl import RolloutKL
+from lightning_rl.callbacks.router_replay import RouterReplay
 from lightning_rl.callbacks.teacher_kl import TeacherKL
 from lightning_rl.callbacks.truncated_is import TruncatedIS
 
@@ -32,6 +33,7 @@ __all__ = [
     "ReferenceKL",
     "RewardNormalization",
     "RolloutKL",
+    "RouterReplay",
     "TeacherKL",
     "TruncatedIS",
 ]

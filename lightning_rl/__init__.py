@@ -22,6 +22,7 @@ from lightning_rl.generation import (
     Engine,
     FakeEngine,
     Request,
+    TokenFilter,
     TransformersEngine,
     VLLMEngine,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "SequenceSumNorm",
     "Stat",
     "Ticket",
+    "TokenFilter",
     "TransformersEngine",
     "VLLMEngine",
     "ValueLoss",

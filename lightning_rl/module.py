@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.data import Ticket, TicketLoader
-from lightning_rl.generation import Engine, TransformersEngine, request_seed
+from lightning_rl.generation import Engine, TokenFilter, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
 from lightning_rl.interrupts import Interrupts
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
@@ -46,6 +46,7 @@ from lightning_rl.stages.checks import (
     check_reads,
     check_sizes,
     check_whole_rollouts,
+    recorded_names,
 )
 from lightning_rl.stages.generators import seed_everything
 from lightning_rl.stages.held import Held
@@ -79,6 +80,10 @@ class RLLightningModule(RunModule):
         minibatches: optimizer steps per pass over a rollout; a group is never split.
         epochs: passes over a rollout.
         temperature: of sampling and of every log-probability, above 0.
+        top_k: draw from this many of the likeliest tokens; 0 for all. With any of these three filters on, the engine
+            records the tokens that it kept, and every log-probability and entropy is of the distribution over them.
+        top_p: draw from the likeliest tokens up to this probability mass; 1 for all.
+        min_p: leave out tokens below this share of the highest probability; 0 for none.
         max_new_tokens: most tokens of a response.
         eos_token_ids: ids that end a response; by default those of the generation config and of the tokenizer.
         stop: strings that end a response.
@@ -116,6 +121,9 @@ class RLLightningModule(RunModule):
         minibatches: int = 1,
         epochs: int = 1,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         max_new_tokens: int = 256,
         eos_token_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
@@ -144,6 +152,7 @@ class RLLightningModule(RunModule):
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, tuple(stop)
+        self.keep = TokenFilter(top_k=top_k, top_p=top_p, min_p=min_p)
         self.eos_token_ids = eos_token_ids
         self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
         self.entropy_coef, self.value_coef, self.value_loss = entropy_coef, value_coef, value_loss
@@ -179,7 +188,9 @@ class RLLightningModule(RunModule):
             contributions, self.loss, self.estimator, engine=self.engine, engine_logprobs=self.engine_logprobs,
             critic=critic, steps_per_rollout=self.steps_per_rollout,
         )  # fmt: skip
+        self.engine.record(frozenset())
         if stage == "fit":
+            self.engine.record(recorded_names(contributions, self.engine, self.keep))
             prompts, ranks = self.prompt_stream.prompts_per_rollout, self.parallel.ranks
             check_sizes(prompts_per_rollout=prompts, minibatches=self.minibatches, world_size=ranks)
 

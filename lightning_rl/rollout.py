@@ -16,6 +16,8 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
+ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/routes.py
+KEPT = "kept_tokens"  # in ``token_extras``: see policy/kept.py
 
 
 class Finish(IntEnum):
@@ -37,7 +39,7 @@ class Rollout:
 
     A value is never edited: :meth:`replace` makes a new one, and select, concatenate, pad, move and save act on every
     field alike, so that none can be forgotten. Index t of every per-token field belongs to ``response_ids[:, t]``: a
-    log-probability there is that of this token given all before it.
+    log-probability there is that of this token given all before it. ``prompt_extras`` belong to ``prompt_ids``.
 
     Raises:
         ValueError: if a field's shape does not fit the others; the message names the field.
@@ -65,6 +67,7 @@ class Rollout:
     returns: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
     extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=along(ROW))
     token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=along(TOKEN))
+    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=along(PROMPT))
 
     def __post_init__(self) -> None:
         """Freezes the dict fields and checks every shape against B, P and T."""
@@ -188,6 +191,7 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     def widened(tensor: Tensor, axes: str, pad: float) -> Tensor:
         return tensor if axes == ROW else _resized(tensor, sizes[axes], pad)
 
+    parts = [part for part in parts if len(part)] or parts[:1]  # no rows do not know what their extras look like
     columns_of = [_mapped(part, widened) for part in parts]
     joined: dict[str, Any] = {}
     for name, first in columns_of[0].items():

@@ -19,7 +19,7 @@ from lightning_rl import distributed
 from lightning_rl.advantages import Estimator
 from lightning_rl.data import PromptBatch, PromptDataModule, prompt_stream_of
 from lightning_rl.distributed import Parallel
-from lightning_rl.generation import Engine
+from lightning_rl.generation import Engine, TokenFilter
 from lightning_rl.generation.syncing import synchronise
 from lightning_rl.metrics import RunningStats
 from lightning_rl.policy import PolicyModel
@@ -47,6 +47,7 @@ class RunModule(LightningModule):
     group_size: int
     minibatches: int
     temperature: float
+    keep: TokenFilter
     max_new_tokens: int
     stop: tuple[str, ...]
     token_budget: int
@@ -216,6 +217,7 @@ class RunModule(LightningModule):
             dtype=torch.promote_types(self.required_policy.model.dtype, torch.float32),
             generating=precise,
             greedy_baseline=self.estimator.needs_greedy,
+            keep=self.keep,
         )
         return Collector(
             drawer=drawer,

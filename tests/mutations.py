@@ -65,7 +65,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
      "return layout.scatter(flat)", "return layout.scatter(flat / self.temperature)"),
     ("test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_gradient",
      "lightning_rl/policy/packing.py",
-     "prompt[row] + column - 1", "(prompt[row] + column).clamp(max=lengths[row] - 1)"),
+     "rows.prompt_lengths[row] + column - 1", "(rows.prompt_lengths[row] + column).clamp(max=lengths[row] - 1)"),
     ("test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_gradient",
      "lightning_rl/policy/packing.py",
      ".index_put((self.rows, self.columns), flat)", ".index_put((self.rows, self.columns), flat.detach())"),

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, Request, RLCallback
-from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
 
 Result = dict[str, Any]
 
@@ -73,7 +73,8 @@ def truncated_on_one_rank(request: Request) -> Sequence[int]:
 def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     """Two rollouts of eight optimizer steps; ``trainer`` says where."""
     torch.set_num_threads(1)
-    watch, corrections = Watch(), [OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
+    watch = Watch()
+    corrections: list[RLCallback] = [OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
     options: dict[str, Any] = {"policy": partial(tiny_policy, dtype=dtype)}
     mask = NoEOSMask()
     if case == "critic":
@@ -89,6 +90,9 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
         mask = NoEOSMask("drop_tokens")
     if case in FAMILIES:
         options |= {"policy": partial(tiny_model, case, dtype=dtype)}
+    if case == "replayed":
+        options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
+        corrections.append(RouterReplay())
     if case == "one microbatch":
         options |= {"token_budget": 10_000}
     if case == "checkpointing":

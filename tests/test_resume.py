@@ -1,5 +1,6 @@
 """A run that is interrupted at any optimizer step and resumed ends bitwise like the run that was not."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
+from support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts, weights_of
 
 from lightning_rl import RLLightningModule, warmup_then_linear
-from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",  # Lightning, of every checkpoint under manual optimization
@@ -22,11 +23,14 @@ STEPS = 10  # two epochs of two rollouts with K = 4, and half a rollout more
 GRPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "engine_logprobs": True}
 PPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}
 REMAX: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "remax", "group_size": 1}
+REPLAYED: dict[str, Any] = {"minibatches": 2, "epochs": 2, "policy": partial(tiny_model, "qwen3_moe"), "top_p": 0.9}
 
 
 def corrections(options: dict[str, Any]) -> list[Callback]:
     if "critic" in options:
         return [NoEOSMask(), ReferenceKL(0.05)]
+    if "top_p" in options:
+        return [RouterReplay(), ReferenceKL(0.1, as_loss=True)]
     if options.get("advantages") == "remax":
         return [AdaptiveKL(0.05, target=0.01, horizon=20), EntropyBonus(0.02, target=2.2, step=0.01)]
     return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
@@ -69,7 +73,7 @@ def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, opti
         assert_same_weights(resumed, expected)
 
 
-@pytest.mark.parametrize("options", [GRPO, REMAX], ids=["grpo", "remax"])
+@pytest.mark.parametrize("options", [GRPO, REMAX, REPLAYED], ids=["grpo", "remax", "replayed"])
 def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = run(tmp_path / "whole", options)
     assert_same_weights(run(tmp_path / "resumed", options, ckpt_path=tmp_path / "whole" / "step=6.ckpt"), expected)

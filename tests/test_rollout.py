@@ -27,6 +27,7 @@ def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
             "teacher": torch.arange(rows * width).reshape(rows, width) / 7,
             "routes": torch.arange(rows * width * 2).reshape(rows, width, 2),
         },
+        prompt_extras={"routes": torch.arange(rows * 4 * 2).reshape(rows, 4, 2)},
     )
 
 
@@ -194,7 +195,7 @@ def test_no_field_can_be_assigned(name: str) -> None:
 
 @pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(Rollout) if "Mapping" in str(spec.type)])
 def test_dict_fields_are_read_only_copies(name: str) -> None:
-    given = {"own": torch.zeros(12, 7)}
+    given = {"own": torch.zeros(12, 4 if name == "prompt_extras" else 7)}
     rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "task_rewards" else given})
     field = getattr(rollout, name)
     with pytest.raises(TypeError):

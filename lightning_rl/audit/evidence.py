@@ -1,7 +1,7 @@
 """Evidence: what the checks look at, and the stages of the run repeated on changed copies of a small slice."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -27,11 +27,16 @@ MOST_GROUPS, MOST_ROWS = 4, 6
 
 
 class Provided(Contributions):
-    """The corrections of a run on a rollout that carries what they provide."""
+    """The corrections of a run on a rollout that carries what they provide, around a table in place of the policy."""
 
     @override
     def provide(self, rollout: Rollout) -> Rollout:
         return rollout
+
+    @override
+    @contextmanager
+    def forward_context(self, rows: Rollout) -> Iterator[None]:
+        yield
 
 
 class Spy(Estimator):

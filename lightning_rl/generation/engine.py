@@ -2,16 +2,17 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.generation.filters import NO_FILTER, TokenFilter
 from lightning_rl.rollout import Finish
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Request:
         eos_ids: ids that end the response and belong to it.
         stop: strings that end the response; the token that completes one belongs to it.
         turn: number of the turn in a conversation.
+        keep: which tokens may be drawn; all by default.
     """
 
     prefix_ids: tuple[int, ...]
@@ -41,6 +43,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     turn: int = 0
+    keep: TokenFilter = NO_FILTER
 
     def __post_init__(self) -> None:
         """Checks what every engine relies on."""
@@ -61,12 +64,16 @@ class Completion:
         logprobs: log-probability of each under the distribution it was drawn from, float32; None if not asked for.
         finish: why it ended, as the engine knows it.
         version: of the weights, pinned before the request was sent.
+        token_extras: what else was recorded about each token, by name, [L, ...]; see :meth:`Engine.record`.
+        prompt_extras: what was recorded about each token of the prompt, by name, [P, ...].
     """
 
     token_ids: tuple[int, ...]
     logprobs: Float[Tensor, " L"] | None
     finish: Finish
     version: int
+    token_extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
+    prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
 
 
 class EngineState(Enum):
@@ -82,6 +89,9 @@ class Engine(ABC):
 
     Attributes:
         returns_logprobs: whether completions can carry log-probabilities.
+        filters: whether it keeps to a request's filter; its log-probabilities then are of what is left.
+        records: names of what it can record about tokens besides, see :meth:`record`.
+        recorded: names of what it does record.
         scores: whether :meth:`score` works.
         sleeps: whether it sleeps between a rollout and the next sync, so that the trainer has its memory.
         holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong.
@@ -94,6 +104,9 @@ class Engine(ABC):
     """
 
     returns_logprobs: bool = True
+    filters: bool = False
+    records: frozenset[str] = frozenset()
+    recorded: frozenset[str] = frozenset()
     scores: bool = False
     sleeps: bool = False
     holds_copy: bool = False
@@ -105,6 +118,16 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
         self.version = -1
+
+    def record(self, names: frozenset[str]) -> None:
+        """Says before the start what every completion has to carry in its extras from then on.
+
+        Raises:
+            ValueError: if it cannot record one of them.
+        """
+        if unknown := sorted(names - self.records):
+            raise ValueError(f"expected to record {sorted(self.records) or 'nothing'}, got {unknown[0]}")
+        self.recorded = names
 
     @abstractmethod
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -156,7 +179,10 @@ class Engine(ABC):
 
         Raises:
             RuntimeError: if the engine is not synced.
+            ValueError: if a request has a filter that the engine would ignore.
         """
+        if not self.filters and any(request.keep for request in requests):
+            raise ValueError(f"expected requests without top_k, top_p and min_p, which {type(self).__name__} ignores")
         if self.state is not EngineState.SYNCED:
             raise RuntimeError(
                 f"expected a synced engine, got one that is {self.state.value}: load_weights comes first"

@@ -4,7 +4,8 @@ Each prompt is prefilled once for all of its samples, finished rows leave the ba
 uniforms from its own generator (inverse CDF), so a sample does not depend on what else is in the batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,11 @@ from typing_extensions import override
 
 from lightning_rl.generation.canary import Canary, canary_of
 from lightning_rl.generation.engine import Completion, Engine, Request
+from lightning_rl.generation.filters import RowFilters
+from lightning_rl.generation.recorder import Recorder
 from lightning_rl.generation.tracing import recording
-from lightning_rl.rollout import Finish
+from lightning_rl.policy.routes import recording_routes
+from lightning_rl.rollout import KEPT, ROUTES, Finish
 
 COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped; 0.5 to 0.9 measure the same
 
@@ -34,6 +38,8 @@ class TransformersEngine(Engine):
     """
 
     scores = True
+    filters = True
+    records = frozenset((ROUTES, KEPT))
 
     def __init__(self, *, max_rows: int = 512, canary: Canary | bool | None = True) -> None:
         super().__init__()
@@ -70,9 +76,13 @@ class TransformersEngine(Engine):
         self._model.eval()  # transformers switches the cache off in train mode under activation checkpointing
         try:
             drawn: dict[int, Completion] = {}
-            for part in self._batches(requests):
-                batch = _Batch(self._model, self._tokenizer, [requests[place] for place in part], self.version)
-                drawn.update(zip(part, batch.run(logprobs=logprobs), strict=True))
+            with recording_routes(self._model) if ROUTES in self.recorded else nullcontext() as routes:
+                for part in self._batches(requests):
+                    batch = _Batch(
+                        self._model, self._tokenizer, [requests[place] for place in part], self.version,
+                        routes=routes, kept=KEPT in self.recorded,
+                    )  # fmt: skip
+                    drawn.update(zip(part, batch.run(logprobs=logprobs), strict=True))
         finally:
             self._model.train(training)
         return [drawn[place] for place in range(len(requests))]
@@ -124,10 +134,26 @@ class _Live:
 
 
 class _Batch:
-    """One decode: prefill, then a token for every live row at each step."""
+    """One decode: prefill, then a token for every live row at each step.
+
+    Args:
+        model: decodes.
+        tokenizer: for stop strings.
+        requests: at least one.
+        version: of the weights.
+        routes: returns the expert routes of the last forward; None to record none.
+        kept: whether to record the tokens that filters keep.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, requests: list[Request], version: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        requests: list[Request],
+        version: int,
+        *,
+        routes: Callable[[], Tensor] | None,
+        kept: bool,
     ) -> None:
         self.model, self.tokenizer, self.requests, self.version = model, tokenizer, requests, version
         self.stops = any(request.stop for request in requests)
@@ -144,6 +170,9 @@ class _Batch:
         width = max(len(request.eos_ids) for request in requests)
         eos = [sorted(request.eos_ids) + [-1] * (width - len(request.eos_ids)) for request in requests]
         self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device).reshape(len(requests), width)
+        filtered = any(request.keep for request in requests)
+        self.filters = RowFilters([request.keep for request in requests], device) if filtered else None
+        self.recorder = Recorder(len(requests), longest, routes=routes, kept=kept)
 
     def run(self, *, logprobs: bool) -> list[Completion]:
         """Decodes until every row has ended."""
@@ -153,7 +182,7 @@ class _Batch:
             live.alive = live.alive & ~self._ended(live, chosen, step)
             if not live.alive.any():
                 break
-            live = self._advance(live, chosen)
+            live = self._advance(live, chosen, step)
         lengths, finishes = self.lengths.tolist(), self.finish.tolist()
         tokens, scores = self.tokens.cpu(), self.logprobs.cpu()
         return [
@@ -162,6 +191,8 @@ class _Batch:
                 logprobs=scores[row, :length].clone() if logprobs else None,
                 finish=Finish(finish),
                 version=self.version,
+                token_extras=self.recorder.of_tokens(row, length),
+                prompt_extras=self.recorder.of_prompt(row),
             )
             for row, (length, finish) in enumerate(zip(lengths, finishes, strict=True))
         ]
@@ -181,6 +212,7 @@ class _Batch:
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
+        self.recorder.prefilled(real.bool(), index)
         cache.batch_select_indices(index)
         rows = torch.arange(len(self.requests), device=device)
         alive = torch.ones_like(rows, dtype=torch.bool)
@@ -194,8 +226,10 @@ class _Batch:
         greedy = temperature == 0
         exact = live.logits.to(self.logprobs.dtype)
         scores = (exact / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+        scores = self._filtered(scores, greedy, live, step)
         mass = scores.exp().cumsum(-1)
         target = self.uniforms[live.rows, step, None] * mass[:, -1:]
+        target = torch.minimum(target, mass[:, -1:].nextafter(torch.zeros_like(target)))
         drawn = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)  # never of probability 0
         chosen = torch.where(greedy, exact.argmax(-1, keepdim=True), drawn)
         rows = live.rows[live.alive]
@@ -203,6 +237,17 @@ class _Batch:
         self.logprobs[rows, step] = scores.gather(1, chosen)[live.alive, 0]
         self.lengths[rows] = step + 1
         return chosen[:, 0]
+
+    def _filtered(self, scores: Tensor, greedy: Tensor, live: _Live, step: int) -> Tensor:
+        """Log-probabilities over the tokens that the rows' filters keep; greedy rows keep all."""
+        if self.filters is None and not self.recorder.keeps:
+            return scores
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        if self.filters is not None:
+            kept = self.filters.kept(scores, live.rows) | greedy
+            scores = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        self.recorder.sampled(live.rows[live.alive], step, kept[live.alive])
+        return scores
 
     def _ended(self, live: _Live, chosen: Tensor, step: int) -> Tensor:
         stopped = (chosen[:, None] == self.eos_ids[live.rows]).any(-1)
@@ -222,7 +267,7 @@ class _Batch:
         text = self.tokenizer.decode(tail.tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
-    def _advance(self, live: _Live, chosen: Tensor) -> _Live:
+    def _advance(self, live: _Live, chosen: Tensor, step: int) -> _Live:
         """One forward with the chosen tokens; drops the ended rows first when enough of them have gathered."""
         rows, alive, mask, position = live.rows, live.alive, live.mask, live.position
         if alive.float().mean() < COMPACT_BELOW:
@@ -235,6 +280,7 @@ class _Batch:
             input_ids=chosen[:, None], attention_mask=mask, position_ids=position[:, None],
             past_key_values=live.cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
+        self.recorder.forwarded(rows, alive, step)
         return _Live(rows, alive, live.cache, output.logits[:, -1], mask, position + 1)
 
 

@@ -21,6 +21,7 @@ from lightning_rl.generation.canary import Canary, canary_of
 from lightning_rl.generation.engine import Completion, Engine, Request
 from lightning_rl.generation.tracing import recording
 from lightning_rl.generation.versions import load_vllm
+from lightning_rl.generation.vllm_records import Records, options_for, recordable
 from lightning_rl.generation.weight_sync import (
     Stream,
     WeightPlan,
@@ -62,6 +63,7 @@ class VLLMEngine(Engine):
     """
 
     scores = True
+    filters = True
     holds_copy = True
 
     def __init__(
@@ -87,7 +89,14 @@ class VLLMEngine(Engine):
         self._model: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._plan: WeightPlan | None = None
+        self._records: Records | None = None
         self._asleep: set[str] = set()
+
+    @property
+    @override
+    def records(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Expert routes, and on a GPU the tokens that a filter kept."""
+        return recordable()
 
     @property
     @override
@@ -133,6 +142,7 @@ class VLLMEngine(Engine):
         self._tied, self._scales = tied_names(model), adapter_scales(model)
         self._plan = internals.weight_plan(self._llm)
         (self._model,) = self._llm.apply_model(_itself)
+        self._records = Records(self._llm, self.recorded, self._vocabulary) if self.recorded else None
 
     def _built_options(self) -> dict[str, Any]:
         known: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True, "seed": 0}
@@ -145,7 +155,7 @@ class VLLMEngine(Engine):
             known |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
         if world_size() > 1 and (torch.cuda.is_available() or self.options.get("tensor_parallel_size", 1) > 1):
             known["distributed_executor_backend"] = "external_launcher"  # rank and device are the trainer's
-        return {**known, **self.options, **FIXED}
+        return {**known, **options_for(self.recorded), **self.options, **FIXED}
 
     @override
     def expect(self, weights: Stream) -> None:
@@ -199,6 +209,8 @@ class VLLMEngine(Engine):
             return []
         for request in requests:
             self._check(request)
+        if self._records is not None:
+            self._records.clear()
         prompts = [request.prefix_ids for request in requests]
         found = self._generate(prompts, [self._parameters(request, logprobs=logprobs) for request in requests])
         rows = [output.outputs[0] for output in found]
@@ -209,9 +221,13 @@ class VLLMEngine(Engine):
             scores = list(torch.from_numpy(flat).split(lengths))
         return [
             Completion(
-                token_ids=tuple(row.token_ids), logprobs=score, finish=_finish(request, row), version=self.version
+                token_ids=tuple(output.outputs[0].token_ids),
+                logprobs=score,
+                finish=_finish(request, output.outputs[0]),
+                version=self.version,
+                **({} if self._records is None else self._records.of(output)),
             )
-            for request, row, score in zip(requests, rows, scores, strict=True)
+            for request, output, score in zip(requests, found, scores, strict=True)
         ][start : start + asked]
 
     def _shared(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
@@ -242,6 +258,9 @@ class VLLMEngine(Engine):
     def _parameters(self, request: Request, *, logprobs: bool) -> Any:
         return self._vllm.SamplingParams(
             temperature=request.temperature,
+            top_k=request.keep.top_k,
+            top_p=request.keep.top_p,
+            min_p=request.keep.min_p,
             seed=request.seed,
             max_tokens=request.max_new_tokens,
             ignore_eos=True,  # vLLM's idea of EOS; ours are the stop tokens, with a tokenizer and without
@@ -251,6 +270,7 @@ class VLLMEngine(Engine):
             skip_special_tokens=False,
             logprobs=0 if logprobs else None,
             flat_logprobs=logprobs,
+            **({} if self._records is None else self._records.sampling),
         )
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
@@ -318,6 +338,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Frees weights and KV cache, and leaves the trainer's process group alone."""
         super().close()
+        self._records = None
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

@@ -48,6 +48,7 @@ class RLCallback(Callback):
         name: the stem of the callback's file and the prefix of its metrics; unique in a run, see :meth:`named`.
         reads: names of the rollout fields that its once-per-rollout methods need.
         reads_at_loss: names of the fields that its loss-time methods need.
+        records: what the engine has to record about every token for it, by the name in the extras.
         ratio: (numerator, denominator) of the importance ratio that its weight carries; None for masks and terms.
         alternative: what to use instead where this correction does not fit, for error messages.
         compares_rows: whether its bonus of a row depends on the other rows.
@@ -59,6 +60,7 @@ class RLCallback(Callback):
     name: str = ""
     reads: tuple[str, ...] = ()
     reads_at_loss: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
     ratio: Ratio | None = None
     alternative: str | None = None
     compares_rows: bool = False

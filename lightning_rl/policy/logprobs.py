@@ -3,12 +3,17 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_rl.policy.kept import from_bits
+
 CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+FILTERED = (
+    -1e30
+)  # logit of a token that could not be drawn: its probability is exactly 0, its product with that as well
 
 
 def token_logprobs(
@@ -18,6 +23,7 @@ def token_logprobs(
     targets: Int[Tensor, " A"],
     *,
     temperature: float = 1.0,
+    kept: UInt8[Tensor, "A V8"] | None = None,
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
     r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
 
@@ -30,29 +36,37 @@ def token_logprobs(
         bias: the head's bias, shape [V], or None.
         targets: token ids, shape [A].
         temperature: what the logits are divided by, above 0.
+        kept: bits of the tokens to normalise over, see :mod:`lightning_rl.policy.kept`, among them every target; the
+            others take no part in value or gradient. None for the whole vocabulary.
 
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature)  # pyright: ignore[reportReturnType]
+    return _Head.apply(hidden, weight, bias, targets, temperature, kept)  # pyright: ignore[reportReturnType]
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         exact = _exact_dtype(weight)
         logprobs, entropy, normaliser = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden, weight):
-                logits = _logits(hidden[part], weight, bias, temperature)
+                logits = _filtered(_logits(hidden[part], weight, bias, temperature), kept, part)
                 normaliser[part] = torch.logsumexp(logits, -1)
                 logits -= normaliser[part, None]
                 logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
                 entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy, kept)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -61,20 +75,21 @@ class _Head(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden, weight):
-                logits = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None])
+                logits = _filtered(_logits(hidden[part], weight, bias, ctx.temperature), kept, part)
+                logits -= normaliser[part, None]
                 grad = _logit_gradient(logits, part, targets, entropy, grad_logprobs, grad_entropy)
                 grad /= ctx.temperature
                 _accumulate(grad, hidden[part], weight, grad_hidden[part], grad_weight)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0).to(grad_bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _logit_gradient(
@@ -113,6 +128,10 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     if bias is not None:
         logits += bias
     return logits.div_(temperature)
+
+
+def _filtered(logits: Tensor, kept: Tensor | None, part: slice) -> Tensor:
+    return logits if kept is None else logits.masked_fill_(~from_bits(kept[part], logits.shape[1]), FILTERED)
 
 
 def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:

@@ -147,7 +147,9 @@ def _hidden_states(backbone: nn.Module, layout: Layout) -> Tensor:
 
 def _scored(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
     head = _head_of(model)
-    return token_logprobs(states[layout.source], head.weight, head.bias, layout.targets, temperature=temperature)
+    return token_logprobs(
+        states[layout.source], head.weight, head.bias, layout.targets, temperature=temperature, kept=layout.kept
+    )
 
 
 @torch.no_grad()

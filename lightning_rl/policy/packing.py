@@ -16,14 +16,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Shaped, UInt8
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import KEPT, Rollout
 
 PACKED_ATTENTION = "lightning_rl_packed"
 
@@ -45,6 +45,7 @@ class Layout:
     lengths: tuple[int, ...]  # of the packed sequences; empty when padded
     boundaries: Int[Tensor, " b1"]  # cumulated lengths, int32
     shape: tuple[int, int]  # [b, T] of the rows
+    kept: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that were not filtered out in the sampling
 
     def to(self, device: torch.device | str) -> "Layout":
         """Every tensor on ``device``."""
@@ -59,28 +60,41 @@ class Layout:
 
 def lay_out(rows: Rollout, *, packed: bool = True) -> Layout:
     """Joins prompt and response of every row and finds the prediction of every valid token."""
-    prompt, total = rows.prompt_lengths, rows.prompt_lengths + rows.response_lengths
-    lengths = (total - 1).clamp(min=1)
+    tokens, inside = joined(rows, rows.prompt_ids, rows.response_ids)
+    lengths = inside.sum(-1)
     packed = packed and bool((lengths != lengths[0]).any())  # rows of one length need no padding anyway
-    position = torch.arange(int(lengths.max()), device=lengths.device).expand(len(rows), -1)
-    from_prompt = rows.prompt_ids.gather(1, position.clamp(max=rows.prompt_ids.shape[1] - 1))
-    from_response = rows.response_ids.gather(1, (position - prompt[:, None]).clamp(0, rows.width - 1))
-    tokens = torch.where(position < prompt[:, None], from_prompt, from_response)
-    kept = position < lengths[:, None]
+    position = torch.arange(tokens.shape[1], device=lengths.device).expand(len(rows), -1)
     row, column = rows.valid_tokens.nonzero(as_tuple=True)
     ends = lengths.cumsum(0)
     starts = ends - lengths if packed else torch.arange(len(rows), device=lengths.device) * position.shape[1]
     return Layout(
-        input_ids=tokens[kept][None] if packed else torch.where(kept, tokens, 0),
-        position_ids=position[kept][None] if packed else position,
-        source=starts[row] + prompt[row] + column - 1,
+        input_ids=tokens[inside][None] if packed else torch.where(inside, tokens, 0),
+        position_ids=position[inside][None] if packed else position,
+        source=starts[row] + rows.prompt_lengths[row] + column - 1,
         targets=rows.response_ids[row, column],
         rows=row,
         columns=column,
         lengths=tuple(lengths.tolist()) if packed else (),
         boundaries=functional.pad(ends, (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
+        kept=rows.token_extras[KEPT][row, column] if KEPT in rows.token_extras else None,
     )
+
+
+def joined(
+    rows: Rollout, prompt: Shaped[Tensor, "b P ..."], response: Shaped[Tensor, "b T ..."]
+) -> tuple[Shaped[Tensor, "b S ..."], Bool[Tensor, "b S"]]:
+    """A field of the prompts and the same of the responses side by side, as the model reads them, padded on the right.
+
+    The last token is not among its inputs. The second result says what is no padding, at least one place in each row.
+    """
+    number = rows.prompt_lengths[:, None]
+    lengths = (number[:, 0] + rows.response_lengths - 1).clamp(min=1)
+    position, row = (torch.arange(size, device=number.device) for size in (int(lengths.max()), len(rows)))
+    from_prompt = prompt[row[:, None], position.clamp(max=prompt.shape[1] - 1)]
+    from_response = response[row[:, None], (position - number).clamp(0, response.shape[1] - 1)]
+    asked = (position < number).reshape(len(rows), -1, *[1] * (prompt.dim() - 2))
+    return torch.where(asked, from_prompt, from_response), position < lengths[:, None]
 
 
 _PACKED_NOW: ContextVar[bool] = ContextVar("packed_now", default=False)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from lightning.pytorch import Trainer
 
 from lightning_rl.advantages import Estimator
-from lightning_rl.generation import Engine
+from lightning_rl.generation import Engine, TokenFilter
 from lightning_rl.hooks import Contributions, LossView
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import KEPT, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,24 @@ def check_reads(
         old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
         ref_logprobs="ref_logprobs" in readers,
     )
+
+
+def recorded_names(contributions: Contributions, engine: Engine, keep: TokenFilter) -> frozenset[str]:
+    """What the engine has to record about tokens that train.
+
+    Raises:
+        ValueError: naming who needs what the engine cannot record.
+    """
+    needed = {name: type(callback).__name__ for callback in contributions.callbacks for name in callback.records}
+    if keep:
+        needed[KEPT] = f"top_k={keep.top_k}, top_p={keep.top_p}, min_p={keep.min_p}"
+    for name, who in needed.items():
+        if name not in engine.records:
+            raise ValueError(
+                f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
+                f"engine=TransformersEngine(), or train without"
+            )
+    return frozenset(needed)
 
 
 def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:

@@ -1,7 +1,7 @@
 """Draw: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import draws, from_drawing, global_objects
-from lightning_rl.generation import Completion, Engine, Request, request_seed
+from lightning_rl.generation import Completion, Engine, Request, TokenFilter, request_seed
+from lightning_rl.generation.filters import NO_FILTER
 from lightning_rl.hooks import Contributions, Stat
+from lightning_rl.policy.kept import holds
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout, concatenate
+from lightning_rl.rollout import GREEDY_SCORE, KEPT, ROUTES, Finish, Rollout, concatenate
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
@@ -38,6 +40,7 @@ class Drawer:
         dtype: of rewards and log-probabilities.
         generating: context to generate in, for the precision of the forward.
         greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
+        keep: which tokens may be drawn.
     """
 
     engine: Engine
@@ -54,6 +57,7 @@ class Drawer:
     dtype: torch.dtype
     generating: Callable[[], AbstractContextManager[object]]
     greedy_baseline: bool = False
+    keep: TokenFilter = NO_FILTER
 
     def draw(
         self, take: Callable[[int], list[Prompt]], number: int, *, cycle: int, rank: int
@@ -118,6 +122,7 @@ class Drawer:
                 temperature=self.temperature if temperature is None else temperature,
                 eos_ids=self.eos_ids,
                 stop=self.stop,
+                keep=NO_FILTER if temperature == 0 else self.keep,
             )
             for prompt in prompts
             for j in range(group_size)
@@ -155,6 +160,14 @@ class Drawer:
         prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
         actions = torch.arange(response.shape[1]) < lengths[:, None]
         versions = torch.tensor([completion.version for completion in completions], dtype=torch.int64)
+        token_extras = _recorded([c.token_extras for c in completions], lengths, self.engine.recorded)
+        prompt_extras = _recorded(
+            [c.prompt_extras for c in completions], prompt_lengths, self.engine.recorded & {ROUTES}
+        )
+        if KEPT in token_extras and not (holds(token_extras[KEPT], response) | ~actions).all():
+            raise ValueError(
+                f"expected {type(self.engine).__name__} to keep every token that it draws, got one it did not"
+            )
         trained = torch.tensor([completion.finish != Finish.ABORT for completion in completions], dtype=torch.bool)
         return Rollout(
             prompt_ids=prompt,
@@ -172,6 +185,8 @@ class Drawer:
             rewards=scores.total,
             task_rewards=scores.raw,
             rollout_logprobs=self._logprobs(completions) if self.logprobs else None,
+            token_extras=token_extras,
+            prompt_extras=prompt_extras,
         )
 
     def _logprobs(self, completions: list[Completion]) -> Tensor:
@@ -183,6 +198,18 @@ class Drawer:
                     f"{type(self.engine).__name__}, got {'none' if row is None else len(row)}"
                 )
         return _padded([row for row in given if row is not None], self.dtype)[0]
+
+
+def _recorded(rows: list[Mapping[str, Tensor]], lengths: Tensor, names: frozenset[str]) -> dict[str, Tensor]:
+    """What the engine recorded, each name padded with 0 to the longest row."""
+    found: dict[str, Tensor] = {}
+    for name in sorted(names):
+        for extras, length in zip(rows, lengths.tolist(), strict=True):
+            if name not in extras or len(extras[name]) != length:
+                got = "nothing" if name not in extras else len(extras[name])
+                raise ValueError(f"expected {name} of each of {length} tokens from the engine, got {got}")
+        found[name], _ = _padded([extras[name] for extras in rows], rows[0][name].dtype if rows else torch.uint8)
+    return found
 
 
 def dealt(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
@@ -208,7 +235,7 @@ def _whole_groups(rollout: Rollout, keep: Tensor) -> Tensor:
 
 def _padded(rows: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     width = max([1, *map(len, rows)])
-    padded = torch.zeros(len(rows), width, dtype=dtype)
+    padded = torch.zeros(len(rows), width, *(rows[0].shape[1:] if rows else ()), dtype=dtype)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
     return padded, torch.tensor([len(row) for row in rows], dtype=torch.int64)

@@ -39,6 +39,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    RouterReplay,
     TeacherKL,
     TruncatedIS,
 )
@@ -70,10 +71,12 @@ EXAMPLES: list[RLCallback] = [
     EntropyBonus(0.1),
     EntropyBonus(0.1, target=0.5),
     RewardNormalization("group", "none"),
+    RouterReplay(),
 ]
 # decide by finish reason, length, reward and entropy, whatever the policies
 CHANGES_ON_POLICY = (NoEOSMask, OverlongPenalty, DynamicSampling, EntropyBonus, RewardNormalization)
-LOGGED_BY_THE_CORE = (DynamicSampling,)  # groups/sampled and groups/filtered
+LOGGED_BY_THE_CORE = (DynamicSampling, RouterReplay)  # groups/sampled and groups/filtered; kl/rollout
+ACTS_IN_THE_POLICY = (RouterReplay,)  # and on nothing that can be seen here without one
 OFF: list[RLCallback] = [
     ReferenceKL(0.0),
     ReferenceKL(0.0, as_loss=True),
@@ -138,7 +141,7 @@ def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
     """Everything that it contributes, at valid tokens alone."""
     found = {}
-    for method in sorted(correction.contributes - {"observe"}):  # which returns nothing, and may change its state
+    for method in sorted(correction.contributes - {"observe", "forward_context"}):  # which return nothing to compare
         given = getattr(correction, method)(view_on(rollout, correction) if method in AT_LOSS else rollout)
         given = given.per_token if isinstance(given, LossTerm) else given
         if isinstance(given, Tensor) and given.dim() == 2:
@@ -171,7 +174,8 @@ def test_every_export_has_an_example() -> None:
 def test_acts_off_policy_and_not_on_policy(correction: RLCallback) -> None:
     loss = loss_of(correction)
     off, on = whole_rollout(), whole_rollout(on_policy=True)
-    assert not equal(everything(off, correction, loss=loss), everything(off, loss=loss))
+    acted = not equal(everything(off, correction, loss=loss), everything(off, loss=loss))
+    assert acted != isinstance(correction, ACTS_IN_THE_POLICY)
     same = equal(everything(on, correction, loss=loss, drift=0.0), everything(on, loss=loss, drift=0.0))
     assert same != isinstance(correction, CHANGES_ON_POLICY)
 
@@ -260,7 +264,7 @@ def test_rows_may_come_in_any_order(correction: RLCallback) -> None:
     rollout = whole_rollout()
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     view = view_on(rollout, correction)
-    for method in sorted(correction.contributes - {"metrics", "rollout_metrics", "observe"}):
+    for method in sorted(correction.contributes - {"metrics", "rollout_metrics", "observe", "forward_context"}):
         seen = view if method in AT_LOSS else rollout
         plain, moved = getattr(correction, method)(seen), getattr(correction, method)(seen.select(order))
         if isinstance(plain, LossTerm):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.policy import logprobs as head
+from lightning_rl.policy.kept import to_bits
 from lightning_rl.policy.logprobs import token_logprobs
 
 exactly = torch.testing.assert_close
@@ -163,3 +164,67 @@ def test_a_frozen_head_still_passes_gradient_to_the_hidden_states() -> None:
     (expected,) = gradients(token_logprobs(hidden, weight, bias, targets), [hidden])
     frozen = token_logprobs(hidden, weight.detach(), bias.detach(), targets)
     exactly(gradients(frozen, [hidden])[0], expected, rtol=0, atol=0)
+
+
+def filtered(tokens: int = 40) -> tuple[Tensor, Tensor]:
+    """Hidden states and more as of :func:`inputs`, and a random set of tokens around each target."""
+    targets = inputs(tokens)[3]
+    kept = torch.rand(tokens, 11, generator=torch.Generator().manual_seed(3)) > 0.6
+    return targets, kept.scatter(1, targets[:, None], value=True)
+
+
+def plain_filtered(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+    scores = ((hidden @ weight.t() + bias) / 0.7).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    finite = torch.where(kept, scores, 0.0)
+    return scores.gather(1, targets[:, None])[:, 0], -(finite.exp() * finite * kept).sum(-1)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_kept_tokens_alone_are_normalised_over(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    hidden, weight, bias, targets = inputs(tokens)
+    assert bias is not None
+    _, kept = filtered(tokens)
+    found = token_logprobs(hidden, weight, bias, targets, temperature=0.7, kept=to_bits(kept))
+    expected = plain_filtered(hidden, weight, bias, targets, kept)
+    exactly(found, expected, rtol=0, atol=1e-12)
+    leaves = [hidden, weight, bias]
+    exactly(gradients(found, leaves), gradients((expected[0], expected[1]), leaves), rtol=0, atol=1e-11)
+
+
+def test_gradcheck_over_kept_tokens() -> None:
+    hidden, weight, bias, targets = inputs(6)
+    bits = to_bits(filtered(6)[1])
+
+    def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(leaves[0], leaves[1], leaves[2], targets, temperature=0.7, kept=bits)
+
+    assert bias is not None and torch.autograd.gradcheck(both, (hidden, weight, bias))
+
+
+@precisions
+def test_what_is_left_out_may_be_anything(dtype: torch.dtype) -> None:
+    hidden, weight, bias, targets = inputs(dtype=dtype)
+    kept = torch.zeros(40, 11, dtype=torch.bool)
+    kept[:, :3] = True
+    targets = targets % 3
+    assert bias is not None
+    found = token_logprobs(hidden, weight, bias, targets, kept=to_bits(kept))
+    exactly(found, token_logprobs(hidden, weight[:3], bias[:3], targets))
+    *grads, of_bias = gradients(found, [hidden, weight, bias])
+    assert not grads[1][3:].any() and not of_bias[3:].any() and all(grad.isfinite().all() for grad in grads)
+
+
+def test_a_single_kept_token_is_certain() -> None:
+    hidden, weight, bias, targets = inputs(dtype=torch.float32)
+    alone = torch.zeros(40, 11, dtype=torch.bool).scatter(1, targets[:, None], value=True)
+    logprobs, entropy = token_logprobs(hidden, weight, bias, targets, kept=to_bits(alone))
+    assert not logprobs.any() and not entropy.any()
+    assert not any(grad.any() for grad in gradients((logprobs, entropy), [hidden, weight]))
+
+
+def test_all_tokens_kept_is_no_filter_bit_for_bit() -> None:
+    given = inputs(dtype=torch.float32)
+    everything = to_bits(torch.ones(40, 11, dtype=torch.bool))
+    for found, expected in zip(token_logprobs(*given, kept=everything), token_logprobs(*given), strict=True):
+        assert torch.equal(found, expected)

@@ -29,6 +29,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    RouterReplay,
     TeacherKL,
     TruncatedIS,
 )
@@ -66,6 +67,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
         "mean": ("batch", "group"), "std": ("batch", "none"), "leave_one_out": (False, True),
         "unbiased": (True, False), "epsilon": (1e-6, 0.1), "clip": (INF, 0.5),
     },
+    RouterReplay: {},
 }  # fmt: skip
 OFF: dict[type, list[RLCallback]] = {
     OPSM: [OPSM(INF), OPSM(INF, against="rollout")],
@@ -82,7 +84,7 @@ OFF: dict[type, list[RLCallback]] = {
     EntropyBonus: [EntropyBonus(0.0)],
     RewardNormalization: [RewardNormalization("none", "none")],
 }
-WITHOUT_OFF_VALUE = {NoEOSMask, TruncatedIS, DynamicSampling}  # one always acts, one always weighs, one always filters
+WITHOUT_OFF_VALUE = {NoEOSMask, TruncatedIS, DynamicSampling, RouterReplay}  # act, weigh, filter and replay always
 
 
 def outcome(correction: RLCallback) -> dict[str, Any]:

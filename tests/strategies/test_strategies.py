@@ -50,6 +50,15 @@ def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
     runs(tmp_path, 2, [strategy], ["critic", "masked"])
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "fsdp2") else pytest.mark.long)
+     for name in STRATEGIES if name != "tensor"],  # which splits no mixture of experts
+)  # fmt: skip
+def test_routes_and_kept_tokens_are_replayed_on_every_rank(strategy: str, tmp_path: Path) -> None:
+    runs(tmp_path, 2, [strategy], ["replayed"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -22,6 +22,7 @@ from vllm_models import (
 )
 
 from lightning_rl import Finish, TransformersEngine
+from lightning_rl.generation.filters import RowFilters, TokenFilter
 from lightning_rl.policy.lora import unwrapped
 
 TOLERANCE = 1e-4  # float32; measured 1.1e-5
@@ -58,6 +59,28 @@ def test_log_probabilities_are_of_the_distribution_that_is_sampled(temperature: 
     model = a_model()
     engine, requests = synced(started(model), model), requests_for(prompts_of(8), temperature=temperature)
     assert worst(model, requests, engine.generate(requests, logprobs=True)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        pytest.param(TokenFilter(top_k=5), id="top-k"),
+        pytest.param(TokenFilter(top_p=0.8), id="top-p"),
+        pytest.param(TokenFilter(min_p=0.1), id="min-p"),
+        pytest.param(TokenFilter(top_k=9, top_p=0.7, min_p=0.02), id="all"),
+    ],
+)
+def test_filtered_requests_draw_from_what_our_filters_keep(keep: TokenFilter, started: Starter) -> None:
+    model = a_model()
+    engine, requests = synced(started(model), model), requests_for(prompts_of(8), keep=keep)
+    for request, completion in zip(requests, engine.generate(requests, logprobs=True), strict=True):
+        ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
+        with torch.no_grad():
+            scores = (model(input_ids=ids[None]).logits[0, asked - 1 : -1] / request.temperature).log_softmax(-1)
+        kept = RowFilters([keep], scores.device).kept(scores, torch.zeros(len(scores), dtype=torch.int64))
+        expected = scores.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, ids[asked:, None])[:, 0]
+        assert completion.logprobs is not None
+        torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_greedy_and_sampled_requests_share_a_batch(started: Starter) -> None:
