@@ -1,11 +1,12 @@
 """VLLMEngine: vLLM in the training process, one engine for each rank."""
 
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from lightning_rl.generation.canary import Canary, canary_of
 from lightning_rl.generation.engine import Completion, Engine, Request
 from lightning_rl.generation.tracing import recording
 from lightning_rl.generation.versions import load_vllm
+from lightning_rl.generation.vllm_lora import Adapter
 from lightning_rl.generation.vllm_records import Records, options_for, recordable
 from lightning_rl.generation.weight_sync import (
     Stream,
@@ -53,6 +55,8 @@ class VLLMEngine(Engine):
     Args:
         dtype: of the engine's weights; by default that of the policy, float32 for float64.
         max_model_len: most tokens of prompt and response; by default what the policy's configuration says.
+        lora: ``"merged"`` adds a policy's adapter to its weights and sends all of them at each sync; ``"adapter"``
+            sends the base once and then the adapter alone, for policies of which nothing else trains.
         sleeps: whether it gives its memory back after each rollout; by default on a GPU. A CPU build only pauses.
         canary: proves each sync; None switches it off.
         options: for ``vllm.LLM``, such as ``gpu_memory_utilization`` (0.4 by default), ``block_size``,
@@ -71,6 +75,7 @@ class VLLMEngine(Engine):
         *,
         dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
+        lora: Literal["merged", "adapter"] = "merged",
         sleeps: bool | None = None,
         canary: Canary | bool | None = True,
         **options: Any,
@@ -79,6 +84,8 @@ class VLLMEngine(Engine):
         taken = FIXED.keys() | {"skip_tokenizer_init", "model", "tokenizer", "enable_lora"}
         if refused := sorted(options.keys() & taken):
             raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
+        if lora not in ("merged", "adapter"):
+            raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
         self.options = options
         self.max_model_len = max_model_len
         self.dtype = dtype
@@ -90,6 +97,8 @@ class VLLMEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._plan: WeightPlan | None = None
         self._records: Records | None = None
+        self._lora, self._adapter = lora, cast(Adapter | None, None)
+        self._based = False  # whether the base beside the adapter has come
         self._asleep: set[str] = set()
 
     @property
@@ -123,6 +132,7 @@ class VLLMEngine(Engine):
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        self._adapter = Adapter(model, folder) if self._lora == "adapter" else None
         internals.GROUPS.enter()
         try:
             with internals.undisturbed():
@@ -155,7 +165,8 @@ class VLLMEngine(Engine):
             known |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
         if world_size() > 1 and (torch.cuda.is_available() or self.options.get("tensor_parallel_size", 1) > 1):
             known["distributed_executor_backend"] = "external_launcher"  # rank and device are the trainer's
-        return {**known, **options_for(self.recorded), **self.options, **FIXED}
+        known |= options_for(self.recorded) | (self._adapter.options if self._adapter is not None else {})
+        return {**known, **self.options, **FIXED}
 
     @override
     def expect(self, weights: Stream) -> None:
@@ -168,7 +179,8 @@ class VLLMEngine(Engine):
         self._known_plan().compare(sent)
 
     def _outgoing(self, weights: Stream) -> Stream:
-        return with_aliases(merged_stream(weights, self._scales), self._tied)
+        whole = merged_stream(weights, self._scales) if self._adapter is None else self._adapter.apart(weights)
+        return with_aliases(whole, self._tied)
 
     def _known_plan(self) -> WeightPlan:
         if self._plan is None:
@@ -187,13 +199,21 @@ class VLLMEngine(Engine):
             raise RuntimeError("expected expect() before the first sync, because names are compared before any load")
         dtype = self.dtype or torch.float32
         device = next(self._model.parameters()).device
+        outgoing = plan.checked(self._outgoing(rest))
         try:
-            internals.reload(self._llm, owned(plan.checked(self._outgoing(rest)), dtype, device))
+            if self._based:
+                deque(outgoing, maxlen=0)
+            else:
+                internals.reload(self._llm, owned(outgoing, dtype, device))
         except Exception:
             for _ in rest:
                 pass
-            internals.recover(self._llm)
+            if not self._based:
+                internals.recover(self._llm)
             raise
+        if self._adapter is not None:
+            self._adapter.load(self._llm)
+            self._based = True
         self._wake("kv_cache")
         internals.reset_prefix_cache(self._llm)
 
@@ -280,8 +300,9 @@ class VLLMEngine(Engine):
         try:
             with torch.autocast(device.type, enabled=False):
                 found = self._llm.generate(
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], list(parameters), use_tqdm=False
-                )
+                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], list(parameters), use_tqdm=False,
+                    lora_request=None if self._adapter is None else self._adapter.request,
+                )  # fmt: skip
         except BaseException:
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
@@ -330,7 +351,7 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         """Gives weights and KV cache back; on a CPU vLLM keeps both, but the state is the same."""
         if self._llm is not None and not self._asleep:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=1 if self._based else 2)  # the base of an adapter comes only once
             self._asleep = {"weights", "kv_cache"}
         super().sleep()
 
@@ -338,7 +359,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Frees weights and KV cache, and leaves the trainer's process group alone."""
         super().close()
-        self._records = None
+        self._records, self._adapter, self._based = None, None, False
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

@@ -104,7 +104,7 @@ def _held(model: Any) -> tuple[dict[str, Shape], Callable[[str], str | None]]:
             shape = tuple(tensor.shape)
             if hasattr(module, "org_vocab_size"):  # rows are padded
                 shape = (module.org_vocab_size, *shape[1:])
-            held[f"{path}.{name}"] = shape
+            held[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
     return held, partial(_renamed, getattr(model, "hf_to_vllm_mapper", None), held)
 
 

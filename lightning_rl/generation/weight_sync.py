@@ -72,7 +72,7 @@ def merged_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple
         return
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, weight in stream:
-        layer, part = _part_of(name)
+        layer, part = part_of(name)
         if layer not in scales:
             yield name, weight
         elif part == "bias":
@@ -91,7 +91,13 @@ def merged_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple
         )
 
 
-def _part_of(name: str) -> tuple[str, str]:
+def part_of(name: str) -> tuple[str, str]:
+    """The LoRA layer that a parameter belongs to, and which part of it: A, B, or what its base calls it.
+
+    Example:
+        >>> part_of("model.q_proj.lora_A.default.weight"), part_of("model.q_proj.base_layer.weight"), part_of("norm")
+        (('model.q_proj', 'A'), ('model.q_proj', 'weight'), ('norm', ''))
+    """
     for mark, part in ((ADAPTER_A, "A"), (ADAPTER_B, "B"), (BASE, "")):
         layer, found, rest = name.partition(mark)
         if found:
