@@ -11,9 +11,7 @@ from typing_extensions import override
 from lightning_rl.policy.kept import from_bits
 
 CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
-FILTERED = (
-    -1e30
-)  # logit of a token that could not be drawn: its probability is exactly 0, its product with that as well
+FILTERED = -1e30  # logit of a token that could not be drawn: finite, so that 0 times it is 0
 
 
 def token_logprobs(
