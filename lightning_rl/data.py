@@ -1,7 +1,7 @@
 """PromptDataModule: the prompt stream, and a ticket for each optimizer step."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -177,6 +177,10 @@ class PromptDataModule(LightningDataModule):
         """The next prompts of the stream; moves the one cursor. Every rank calls it alike and uses its share."""
         places = range(self.cursor, self.cursor + number)
         self.cursor += number
+        return self.at(places)
+
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        """The prompts at some places of the stream; moves nothing."""
         return [self._prompt(self.rows[self._row_of(place)], place) for place in places]
 
     @override

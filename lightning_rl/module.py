@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
-from lightning_rl.data import Ticket, TicketLoader
+from lightning_rl.data import Prompt, Ticket, TicketLoader
 from lightning_rl.generation import Engine, TokenFilter, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
 from lightning_rl.interrupts import Interrupts
@@ -35,22 +35,27 @@ from lightning_rl.rewards import Reward, Rewards
 from lightning_rl.run_module import RunModule
 from lightning_rl.schedules import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
+from lightning_rl.stages.ahead import tickets_left
 from lightning_rl.stages.checks import (
     check_coefficients,
     check_counts,
     check_entropy,
     check_estimator,
     check_flags,
+    check_pipelining,
     check_positive,
     check_ratios,
     check_reads,
     check_sizes,
+    check_whole,
     check_whole_rollouts,
     recorded_names,
 )
+from lightning_rl.stages.draw import Drawer, dealt
 from lightning_rl.stages.generators import seed_everything
 from lightning_rl.stages.held import Held
 from lightning_rl.stages.run_state import RunState
+from lightning_rl.stages.sampled import Sampled
 from lightning_rl.stages.update import StepGradient, accumulated
 
 
@@ -90,6 +95,7 @@ class RLLightningModule(RunModule):
         token_budget: most tokens of a microbatch; changes memory and speed, never a result.
         packing: whether microbatches go through the model without padding.
         activation_checkpointing: keep only the inputs of the layers and run them again in the backward.
+        max_staleness: how many rollouts are generated ahead, while the policy trains on an earlier one; 0 for none.
         engine_logprobs: whether the engine returns log-probabilities; None for when something reads them.
         entropy_coef: what the entropy bonus is multiplied with.
         value_coef: what the critic's loss is multiplied with.
@@ -130,6 +136,7 @@ class RLLightningModule(RunModule):
         token_budget: int = 4096,
         packing: bool = True,
         activation_checkpointing: bool = False,
+        max_staleness: int = 0,
         engine_logprobs: bool | None = None,
         entropy_coef: float = 0.0,
         value_coef: float = 1.0,
@@ -143,6 +150,7 @@ class RLLightningModule(RunModule):
         check_counts(**counts, max_new_tokens=max_new_tokens, token_budget=token_budget)
         check_positive(temperature=temperature, max_grad_norm=max_grad_norm)
         check_coefficients(entropy_coef=entropy_coef, value_coef=value_coef)
+        check_whole(max_staleness=max_staleness)
         if isinstance(value_loss, type) or not callable(value_loss):
             raise ValueError(f"expected value_loss to be a ValueLoss or a function, got {value_loss!r}")
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
@@ -153,15 +161,13 @@ class RLLightningModule(RunModule):
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, tuple(stop)
         self.keep = TokenFilter(top_k=top_k, top_p=top_p, min_p=min_p)
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids, self.max_staleness = eos_token_ids, max_staleness
         self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
         self.entropy_coef, self.value_coef, self.value_loss = entropy_coef, value_coef, value_loss
-        self.max_grad_norm, self.seed = max_grad_norm, seed
-        self.activation_checkpointing = activation_checkpointing
+        self.max_grad_norm, self.seed, self.activation_checkpointing = max_grad_norm, seed, activation_checkpointing
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
-        self.engine = engine or TransformersEngine()
-        self.run = RunState()
+        self.engine, self.run = engine or TransformersEngine(), RunState()
 
     @property
     def steps_per_rollout(self) -> int:
@@ -191,6 +197,7 @@ class RLLightningModule(RunModule):
         self.engine.record(frozenset())
         if stage == "fit":
             self.engine.record(recorded_names(contributions, self.engine, self.keep))
+            check_pipelining(contributions, self.loss, engine=self.engine, max_staleness=self.max_staleness)
             prompts, ranks = self.prompt_stream.prompts_per_rollout, self.parallel.ranks
             check_sizes(prompts_per_rollout=prompts, minibatches=self.minibatches, world_size=ranks)
 
@@ -218,8 +225,9 @@ class RLLightningModule(RunModule):
             self.sources["policy"], self.sources["critic"], temperature=self.temperature, packed=self.packing,
             checkpointing=self.activation_checkpointing,
         )  # fmt: skip
-        if self.parallel.sharded and isinstance(self.engine, TransformersEngine):
-            self.run.replica = copy.deepcopy(built.model).requires_grad_(requires_grad=False)
+        if (self.parallel.sharded or self.max_staleness) and isinstance(self.engine, TransformersEngine):
+            replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(copy.deepcopy(built)))
+            self.run.replica = replica.model.requires_grad_(requires_grad=False)
         return built
 
     def _built_reference(self, built: PolicyModel | None) -> Scorer | None:
@@ -243,7 +251,7 @@ class RLLightningModule(RunModule):
     @override
     def on_fit_start(self) -> None:
         """Continues a loaded rollout or drops a stale one."""
-        self.run.begin(self.device, packed=self.packing)
+        self.begin()
 
     @override
     def on_train_start(self) -> None:
@@ -259,14 +267,34 @@ class RLLightningModule(RunModule):
         if batch.step != 0:
             where = f"step {batch.step} of rollout {batch.cycle}"
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
+        first = self._landed(batch.cycle) if self.max_staleness else None
         with self.run.times.phase("sync", self.device):
             self.sync(batch.cycle)
-        stream, collect = self.prompt_stream, self.collector().collect
-        groups = stream.prompts_per_rollout // self.parallel.ranks
-        self.run.held, stats = collect(stream.take, groups, cycle=batch.cycle, rank=self.parallel.rank)
+        stream, collector = self.prompt_stream, self.collector()
+        self.run.held, stats = collector.collect(
+            stream.take, stream.prompts_per_rollout // self.parallel.ranks, cycle=batch.cycle, rank=self.parallel.rank,
+            first=first, meanwhile=lambda: self._send_ahead(collector.drawer, batch, batch_idx),
+        )  # fmt: skip
+        self.run.ahead.collected(batch.cycle)
         self.rest()
         self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
         log_monitored(self, global_values(stats, self.device))
+
+    def _landed(self, cycle: int) -> Sampled | Sequence[Prompt] | None:
+        """What was generated ahead for a rollout."""
+        with self.run.times.phase("wait", self.device):
+            if self.run.contributions.offering("keep_groups"):
+                self.run.ahead.settle()  # groups that a filter drops are drawn again, so the engine has to be free
+            return self.run.ahead.landed(cycle)
+
+    def _send_ahead(self, drawer: Drawer, ticket: Ticket, batch_idx: int) -> None:
+        """Has the next rollouts generated in the background, as far as the run is known to go."""
+        stream, ranks = self.prompt_stream, self.parallel.ranks
+        share, end = stream.prompts_per_rollout // ranks, ticket.index + tickets_left(self.trainer, batch_idx)
+        for cycle in range(ticket.cycle + 1, ticket.cycle + 1 + self.max_staleness):
+            if cycle not in self.run.ahead and cycle * self.steps_per_rollout < end:
+                mine = dealt(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
+                self.run.ahead.send(cycle, mine, drawer, self.device)
 
     @override
     def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:

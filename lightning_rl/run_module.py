@@ -46,6 +46,7 @@ class RunModule(LightningModule):
     run: RunState
     group_size: int
     minibatches: int
+    max_staleness: int
     temperature: float
     keep: TokenFilter
     max_new_tokens: int
@@ -128,7 +129,8 @@ class RunModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds every rank's rollout in progress, counters and unlogged metrics."""
+        """Adds every rank's rollout in progress, those in flight, counters and unlogged metrics."""
+        self.run.ahead.settle()
         reference = self.run.reference
         checkpoint["lightning_rl"] = {
             "ranks": distributed.global_objects(self.run.state()),
@@ -142,7 +144,11 @@ class RunModule(LightningModule):
             return
         self.run.load(checkpoint["lightning_rl"], rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
-            self.run.begin(self.device, packed=self.packing)  # on_fit_start has been
+            self.begin()  # on_fit_start has been
+
+    def begin(self) -> None:
+        """Continues a loaded run or drops what an earlier fit left behind."""
+        self.run.begin(self.device, packed=self.packing, at=self.prompt_stream.at, max_staleness=self.max_staleness)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -151,6 +157,7 @@ class RunModule(LightningModule):
 
     def close_engine(self) -> None:
         """Ends what generates and gives its memory back; the next sync starts it again."""
+        self.run.ahead.close()
         self.engine.close()
         self.run.engine_started = False
 
@@ -166,7 +173,12 @@ class RunModule(LightningModule):
         return self.policy
 
     def sync(self, version: int) -> None:
-        """Gives the engine the policy's weights under a version number. Every rank takes part."""
+        """Gives the engine the policy's weights under a version number. Every rank takes part.
+
+        Rollouts in flight are waited for, or their tokens would come from other weights than their version says.
+        """
+        if not (self.engine.syncs_while_generating and version > self.engine.version):
+            self.run.ahead.settle()
         if not self.run.engine_started:
             if distributed.world_size() != self.trainer.world_size:
                 raise RuntimeError(
@@ -232,6 +244,7 @@ class RunModule(LightningModule):
             precise=precise,
             times=run.times,
             device=self.device,
+            max_staleness=self.max_staleness,
         )
 
 

@@ -2,7 +2,7 @@
 
     python recipes/quickstart.py
     python recipes/quickstart.py --algorithm ppo --engine vllm --seed 1
-    python recipes/quickstart.py --devices 2 --strategy fsdp2
+    python recipes/quickstart.py --devices 2 --strategy fsdp2 --max_staleness 1
 
 Every option is a keyword of `main`; to change anything else, copy this file. The task lies in `sorting_task.py`.
 """
@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
 from lightning_rl import GAE, PromptDataModule, RLLightningModule, VLLMEngine, grpo, warmup_then_linear
-from lightning_rl.callbacks import NoEOSMask
+from lightning_rl.callbacks import NoEOSMask, TruncatedIS
 
 GRPO = {"advantages": grpo, "group_size": 8}  # 32 prompts, 8 answers to each
 PPO = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # 256 prompts, a critic on the policy's hidden states
@@ -28,6 +28,7 @@ def main(
     engine: Literal["transformers", "vllm"] = "transformers",
     updates: int = 1,
     rollouts: int = 50,
+    max_staleness: int = 0,
     seed: int = 0,
     accelerator: str = "cpu",
     devices: int = 1,
@@ -41,14 +42,14 @@ def main(
         engine=VLLMEngine() if engine == "vllm" else None, minibatches=updates, max_new_tokens=12,
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(min(5, rollouts // 2) * updates, rollouts * updates),
-        seed=seed, **options,
+        max_staleness=max_staleness, seed=seed, **options,
     )  # fmt: skip
     rows = task.sorting_prompts(rollouts * prompts, seed=seed, exclude=held_out)
     data = PromptDataModule(rows, prompts, validation=held_out, seed=seed)
     trainer = Trainer(
-        accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=1, callbacks=[NoEOSMask()],
-        logger=CSVLogger("runs", "sorting"), log_every_n_steps=1, num_sanity_val_steps=0,
-        val_check_interval=min(5, rollouts) * updates,
+        accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=1, num_sanity_val_steps=0,
+        logger=CSVLogger("runs", "sorting"), log_every_n_steps=1, val_check_interval=min(5, rollouts) * updates,
+        callbacks=[NoEOSMask(), *([TruncatedIS()] if max_staleness else [])],
     )  # fmt: skip
     with task.report(trainer, module, data):
         trainer.fit(module, data)

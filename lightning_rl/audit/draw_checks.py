@@ -71,9 +71,13 @@ def ends(evidence: Evidence) -> list[Finding]:
 
 @check("versions")
 def versions(evidence: Evidence) -> list[Finding]:
-    """Every token was drawn with the weights of this rollout's sync; nothing else carries a version."""
-    rollout = evidence.rollout
-    wrong = rollout.action_mask & (rollout.policy_version != evidence.cycle)
+    """Every token was drawn with the weights of this rollout's sync, or of one that ``max_staleness`` allows; nothing
+    else carries a version.
+    """
+    rollout, oldest = evidence.rollout, max(evidence.cycle - evidence.module.max_staleness, 0)
+    age = evidence.cycle - rollout.policy_version
+    wrong = rollout.action_mask & ((age < 0) | (rollout.policy_version < oldest))
+    allowed = " to ".join(map(str, sorted({oldest, evidence.cycle})))
     stray = ~rollout.action_mask & (rollout.policy_version != -1)
     rows = (wrong | stray).any(-1)
     if not rows.any():
@@ -82,7 +86,7 @@ def versions(evidence: Evidence) -> list[Finding]:
     return [
         Finding(
             check="versions", culprit=f"engine {type(evidence.module.engine).__name__}",
-            expected=f"version {evidence.cycle} at every sampled token", observed=f"{seen}",
+            expected=f"version {allowed} at every sampled token", observed=f"{seen}",
             samples=rollout.sample_ids[rows][:4].tolist(), cure="pin the version before a request is sent",
         )
     ]  # fmt: skip

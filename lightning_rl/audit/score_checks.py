@@ -93,9 +93,9 @@ def weight_sync(evidence: Evidence) -> list[Finding]:
     it samples at the temperature that training assumes.
     """
     rows, module = evidence.rows, evidence.module
-    if rows.rollout_logprobs is None or not len(rows) or not (rows.policy_version == evidence.cycle).any():
+    if rows.rollout_logprobs is None or not len(rows):
         return []
-    valid = rows.valid_tokens
+    valid = rows.valid_tokens & (rows.policy_version == evidence.cycle)
     gap = (rows.rollout_logprobs - evidence.outputs.logprobs)[valid].double().abs()
     bound = tolerance_of(evidence)
     if not len(gap) or float(gap.mean()) <= bound:

@@ -97,9 +97,12 @@ class SignalAudit(RLCallback):
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        module, drawn = self._module, self._drawn
-        self._drawn, self._raw, self.seconds = {}, {}, 0.0
+        module, drawn, self._raw, self.seconds = self._module, dict(self._drawn), {}, 0.0
         cycle = 0 if module is None else max(module.engine.version, 0)
+        oldest_to_come = cycle + 1 - (0 if module is None else module.max_staleness)
+        for sample, (_, completion) in drawn.items():  # one by one, because a thread may be adding others
+            if completion.version < oldest_to_come:
+                del self._drawn[sample]
         if module is None or cycle % self.every_n_rollouts:
             return
         begin = time.perf_counter()

@@ -15,6 +15,7 @@ from lightning_rl.distributed.collectives import (
     GROUPS,
     any_process,
     draws,
+    failing_together,
     from_drawing,
     gathered_objects,
     global_concat,
@@ -31,8 +32,9 @@ from lightning_rl.distributed.parallel import Parallel
 from lightning_rl.distributed.zero import ZeRO
 
 __all__ = [
-    "GROUPS", "FSDP2Strategy", "Parallel", "any_process", "draws", "from_drawing", "gathered_objects", "global_concat",
-    "global_gather", "global_maximum", "global_objects", "global_sum", "parallel_of", "world_size",
+    "GROUPS", "FSDP2Strategy", "Parallel", "any_process", "draws", "failing_together", "from_drawing",
+    "gathered_objects", "global_concat", "global_gather", "global_maximum", "global_objects", "global_sum",
+    "parallel_of", "world_size",
 ]  # fmt: skip
 
 KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (

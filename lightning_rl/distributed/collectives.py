@@ -4,7 +4,8 @@ Ranks that split a layer between them (tensor parallelism) work on the same rows
 global here runs over the ranks whose rows differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,6 +69,32 @@ def global_concat(values: Tensor) -> Tensor:
 def global_maximum(numbers: Sequence[int], device: torch.device) -> list[int]:
     """The element-wise maximum of a list over all ranks."""
     return torch.stack(global_gather(torch.tensor(numbers, device=device))).amax(0).tolist()
+
+
+@contextmanager
+def failing_together(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+    """Raises on every rank if one fails inside. Every rank takes part.
+
+    Args:
+        what: is done inside, for the message.
+        kind: of error that is raised on every rank or on none.
+
+    Raises:
+        RuntimeError: on a rank that did not fail itself, naming those that did; of the kind if all their errors are.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised again once every rank knows
+        failure = error
+    kinds = gathered_objects(None if failure is None else isinstance(failure, kind))
+    failed = [rank for rank, other in enumerate(kinds) if other is not None]
+    alike = all(kinds[rank] for rank in failed)
+    if failure is not None and (alike or not isinstance(failure, kind)):
+        raise failure
+    if failed:
+        told = kind if alike else RuntimeError
+        raise told(f"expected {what} on every rank, but it failed on {failed}: see their errors") from failure
 
 
 def global_objects(mine: Anything) -> list[Anything]:

@@ -95,10 +95,13 @@ class Engine(ABC):
         scores: whether :meth:`score` works.
         sleeps: whether it sleeps between a rollout and the next sync, so that the trainer has its memory.
         holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong.
+        syncs_while_generating: whether it may take weights while it generates; a completion's tokens then differ in
+            version.
         canary: proves each sync of such a copy; None for no proof.
         dtype: of its weights, once it is started; None for that of the trainer.
         limit: most tokens of prompt and response together, once it is started; None for no limit.
         block: tokens that its prefix cache keeps together; 0 without such a cache.
+        collective: whether ranks draw from one engine together, so that all have to call :meth:`generate` alike.
         state: asleep, awake or synced.
         version: of the weights it holds.
     """
@@ -110,10 +113,12 @@ class Engine(ABC):
     scores: bool = False
     sleeps: bool = False
     holds_copy: bool = False
+    syncs_while_generating: bool = False
     canary: "Canary | None" = None
     dtype: torch.dtype | None = None
     limit: int | None = None
     block: int = 0
+    collective: bool = False
 
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
@@ -170,7 +175,8 @@ class Engine(ABC):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes over the trainer's weights under a version number; afterwards the engine is synced."""
-        self.wake()
+        if not (self.syncs_while_generating and self.state is EngineState.SYNCED):
+            self.wake()
         self._take(weights)
         self.state, self.version = EngineState.SYNCED, version
 

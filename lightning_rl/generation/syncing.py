@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from lightning_rl.distributed import gathered_objects
+from lightning_rl.distributed import failing_together
 from lightning_rl.generation.canary import Measured, computes_exactly, policy_in, trainer_values
 from lightning_rl.generation.engine import Engine, EngineState
 from lightning_rl.generation.tracing import first_difference, recording
@@ -70,15 +70,10 @@ def _ids(measured: Measured) -> tuple[int, ...]:
 @contextmanager
 def _together(engine: Engine) -> Iterator[None]:
     """Raises on every rank if one fails inside; the engines then count as not synced."""
-    failure: Exception | None = None
     try:
-        yield
-    except Exception as error:  # noqa: BLE001  raised again once every rank knows
-        failure = error
-    failed = [rank for rank, other in enumerate(gathered_objects(failure is not None)) if other]
-    if failed and engine.state is EngineState.SYNCED:
-        engine.state = EngineState.AWAKE
-    if failure is not None:
-        raise failure
-    if failed:
-        raise RuntimeError(f"expected a sync on every rank, but it failed on {failed}: see their errors")
+        with failing_together("a sync"):
+            yield
+    except Exception:
+        if engine.state is EngineState.SYNCED:
+            engine.state = EngineState.AWAKE
+        raise

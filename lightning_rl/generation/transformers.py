@@ -27,7 +27,8 @@ COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped
 
 class TransformersEngine(Engine):
     """The embedded engine. Decodes with the policy module itself, where a rank holds all of it; a sync then only takes
-    note of the version. Under a sharding strategy it decodes with a copy, into which a sync writes.
+    note of the version. Under a sharding strategy, or ahead of the trainer, it decodes with a copy, into which a sync
+    writes.
 
     Args:
         max_rows: most rows that decode together; bounds the memory of the KV cache.
@@ -165,8 +166,8 @@ class _Batch:
         self.lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self.finish = torch.full_like(self.lengths, Finish.LENGTH)
         self.limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
-        self.temperatures = torch.tensor([request.temperature for request in requests], device=device)
-        self.uniforms = torch.stack([_uniforms(request, longest) for request in requests]).to(device)
+        self.temperatures = torch.tensor([request.temperature for request in requests], dtype=exact, device=device)
+        self.uniforms = torch.stack([_uniforms(request, longest, exact) for request in requests]).to(device)
         width = max(len(request.eos_ids) for request in requests)
         eos = [sorted(request.eos_ids) + [-1] * (width - len(request.eos_ids)) for request in requests]
         self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device).reshape(len(requests), width)
@@ -284,5 +285,5 @@ class _Batch:
         return _Live(rows, alive, live.cache, output.logits[:, -1], mask, position + 1)
 
 
-def _uniforms(request: Request, length: int) -> Float[Tensor, " L"]:
-    return torch.rand(length, generator=torch.Generator().manual_seed(request.seed))
+def _uniforms(request: Request, length: int, dtype: torch.dtype) -> Float[Tensor, " L"]:
+    return torch.rand(length, dtype=dtype, generator=torch.Generator().manual_seed(request.seed))

@@ -113,6 +113,12 @@ class VLLMEngine(Engine):
         """Whether it gives its memory back after each rollout."""
         return torch.cuda.is_available() if self._wants_sleep is None else self._wants_sleep
 
+    @property
+    @override
+    def collective(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether ranks draw from one engine together."""
+        return self.options.get("tensor_parallel_size", 1) > 1
+
     @override
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Builds vLLM, with random weights. The process group has to exist if there will be one.

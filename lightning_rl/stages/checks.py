@@ -152,6 +152,42 @@ def check_estimator(contributions: Contributions, estimator: Estimator, *, criti
         )
 
 
+def check_pipelining(contributions: Contributions, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:
+    """Refuses an engine that cannot generate while the policy trains, and warns if nothing corrects for old samples.
+
+    Raises:
+        ValueError: naming the engine and the fix.
+    """
+    name = type(engine).__name__
+    if max_staleness == 0:
+        return
+    if engine.sleeps:
+        raise ValueError(
+            f"expected an engine that stays awake while the policy trains, because max_staleness={max_staleness}, got "
+            f"{name} that gives its memory back after each rollout: use {name}(sleeps=False), or max_staleness=0"
+        )
+    if engine.collective:
+        raise ValueError(
+            f"expected an engine for each rank, because max_staleness={max_staleness} generates while the ranks talk "
+            f"to each other, got a {name} that they share: use {name}(tensor_parallel_size=1), or max_staleness=0"
+        )
+    if max_staleness > 1 and not engine.syncs_while_generating:
+        raise ValueError(
+            f"expected max_staleness=1 with {name}, got {max_staleness}: it cannot take weights while it generates, so "
+            "every rollout in flight would be waited for before each sync: use 1, or an engine on a server"
+        )
+    correcting = {*contributions.offering("token_weight"), *contributions.offering("token_mask")}
+    correcting |= {*contributions.offering("sequence_mask")}
+    reads = [*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))]
+    if "rollout_logprobs" not in reads:
+        cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
+        warnings.warn(
+            f"max_staleness={max_staleness} trains on samples of earlier weights, and nothing corrects for it: add "
+            f"{cure}() to the callbacks",
+            stacklevel=2,
+        )
+
+
 def check_entropy(contributions: Contributions, entropy_coef: float) -> None:
     """Refuses two entropy bonuses.
 
@@ -204,6 +240,17 @@ def check_counts(**numbers: int) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"expected {name} to be a whole number above 0, got {number!r}")
+
+
+def check_whole(**numbers: int) -> None:
+    """Refuses arguments that are not whole numbers of at least 0.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"expected {name} to be a whole number of at least 0, got {number!r}")
 
 
 def check_coefficients(**numbers: float) -> None:

@@ -1,6 +1,6 @@
 """Collect: the stages from prompts to a finished rollout, in their order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.rollout import Rollout
 from lightning_rl.stages.draw import Drawer
 from lightning_rl.stages.held import Held
+from lightning_rl.stages.sampled import Sampled
 from lightning_rl.stages.score import scored
 from lightning_rl.stages.signal import excluding, with_signal
 from lightning_rl.timing import PhaseTimes
@@ -37,6 +38,7 @@ class Collector:
         precise: context of every forward, for the precision of the run.
         times: takes the seconds of each phase.
         device: where the rollout ends up.
+        max_staleness: how many rollouts old the weights may be that drew a token.
     """
 
     drawer: Drawer
@@ -51,13 +53,36 @@ class Collector:
     precise: Callable[[], AbstractContextManager[object]]
     times: PhaseTimes
     device: torch.device
+    max_staleness: int = 0
 
     def collect(
-        self, take: Callable[[int], list[Prompt]], groups: int, *, cycle: int, rank: int
+        self,
+        take: Callable[[int], list[Prompt]],
+        groups: int,
+        *,
+        cycle: int,
+        rank: int,
+        first: Sampled | Sequence[Prompt] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[Held, dict[str, Stat]]:
-        """One rollout of ``groups`` groups on this rank, with its plan and statistics."""
+        """One rollout of ``groups`` groups on this rank, with its plan and statistics.
+
+        Args:
+            take: the next prompts.
+            groups: how many.
+            cycle: number of the rollout.
+            rank: this one.
+            first: the first round of the draw, if its prompts were taken or even sampled ahead.
+            meanwhile: called once, as soon as nothing more is asked of the engine for this rollout.
+        """
+        free = isinstance(first, Sampled) and not self.contributions.offering("keep_groups")
+        if free:
+            meanwhile()
         with self.times.phase("draw", self.device):
-            rollout, drawn = self.drawer.draw(take, groups, cycle=cycle, rank=rank)
+            rollout, drawn = self.drawer.draw(take, groups, cycle=cycle, rank=rank, first=first)
+        if not free:
+            meanwhile()
+        check_staleness(rollout, cycle, self.max_staleness)
         with self.times.phase("score", self.device), self.precise():
             rollout, excluded = excluding(rollout, self.contributions)
             plan = make_plan(
@@ -75,6 +100,22 @@ class Collector:
         self.contributions.observe(rollout)
         measured = self.contributions.rollout_metrics(rollout)
         return held, {**drawn, **excluded, **signal, **staleness(rollout, cycle), **measured}
+
+
+def check_staleness(rollout: Rollout, cycle: int, most: int) -> None:
+    """Refuses tokens of weights that are too old.
+
+    Raises:
+        RuntimeError: naming sample, version and bound.
+    """
+    late = rollout.action_mask & (cycle - rollout.policy_version > most)
+    if late.any():
+        row, position = late.nonzero()[0].tolist()
+        raise RuntimeError(
+            f"expected tokens of rollout {cycle} from weights at most {most} rollouts old (max_staleness), got version "
+            f"{int(rollout.policy_version[row, position])} at row {row} (sample {int(rollout.sample_ids[row])}), "
+            f"response position {position}"
+        )
 
 
 def staleness(rollout: Rollout, cycle: int) -> dict[str, Stat]:

@@ -17,6 +17,7 @@ from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.policy.kept import holds
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import GREEDY_SCORE, KEPT, ROUTES, Finish, Rollout, concatenate
+from lightning_rl.stages.sampled import Order, Sampled
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
@@ -60,9 +61,23 @@ class Drawer:
     keep: TokenFilter = NO_FILTER
 
     def draw(
-        self, take: Callable[[int], list[Prompt]], number: int, *, cycle: int, rank: int
+        self,
+        take: Callable[[int], list[Prompt]],
+        number: int,
+        *,
+        cycle: int,
+        rank: int,
+        first: Sampled | Sequence[Prompt] | None = None,
     ) -> tuple[Rollout, dict[str, Stat]]:
-        """``number`` groups for this rank. Ranks agree between the rounds; within one there is no collective."""
+        """``number`` groups for this rank. Ranks agree between the rounds; within one there is no collective.
+
+        Args:
+            take: the next prompts.
+            number: how many groups.
+            cycle: number of the rollout.
+            rank: this one.
+            first: the first round, if its prompts were taken or even sampled before.
+        """
         kept: list[Rollout] = []
         missing, filtered = number, 0
         rounds = max((filtering.most_rounds for filtering in self.contributions.offering("keep_groups")), default=1)
@@ -70,7 +85,12 @@ class Drawer:
             wanted = global_objects(missing)
             if not sum(wanted):
                 break
-            part = self.sample(dealt(take(sum(wanted)), wanted)[rank], cycle, greedy_baseline=self.greedy_baseline)
+            if isinstance(first, Sampled):
+                part = self.scored(first)
+            else:
+                prompts = dealt(take(sum(wanted)), wanted)[rank] if first is None else first
+                part = self.sample(prompts, cycle, greedy_baseline=self.greedy_baseline)
+            first = None
             part = part.replace(rewarded=part.rewarded & self.contributions.reward_mask(part))
             keep = _whole_groups(part, self.contributions.keep_groups(part))
             kept.append(part.select(keep))
@@ -92,15 +112,41 @@ class Drawer:
         greedy_baseline: bool = False,
     ) -> Rollout:
         """Generates and scores ``group_size`` samples of each prompt, and a greedy answer that never trains."""
+        order = self.order(
+            prompts, cycle, group_size=group_size, temperature=temperature, greedy_baseline=greedy_baseline
+        )
+        return self.scored(self.sampled(order))
+
+    def order(
+        self,
+        prompts: Sequence[Prompt],
+        cycle: int,
+        *,
+        group_size: int | None = None,
+        temperature: float | None = None,
+        greedy_baseline: bool = False,
+    ) -> Order:
+        """What :meth:`sample` asks the engine for."""
         size = self.group_size if group_size is None else group_size
         prompts = prompts if draws() else []
         requests = self.requests(prompts, cycle, size, temperature)
-        greedy = self.requests(prompts, cycle, 1, 0.0, first_id=GREEDY_IDS) if greedy_baseline else []
-        completions = self.completed([*requests, *greedy])
-        rollout = self._rollout([prompt for prompt in prompts for _ in range(size)], requests, completions)
-        if greedy_baseline:
-            answered = self._rollout(list(prompts), greedy, completions[len(requests) :])
-            rollout = self._with_baseline(rollout, answered, size)
+        greedy = self.requests(prompts, cycle, 1, 0.0, first_id=GREEDY_IDS) if greedy_baseline else None
+        return Order(prompts=prompts, requests=requests, greedy=greedy)
+
+    def sampled(self, order: Order) -> Sampled:
+        """Generates. Runs no code of rewards or corrections and has no collective, so any thread may do it."""
+        completions, number = self.completed([*order.requests, *(order.greedy or ())]), len(order.requests)
+        samples = self._rollout(_each(order.prompts, number), order.requests, completions)
+        if order.greedy is None:
+            return Sampled(prompts=order.prompts, samples=samples)
+        greedy = self._rollout(order.prompts, order.greedy, completions[number:])
+        return Sampled(prompts=order.prompts, samples=samples, greedy=greedy)
+
+    def scored(self, sampled: Sampled) -> Rollout:
+        """Samples with their rewards, and with the score of the greedy answers that came with them."""
+        rollout = self._rewarded(_each(sampled.prompts, len(sampled.samples)), sampled.samples)
+        if sampled.greedy is not None:
+            rollout = self._with_baseline(rollout, self._rewarded(sampled.prompts, sampled.greedy))
         return from_drawing(rollout)
 
     def requests(
@@ -137,7 +183,8 @@ class Drawer:
         """A completion as the rewards see it."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _with_baseline(self, rollout: Rollout, greedy: Rollout, size: int) -> Rollout:
+    def _with_baseline(self, rollout: Rollout, greedy: Rollout) -> Rollout:
+        size = len(rollout) // max(len(greedy), 1)
         rewarded = greedy.rewarded & self.contributions.reward_mask(greedy)
         score = torch.where(rewarded, greedy.rewards, 0.0)
         bonus = self.contributions.reward_bonus(greedy)
@@ -145,17 +192,24 @@ class Drawer:
         known = rollout.rewarded & rewarded.repeat_interleave(size)
         return rollout.replace(rewarded=known, extras={**rollout.extras, GREEDY_SCORE: score})
 
-    def _rollout(self, prompts: list[Prompt], requests: list[Request], completions: list[Completion]) -> Rollout:
-        completions = completions[: len(requests)]
-        ids = [completion.token_ids for completion in completions]
+    def _rewarded(self, prompts: Sequence[Prompt], rollout: Rollout) -> Rollout:
+        lengths = rollout.response_lengths.tolist()
+        ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
         keys = sorted({key for prompt in prompts for key in prompt.columns})
         scores = self.rewards(
             [prompt.content for prompt in prompts],
             [self.text(row) for row in ids],
-            completion_ids=[list(row) for row in ids],
+            completion_ids=ids,
             columns={key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
             dtype=self.dtype,
         )
+        return rollout.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=scores.scored & rollout.trained)
+
+    def _rollout(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]
+    ) -> Rollout:
+        completions = completions[: len(requests)]
+        ids = [completion.token_ids for completion in completions]
         response, lengths = _padded([torch.tensor(row, dtype=torch.int64) for row in ids], torch.int64)
         prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
         actions = torch.arange(response.shape[1]) < lengths[:, None]
@@ -181,15 +235,14 @@ class Drawer:
             finish=torch.tensor([completion.finish for completion in completions], dtype=torch.uint8),
             policy_version=torch.where(actions, versions[:, None], -1),
             trained=trained,
-            rewarded=scores.scored & trained,
-            rewards=scores.total,
-            task_rewards=scores.raw,
+            rewarded=torch.zeros_like(trained),
+            rewards=torch.zeros(len(ids), dtype=self.dtype),
             rollout_logprobs=self._logprobs(completions) if self.logprobs else None,
             token_extras=token_extras,
             prompt_extras=prompt_extras,
         )
 
-    def _logprobs(self, completions: list[Completion]) -> Tensor:
+    def _logprobs(self, completions: Sequence[Completion]) -> Tensor:
         given = [completion.logprobs for completion in completions]
         for completion, row in zip(completions, given, strict=True):
             if row is None or len(row) != len(completion.token_ids):
@@ -210,6 +263,11 @@ def _recorded(rows: list[Mapping[str, Tensor]], lengths: Tensor, names: frozense
                 raise ValueError(f"expected {name} of each of {length} tokens from the engine, got {got}")
         found[name], _ = _padded([extras[name] for extras in rows], rows[0][name].dtype if rows else torch.uint8)
     return found
+
+
+def _each(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
+    """The prompt of each of so many rows, the same number for each prompt."""
+    return [prompt for prompt in prompts for _ in range(rows // len(prompts))]
 
 
 def dealt(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:

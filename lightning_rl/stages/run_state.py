@@ -1,6 +1,6 @@
 """RunState: everything that a run knows besides its weights, and what of it a checkpoint keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_rl.data import Prompt
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.metrics import MetricLog, RunningStats
 from lightning_rl.policy import Scorer
+from lightning_rl.stages.ahead import Ahead
 from lightning_rl.stages.checks import Needs
 from lightning_rl.stages.held import Held
 from lightning_rl.timing import PhaseTimes
@@ -26,10 +28,11 @@ class RunState:
         contributions: the corrections, found at setup.
         needs: which optional passes have to run.
         reference: the frozen policy, if something reads it.
-        replica: what the embedded engine decodes with, where a rank holds only a part of the policy.
+        replica: what the embedded engine decodes with, where a rank lacks parts of the policy or trains it meanwhile.
         eos_ids: ids that end a response.
         engine_started: whether the engine can take weights.
         held: the rollout in progress.
+        ahead: the rollouts in flight.
         metrics: what has not been logged yet.
         validation: the same of the validation that runs.
         times: seconds by phase.
@@ -46,6 +49,7 @@ class RunState:
     eos_ids: frozenset[int] = frozenset()
     engine_started: bool = False
     held: Held | None = None
+    ahead: Ahead = field(default_factory=Ahead)
     metrics: MetricLog = field(default_factory=MetricLog)
     validation: RunningStats = field(default_factory=RunningStats)
     times: PhaseTimes = field(default_factory=PhaseTimes)
@@ -86,14 +90,28 @@ class RunState:
         """This rank's part of a checkpoint, in values that load under ``weights_only=True``."""
         return {
             "held": None if self.held is None else self.held.state(),
+            "ahead": self.ahead.state(),
             "metrics": self.metrics.state(),
             "skipped": self.skipped,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
-    def begin(self, device: torch.device, *, packed: bool) -> None:
-        """Starts a fit: continues from what was loaded, or drops a rollout that an earlier fit left behind."""
+    def begin(
+        self, device: torch.device, *, packed: bool, at: Callable[[Iterable[int]], list[Prompt]], max_staleness: int
+    ) -> None:
+        """Starts a fit: continues from what was loaded, or drops a rollout that an earlier fit left behind.
+
+        Args:
+            device: where the rollout in progress belongs.
+            packed: whether microbatches are free of padding.
+            at: the prompts at some places of the stream.
+            max_staleness: how many rollouts may be in flight.
+
+        Raises:
+            ValueError: if the checkpoint has more of them.
+        """
         loaded, self.loaded, self.held = self.loaded, None, None
+        self.ahead.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device), 0, 0
         if self.reference is not None:
             self.reference.to(device)
@@ -101,6 +119,12 @@ class RunState:
             return
         self.metrics.load(loaded["metrics"])
         self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
+        if len(loaded["ahead"]) > max_staleness:
+            raise ValueError(
+                f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "
+                f"{len(loaded['ahead'])}: resume with max_staleness={len(loaded['ahead'])}"
+            )
+        self.ahead.load(loaded["ahead"], at)
         if loaded["held"] is not None:
             self.held = Held.from_state(loaded["held"], device, packed=packed)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl import Canary, CanaryError, FakeEngine, TransformersEngine
-from lightning_rl.generation import Engine, EngineState, syncing
+from lightning_rl.distributed import collectives
+from lightning_rl.generation import Engine, EngineState
 from lightning_rl.generation.canary import Measured, Values, canary_of
 from lightning_rl.generation.syncing import synchronise
 from lightning_rl.generation.weight_sync import Stream
@@ -156,7 +157,7 @@ def test_an_engine_that_only_generates_is_compared_by_what_it_draws() -> None:
 def test_a_rank_whose_neighbour_failed_raises_and_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tiny_policy())
     run.sync()
-    monkeypatch.setattr(syncing, "gathered_objects", lambda mine: [mine, True])
+    monkeypatch.setattr(collectives, "gathered_objects", lambda mine: [mine, True])
     with pytest.raises(RuntimeError, match=r"expected a sync on every rank, but it failed on \[1\]"):
         run.sync()
     assert run.engine.state is EngineState.AWAKE

@@ -1,6 +1,6 @@
 """Requests, their seeds, and the states of an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -108,3 +108,21 @@ def test_transformers_needs_a_model_and_at_least_one_row() -> None:
         engine.generate([a_request()])
     with pytest.raises(ValueError, match="expected max_rows >= 1, got 0"):
         TransformersEngine(max_rows=0)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_only_an_engine_that_syncs_while_it_generates_may_generate_during_a_sync(meanwhile: bool) -> None:
+    states: list[EngineState] = []
+
+    class Watched(FakeEngine):
+        syncs_while_generating = meanwhile
+
+        def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            states.append(self.state)
+            super()._take(weights)
+
+    engine = Watched(lambda _: [2])
+    for version in (0, 1):
+        engine.load_weights([], version)
+    assert states == [EngineState.AWAKE, EngineState.SYNCED if meanwhile else EngineState.AWAKE]
+    assert (engine.state, engine.version) == (EngineState.SYNCED, 1)

@@ -181,7 +181,7 @@ def test_a_token_of_probability_zero_is_never_drawn(temperature: float) -> None:
 
 
 def test_not_even_for_a_random_number_of_exactly_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "_uniforms", lambda _, length: torch.zeros(length))
+    monkeypatch.setattr(transformers, "_uniforms", lambda _, length, dtype: torch.zeros(length, dtype=dtype))
     model = constant([-torch.inf, -torch.inf, 0.0, 1.0], eos=None)
     assert what(draw(model, requests_for([(3,)], max_new_tokens=2))) == [((2, 2), Finish.LENGTH)]
 

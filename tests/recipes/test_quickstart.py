@@ -17,6 +17,8 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.py"
         *(pytest.param(f"--seed {seed}", marks=pytest.mark.long) for seed in (1, 2, 3, 4)),
         pytest.param("--algorithm ppo", marks=pytest.mark.long),
         pytest.param("--updates 4", marks=pytest.mark.long),
+        *(pytest.param(f"--max_staleness 1 --seed {seed}", marks=pytest.mark.long) for seed in (0, 1)),
+        pytest.param("--max_staleness 1 --algorithm ppo", marks=pytest.mark.long),
     ],
 )
 def test_held_out_greedy_accuracy_rises(options: str, tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from lightning_rl.callbacks import (
     OPSM,
     DynamicSampling,
     EntropyBonus,
+    IcePop,
     NoEOSMask,
     OffPolicyIS,
     OverlongPenalty,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    TruncatedIS,
 )
 from lightning_rl.hooks.callback import Ratio
 from lightning_rl.losses import resolve_loss
@@ -27,10 +29,12 @@ from lightning_rl.stages.checks import (
     Needs,
     check_entropy,
     check_estimator,
+    check_pipelining,
     check_positive,
     check_ratios,
     check_reads,
     check_sizes,
+    check_whole,
     check_whole_rollouts,
 )
 
@@ -268,3 +272,67 @@ def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCall
         check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=1)
     check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=2)
     check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)
+
+
+def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
+    """The check with an engine that has some attributes."""
+    generating = FakeEngine(lambda _: [])
+    vars(generating).update(engine)
+    check_pipelining(
+        Contributions(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "message"),
+    [
+        ({"sleeps": True}, 1, r"an engine that stays awake .*: use FakeEngine\(sleeps=False\), or max_staleness=0"),
+        (
+            {"collective": True},
+            1,
+            r"an engine for each rank, .*: use FakeEngine\(tensor_parallel_size=1\), or max_stal",
+        ),
+        ({}, 2, "expected max_staleness=1 with FakeEngine, got 2: it cannot take weights while it .* use 1, or an"),
+    ],
+    ids=["sleeps", "is-shared", "cannot-sync-meanwhile"],
+)
+def test_an_engine_that_cannot_generate_ahead_is_refused_with_the_fix(
+    engine: dict[str, Any], number: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipelining(TruncatedIS(), max_staleness=number, **engine)
+    pipelining(max_staleness=0, **engine)
+    pipelining(TruncatedIS(), max_staleness=2, syncs_while_generating=True)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "loss", "cure"),
+    [
+        ([], ClippedSurrogate(), "TruncatedIS"),
+        ([OPSM()], ClippedSurrogate(), "TruncatedIS"),
+        ([RolloutKL()], Reinforce(), "OffPolicyIS"),
+    ],
+)
+def test_samples_of_earlier_weights_without_a_correction_warn_and_name_one(
+    callbacks: list[RLCallback], loss: Any, cure: str
+) -> None:
+    with pytest.warns(
+        UserWarning, match=rf"max_staleness=1 .* nothing corrects for it: add {cure}\(\) to the callback"
+    ):
+        pipelining(*callbacks, loss=loss)
+
+
+@pytest.mark.parametrize("correction", [TruncatedIS(), IcePop(), OPSM(against="rollout")])
+def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correction: RLCallback) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipelining(correction)
+        pipelining(OffPolicyIS(), loss=Reinforce())
+        pipelining(max_staleness=0)
+
+
+@pytest.mark.parametrize("number", [-1, 0.5, True])
+def test_a_staleness_that_is_no_whole_number_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected max_staleness to be a whole number of at least 0, got {number}"):
+        check_whole(max_staleness=number)
+    check_whole(max_staleness=0)

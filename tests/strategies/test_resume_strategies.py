@@ -30,9 +30,10 @@ def checked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[Any, lis
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["0", "1"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_one_device_resumes_bitwise(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = checked(capsys, "--algorithm", algorithm)
+def test_one_device_resumes_bitwise(algorithm: str, staleness: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = checked(capsys, "--algorithm", algorithm, "--max_staleness", staleness)
     assert code == 0 and lines[-1] == "bitwise equal"
     assert [line.split() for line in lines if line[:1].isdigit()][1:] == [[str(n)] + ["equal"] * 5 for n in range(1, 6)]
 
@@ -55,7 +56,7 @@ def test_a_recipe_that_would_start_its_ranks_itself_is_sent_to_torchrun() -> Non
 
 @pytest.mark.slow
 def test_two_ranks_resume_bitwise_and_save_what_they_should(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, tmp_path, "ddp:ppo,fsdp2:grpo,zero2:grpo", "3", "ddp,fsdp2")
+    run_ranks(__file__, 2, tmp_path, "ddp:ppo,fsdp2:grpo,zero2:grpo,ddp:grpo:1", "3", "ddp,fsdp2")
     for strategy in ("ddp", "fsdp2"):
         path = tmp_path / f"{strategy}.ckpt"
         check_contents(torch.load(path, weights_only=True))
@@ -66,7 +67,7 @@ def test_two_ranks_resume_bitwise_and_save_what_they_should(tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_resume_bitwise_after_every_step(strategy: str, tmp_path: Path) -> None:
-    run_ranks(__file__, 2, tmp_path, f"{strategy}:grpo,{strategy}:ppo", "1", "")
+    run_ranks(__file__, 2, tmp_path, f"{strategy}:grpo,{strategy}:ppo,{strategy}:grpo:1,{strategy}:ppo:1", "1", "")
 
 
 @pytest.mark.long
@@ -119,9 +120,10 @@ class Saves(Callback):
 def rank(folder: Path, checks: list[str], first: int, strategies: list[str]) -> None:
     """One rank: resume-check of some recipes, then a checkpoint each; or, alone, the attempt to resume from those."""
     alone = os.environ["WORLD_SIZE"] == "1"
-    for strategy, algorithm in (check.split(":") for check in checks):
+    for strategy, algorithm, *staleness in (check.split(":") for check in checks):
         options = ["--strategy", strategy, "--algorithm", algorithm, "--ranks", "2"]
-        assert resume_check(RECIPE, options, steps=STEPS, first=first) == 0, (strategy, algorithm)
+        options += ["--max_staleness", *staleness] if staleness else []
+        assert resume_check(RECIPE, options, steps=STEPS, first=first) == 0, options
     for strategy in strategies:
         path, where = folder / f"{strategy}.ckpt", STRATEGIES[strategy]()
         if alone:

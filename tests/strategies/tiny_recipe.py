@@ -13,9 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, warmup_then_linear
-from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask, ReferenceKL, RewardNormalization, RolloutKL
+from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask, ReferenceKL, RewardNormalization, RolloutKL, TruncatedIS
 
-GRPO: dict[str, Any] = {"engine_logprobs": True}
 PPO: dict[str, Any] = {"advantages": "gae", "critic": "shared", "group_size": 2}
 
 
@@ -46,24 +45,26 @@ class Forgetful(RLCallback):
 FAULTS: dict[str, type[Callback]] = {"unseeded": Unseeded, "forgetful": Forgetful}
 
 
-def corrections(algorithm: str) -> list[Callback]:
-    """Some with state of their own, some that need the reference."""
+def corrections(algorithm: str, max_staleness: int) -> list[Callback]:
+    """Some with state of their own, some that need the reference, one for samples of earlier weights."""
+    stale = [TruncatedIS()] * bool(max_staleness)
     if algorithm == "ppo":
-        return [NoEOSMask(), AdaptiveKL(0.05, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
-    return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
+        return [NoEOSMask(), AdaptiveKL(0.05, target=0.01, horizon=20), RewardNormalization(clip=1.0), *stale]
+    return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True), *stale]
 
 
-def main(strategy: str = "", algorithm: str = "grpo", ranks: int = 1, fault: str = "") -> None:
+def main(strategy: str = "", algorithm: str = "grpo", ranks: int = 1, fault: str = "", max_staleness: int = 0) -> None:
     """Four optimizer steps for each rollout and pass over the prompts."""
     module = tiny_module(
         minibatches=2, epochs=2, token_budget=30, max_new_tokens=12, lr_scheduler=warmup_then_linear(2, 20),
-        **(PPO if algorithm == "ppo" else GRPO),
+        engine_logprobs=True, max_staleness=max_staleness, **(PPO if algorithm == "ppo" else {}),
     )  # fmt: skip
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     quiet = partial(Trainer, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     trainer = quiet(
         accelerator="cpu", devices=ranks, max_epochs=2, val_check_interval=3, check_val_every_n_epoch=None,
-        callbacks=[*corrections(algorithm), *([FAULTS[fault]()] if fault else [])], logger=False, **where,
+        callbacks=[*corrections(algorithm, max_staleness), *([FAULTS[fault]()] if fault else [])], logger=False,
+        **where,
     )  # fmt: skip
     trainer.fit(module, tiny_prompts(4, 4, validation=[[2, 3], [5]]))
 
@@ -73,4 +74,5 @@ if __name__ == "__main__":
     for option in ("strategy", "algorithm", "fault"):
         parser.add_argument(f"--{option}", default={"algorithm": "grpo"}.get(option, ""))
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--max_staleness", type=int, default=0)
     main(**vars(parser.parse_args()))
