@@ -313,6 +313,7 @@ class RLLightningModule(RunModule):
                 gradient = self._accumulated(held, microbatches)
                 norm = self._stepped()
             self._measure(gradient, norm, tokens)
+            outputs |= {**gradient.parts, "optim/grad_norm": norm}
             outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
         else:
             self.run.skipped += 1

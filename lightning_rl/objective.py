@@ -87,6 +87,7 @@ class Objective:
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
             measured = policy_metrics(view), self.loss.metrics(view), self.contributions.metrics(view)
+            self.contributions.observe_update(view)
         return LossParts(total, detached, disjoint(stats, *measured))
 
 

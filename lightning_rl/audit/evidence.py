@@ -80,9 +80,7 @@ class Evidence:
     def contributions(self) -> Provided:
         """The corrections, without those that only look on."""
         own = self.module.run.contributions.callbacks
-        return Provided(
-            [callback for callback in own if callback.contributes - {"observe", "provide", "rollout_metrics"}]
-        )
+        return Provided([callback for callback in own if callback.contributes - RLCallback.LOOKING])
 
     @cached_property
     def groups(self) -> Rollout:

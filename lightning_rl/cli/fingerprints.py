@@ -1,6 +1,5 @@
 """Fingerprints: hashes of everything that has to be equal after each optimizer step of two equal runs."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl.hooks import RLCallback
+from lightning_rl.policy.hashing import hashed
 from lightning_rl.rollout import Rollout
 from lightning_rl.run_module import RunModule
 
@@ -72,15 +72,3 @@ def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
                     yield f"{number}/{key}", value
-
-
-def hashed(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of names, shapes, types and bytes, in order."""
-    digest = hashlib.blake2b(digest_size=6)
-    for name, tensor in tensors:
-        local = getattr(tensor, "to_local", lambda own=tensor: own)()
-        # A clone, because numpy would pin memory that FSDP1 only lends.
-        plain = local.detach().cpu().clone(memory_format=torch.contiguous_format)
-        digest.update(f"{name} {list(plain.shape)} {plain.dtype}".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

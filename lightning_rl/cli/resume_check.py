@@ -1,22 +1,19 @@
 """resume-check: runs a recipe once, then again from a checkpoint of every step, and compares everything."""
 
 import argparse
-import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.cli.fingerprints import KINDS, Fingerprint, Fingerprints
+from lightning_rl.cli.recipes import Ended, check_started, intercepted, run_script
 
 Taken = dict[int, Fingerprint]
 
@@ -33,10 +30,6 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     checking.set_defaults(
         run=lambda given, options: resume_check(given.recipe, options, steps=given.steps, first=given.first)
     )
-
-
-class _Fitted(Exception):  # noqa: N818
-    """Ends a recipe after its fit."""
 
 
 class _SaveEach(Callback):
@@ -96,41 +89,17 @@ def _run(
     prints = Fingerprints()
 
     def fit(trainer: Trainer, original: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        _check_started(trainer)
+        check_started(trainer)
         callbacks = cast(list[Callback], vars(trainer)["callbacks"])
         callbacks.extend([prints] if save_to is None else [prints, _SaveEach(save_to)])
         trainer.fit_loop.epoch_loop.max_steps = steps
         trainer.fit_loop.max_epochs = -1
         original(trainer, *arguments, **{**keywords, "ckpt_path": resume_from})
-        raise _Fitted
+        raise Ended
 
-    with _intercepted(fit), patch.object(sys, "argv", [str(recipe), *options]):
-        sys.path.insert(0, str(recipe.parent.resolve()))
-        try:
-            runpy.run_path(str(recipe), run_name="__main__")
-        except _Fitted:
-            return prints.taken
-        finally:
-            sys.path.pop(0)
-    raise SystemExit(f"expected {recipe} to call Trainer.fit, but it ended without")
-
-
-def _check_started(trainer: Trainer) -> None:
-    strategy = trainer.strategy
-    if not isinstance(strategy, ParallelStrategy) or trainer.world_size == 1:
-        return
-    if strategy.cluster_environment is None or not strategy.cluster_environment.creates_processes_externally:
-        raise SystemExit(
-            f"expected one process for each of {trainer.world_size} ranks, got a Trainer that would start them itself: "
-            f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli resume-check ..."
-        )
-
-
-@contextmanager
-def _intercepted(fit: Callable[..., None]) -> Iterator[None]:
-    original = Trainer.fit
-    with patch.object(Trainer, "fit", lambda self, *given, **named: fit(self, original, *given, **named)):
-        yield
+    with intercepted(fit=fit):
+        run_script(recipe, options)
+    return prints.taken
 
 
 def _difference(whole: Taken, resumed: Taken, step: int) -> list[tuple[str, int, str]]:

@@ -55,6 +55,7 @@ class RLCallback(Callback):
         compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
         trains_entropy: whether its loss term needs the gradient of ``view.entropy``.
         most_rounds: how often prompts are drawn at most until enough groups are kept, if it filters groups.
+        LOOKING: the methods by which a callback only looks on, or brings what others read.
     """
 
     name: str = ""
@@ -83,6 +84,12 @@ class RLCallback(Callback):
         "rollout_metrics",
         "metrics",
         "observe",
+        "observe_drawn",
+        "observe_update",
+    )
+
+    LOOKING: ClassVar[frozenset[str]] = frozenset(
+        ("observe", "observe_drawn", "observe_update", "provide", "rollout_metrics")
     )
 
     @property
@@ -157,3 +164,9 @@ class RLCallback(Callback):
 
     def observe(self, rollout: Rollout) -> None:
         """Looks at a finished rollout."""
+
+    def observe_drawn(self, rollout: Rollout) -> None:
+        """Looks at the samples of one round of drawing, scored, before any of them is masked or filtered."""
+
+    def observe_update(self, view: LossView) -> None:
+        """Looks at a microbatch of an optimizer step, between its loss and its backward."""

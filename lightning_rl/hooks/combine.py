@@ -162,6 +162,16 @@ class Contributions:
         for _ in self._each("observe", rollout, None):
             pass
 
+    def observe_drawn(self, rollout: Rollout) -> None:
+        """Shows what one round drew."""
+        for _ in self._each("observe_drawn", rollout, None):
+            pass
+
+    def observe_update(self, view: LossView) -> None:
+        """Shows a microbatch of an optimizer step."""
+        for _ in self._each("observe_update", view, None):
+            pass
+
     def _each(self, method: str, seen: Rollout, shape: str | None) -> Iterator[tuple[RLCallback, Any]]:
         for callback in self._by_method[method]:
             before = seen.versions()

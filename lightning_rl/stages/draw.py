@@ -91,6 +91,7 @@ class Drawer:
                 prompts = dealt(take(sum(wanted)), wanted)[rank] if first is None else first
                 part = self.sample(prompts, cycle, greedy_baseline=self.greedy_baseline)
             first = None
+            self.contributions.observe_drawn(part)
             part = part.replace(rewarded=part.rewarded & self.contributions.reward_mask(part))
             keep = _whole_groups(part, self.contributions.keep_groups(part))
             kept.append(part.select(keep))

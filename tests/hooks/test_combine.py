@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rl import Contributions, LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.callbacks import OPSM
 
-AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
+AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics", "observe_update"}
 METHODS = [method for method in RLCallback.METHODS if method != "forward_context"]
 
 
@@ -56,6 +56,8 @@ def right(method: str, name: str, seed: int = 0) -> Callable[[Any], Any]:
             "rollout_metrics": {f"{name}/figure": Stat.of(rows)},
             "metrics": {f"{name}/figure": Stat.of(rows)},
             "observe": None,
+            "observe_drawn": None,
+            "observe_update": None,
         }[method]
 
     return body

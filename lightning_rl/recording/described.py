@@ -1,0 +1,133 @@
+"""Described: objects as plain JSON values, by the place they are imported from and what they hold, and back again.
+
+What no other process could import (a function of a script, a lambda, a model) is kept as text, for a person; it comes
+back as an :class:`Opaque`, which says so as soon as it is used.
+"""
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+OBJECT, NAME, PARTIAL, TUPLE, NUMBER, OPAQUE = "$object", "$name", "$partial", "$tuple", "$number", "$opaque"
+PLAIN = (type(None), bool, int, str)
+LENT = ("log", "log_dict")  # what Lightning puts on every callback
+
+
+class Opaque:
+    """In the place of something that a recording could not hold.
+
+    Args:
+        text: what it was.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raises a ValueError, because what was recorded is a text."""
+        raise ValueError(
+            f"expected something that can be imported, got {self.text}, which a recording keeps as a text: pass "
+            "--recipe with the script that made the run, or move it into a module"
+        )
+
+
+def described(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """A value as plain JSON; ``around`` holds the identities of the objects that it lies in."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {NUMBER: repr(value)}
+    if isinstance(value, list):
+        return [described(item, around) for item in value]
+    if isinstance(value, tuple):
+        return {TUPLE: [described(item, around) for item in value]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: described(item, around) for key, item in value.items()}
+    if isinstance(value, partial):
+        bound = {"args": described(list(value.args), around), "keywords": described(value.keywords, around)}
+        return {PARTIAL: described(value.func, around), **bound}
+    if (name := _importable(value)) is not None:
+        return {NAME: name}
+    kind = _importable(type(value))
+    if kind is None or id(value) in around or isinstance(value, Tensor | nn.Module):
+        return {OPAQUE: _text(value)}
+    state = _state(value)
+    if state is None:
+        return {OPAQUE: _text(value)}
+    return {OBJECT: kind, "state": {key: described(item, (*around, id(value))) for key, item in state.items()}}
+
+
+def rebuilt(description: Any) -> Any:
+    """The value that was described. Imports what the description names; nothing of it is called."""
+    if isinstance(description, list):
+        return [rebuilt(item) for item in description]
+    if not isinstance(description, dict):
+        return description
+    if NUMBER in description:
+        return float(description[NUMBER])
+    if TUPLE in description:
+        return tuple(rebuilt(item) for item in description[TUPLE])
+    if NAME in description:
+        return _imported(description[NAME])
+    if OPAQUE in description:
+        return Opaque(description[OPAQUE])
+    if PARTIAL in description:
+        return partial(rebuilt(description[PARTIAL]), *rebuilt(description["args"]), **rebuilt(description["keywords"]))
+    if OBJECT in description:
+        kind = _imported(description[OBJECT])
+        made = object.__new__(kind)
+        for key, item in description["state"].items():
+            object.__setattr__(made, key, rebuilt(item))  # frozen dataclasses as well
+        return made
+    return {key: rebuilt(item) for key, item in description.items()}
+
+
+def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Where a description holds a text instead of a value, and the text."""
+    if isinstance(description, list):
+        for number, item in enumerate(description):
+            yield from opaque_places(item, f"{place}[{number}]")
+    elif isinstance(description, dict):
+        if OPAQUE in description:
+            yield place, description[OPAQUE]
+            return
+        for key, item in description.items():
+            inner = place if key in (TUPLE, PARTIAL, "state") else f"{place}.{key}".removeprefix(".")
+            yield from opaque_places(item, inner)
+
+
+def _importable(value: Any) -> str | None:
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or "<" in name:
+        return None
+    path = f"{module}:{name}"
+    try:
+        return path if _imported(path) is value else None
+    except (ImportError, AttributeError):
+        return None
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _state(value: Any) -> dict[str, Any] | None:
+    if dataclasses.is_dataclass(value):
+        return {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
+    if not hasattr(value, "__dict__"):
+        return None
+    return {key: item for key, item in vars(value).items() if key not in LENT}
+
+
+def _text(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return f"the {type(value).__name__} {name}" if isinstance(name, str) else f"a {type(value).__name__}"
