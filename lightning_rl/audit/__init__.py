@@ -2,6 +2,7 @@
 
 from lightning_rl.audit.checks import CHECKS, Check
 from lightning_rl.audit.finding import AuditError, Finding
+from lightning_rl.audit.ledger import SignalLedger
 from lightning_rl.audit.signal_audit import SignalAudit
 
-__all__ = ["CHECKS", "AuditError", "Check", "Finding", "SignalAudit"]
+__all__ = ["CHECKS", "AuditError", "Check", "Finding", "SignalAudit", "SignalLedger"]

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from support import fit, tiny_module, tiny_prompts
 
+from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -144,3 +145,15 @@ def test_nothing_global_is_left_behind(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     replayed(recording)
     assert torch.get_num_threads() == before
+
+
+def test_audit_and_ledger_leave_a_recording_alone(tmp_path: Path) -> None:
+    watching = [SignalAudit(1, "raise"), SignalLedger()]
+    options, corrections = RUNS["grpo"]
+    for folder, others in (("alone", []), ("watched", watching)):
+        callbacks = [*corrections, *others, RolloutRecorder(tmp_path / folder)]
+        fit(tiny_module(**options), callbacks=callbacks, data=tiny_prompts(8, 4))
+    for name in ("rollout-000000.json", "rollout-000001.json"):
+        alone, watched = (Recording.load(tmp_path / folder / name) for folder in ("alone", "watched"))
+        assert list(recording_differences(alone, watched)) == []
+        assert differing(watched, replayed(watched)) == {}

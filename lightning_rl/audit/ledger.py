@@ -1,0 +1,192 @@
+"""Signal ledger: how much of what was sampled reaches the gradient, and who took the rest.
+
+A waterfall from "sampled" to "used", in sequences, tokens and gradient weight: groups that are filtered, samples that
+are aborted, excluded, without a reward or without an advantage, then what masks, weights and the clip of the loss take
+in the updates. Each sequence and token is charged once, to the first stage that takes it, so that what was sampled is
+what was used plus what each stage took. Before the update every token weighs the same; in it a token weighs the size of
+its advantage times its weights.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import distributed
+from lightning_rl.audit.charges import (
+    Charges,
+    charged_at_draw,
+    charged_at_signal,
+    charged_at_update,
+    drawn_stages,
+    update_stages,
+)
+from lightning_rl.data import Ticket
+from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.metrics import RunningStats
+from lightning_rl.module import RLLightningModule
+from lightning_rl.rollout import Rollout, concatenate
+
+UNITS = ("sequences", "tokens", "weight")
+SAMPLED, USED = "sampled", "used"
+SHOWN = 0.05  # per cent
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a rollout holds over all ranks.
+
+    Attributes:
+        sequences: sampled.
+        tokens: sampled.
+        valid: tokens that train.
+        carrying: valid tokens with an advantage.
+        advantage: sum of the sizes of their advantages.
+    """
+
+    sequences: float = 1.0
+    tokens: float = 1.0
+    valid: float = 1.0
+    carrying: float = 1.0
+    advantage: float = 1.0
+
+
+class SignalLedger(RLCallback):
+    """Keeps the ledger of every rollout.
+
+    Logs ``ledger/<unit>/<stage>``, the share of the sampled sequences, tokens or weight that a stage took, and
+    ``ledger/<unit>/used``, what is left; ``ledger/weight/used`` is the effective batch. With several passes over a
+    rollout, shares of the update are means over the passes.
+
+    Args:
+        every_n_rollouts: how often rank 0 shows the table, when a rollout's last optimizer step is made.
+
+    Raises:
+        ValueError: if ``every_n_rollouts`` is below 1.
+    """
+
+    name = "ledger"
+
+    def __init__(self, every_n_rollouts: int = 1) -> None:
+        if every_n_rollouts < 1:
+            raise ValueError(f"expected every_n_rollouts >= 1, got {every_n_rollouts}")
+        self.every_n_rollouts = every_n_rollouts
+        self.totals = Totals()
+        self._module: RLLightningModule | None = None
+        self._drawn: list[tuple[Charges, Rollout]] = []
+        self._found: dict[str, Stat] = {}
+        self._updated: dict[str, Stat] = {}
+        self._shown: tuple[RunningStats, RunningStats] | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._module = pl_module if isinstance(pl_module, RLLightningModule) else None
+        self._drawn, self._shown = [], None
+
+    @override
+    def observe_drawn(self, rollout: Rollout) -> None:
+        self._drawn.append(charged_at_draw(rollout, self._own.run.contributions))
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        contributions, (drawn, self._drawn) = self._own.run.contributions, (self._drawn, [])
+        charges = charged_at_signal(rollout, concatenate([part for _, part in drawn]), contributions)
+        taken = _added([own.taken for own, _ in drawn] + [charges.taken], rollout.groups.device)
+        sampled = charges.left() + torch.stack(list(taken.values())).sum(0)
+        size = torch.where(rollout.valid_tokens, rollout.required("advantages").double().abs(), 0.0).sum()
+        own = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.left()[1], size]
+        self.totals = Totals(*distributed.global_sum(torch.stack(own)).tolist())
+        counts = {f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])}
+        shares = {
+            f"ledger/{unit}/{stage}": _share(taken[stage][place] / sampled[place].clamp(min=1), sampled[place])
+            for stage in drawn_stages(contributions)
+            for place, unit in enumerate(UNITS)
+        }
+        self._found = {**counts, **shares}
+        self._shown = RunningStats().to(rollout.groups.device), RunningStats().to(rollout.groups.device)
+        self._shown[0].update(self._found)
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
+        return self._found
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        contributions, totals = self._own.run.contributions, self.totals
+        charges, valid = charged_at_update(view, contributions, self._own.loss), view.valid_tokens.sum().double()
+        left = totals.carrying / max(totals.tokens, 1.0) / max(totals.advantage, 1e-300)
+        scales = valid.new_tensor([1 / max(totals.sequences, 1.0), 1 / max(totals.tokens, 1.0), left])
+        scales = scales * totals.valid / valid.clamp(min=1)  # so that the mean over valid tokens is the share
+        amounts = {**charges.taken, USED: charges.left()}
+        self._updated = {
+            f"ledger/{unit}/{stage}": _share((amounts[stage] * scales)[place], valid)
+            for stage in (*update_stages(contributions), USED)
+            for place, unit in enumerate(UNITS)
+        }
+        return self._updated
+
+    @override
+    def observe_update(self, view: LossView) -> None:
+        if self._shown is not None and self._own.run.held is not None:
+            self._shown[1].update(self._updated)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+    ) -> None:
+        if self._shown is None or batch.step < self._own.steps_per_rollout - 1:
+            return
+        if batch.cycle % self.every_n_rollouts == 0:
+            figures = {name: value for stats in self._shown if stats.keys for name, value in stats.figures().items()}
+            contributions = self._own.run.contributions
+            rank_zero_info(table(batch.cycle, [*drawn_stages(contributions), *update_stages(contributions)], figures))
+        self._shown = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.totals)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.totals = Totals(**state_dict)
+
+    @property
+    def _own(self) -> RLLightningModule:
+        if self._module is None:
+            raise RuntimeError("expected SignalLedger to have a module, but no fit has begun: pass it to a Trainer")
+        return self._module
+
+
+def table(cycle: int, stages: list[str], figures: dict[str, float]) -> str:
+    """The ledger of a rollout as text, a line for each stage that took something."""
+    width = max(len(stage) for stage in (*stages, f"rollout {cycle}"))
+    counts = [f"{figures[f'ledger/{unit}/{SAMPLED}']:>11.0f}" for unit in UNITS[:2]]
+    lines = [
+        f"{f'rollout {cycle}':<{width}}" + "".join(f"{unit:>11}" for unit in UNITS),
+        f"{SAMPLED:<{width}}" + "".join(counts) + f"{'100.0 %':>11}",
+    ]
+    for stage in (*stages, USED):
+        shares = [100 * figures.get(f"ledger/{unit}/{stage}", 0.0) for unit in UNITS]
+        if stage == USED:
+            lines.append(f"{USED:<{width}}" + "".join(f"{share:>9.1f} %" for share in shares))
+        elif any(abs(share) >= SHOWN for share in shares):
+            cells = [f"{-share:>+9.1f} %" if abs(share) >= SHOWN else " " * 11 for share in shares]
+            lines.append(f"{stage:<{width}}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _added(parts: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for stage, amount in part.items():
+            total[stage] = amount.to(device) + total[stage] if stage in total else amount.to(device)
+    return total
+
+
+def _share(share: Tensor, population: Tensor) -> Stat:
+    """A share whose mean over populations is exact; its deviation and maximum mean nothing."""
+    return Stat(torch.stack([population, share, torch.zeros_like(share), share]).double())
