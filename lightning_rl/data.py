@@ -161,6 +161,10 @@ class PromptDataModule(LightningDataModule):
                 ids = self._encoded(row, f"{kind} {number}")
                 _check_ids(ids, row, f"{kind} {number}", longest, vocabulary)
 
+    def longest(self) -> int:
+        """Tokens of the longest prompt to train on, once a tokenizer is connected."""
+        return max(len(self._encoded(row, f"prompt {number}")) for number, row in enumerate(self.rows))
+
     @override
     def setup(self, stage: str) -> None:
         """Switches validation off in a fit without validation prompts; Lightning would warn of an empty loader."""

@@ -1,0 +1,164 @@
+"""Memory: what a run holds on a device in each phase, estimated from the configuration alone.
+
+=============  =====================================================================================
+weights        parameters x bytes, over the ranks that share them; the same again for an engine's copy
+gradients      trained parameters x bytes
+optimizer      trained parameters x bytes x number of states (2 for Adam and its kin)
+reference      its parameters x bytes
+KV cache       2 x layers x key-value heads x head size x bytes x tokens of all samples of a rank
+activations    34 x layers x hidden size x tokens of a microbatch x bytes / 2; with checkpointing 2 x,
+               and one layer whole; without gradient one layer; and the logits of a chunk
+=============  =====================================================================================
+
+Source of the 34: Korthikanti et al. 2022, arXiv:2205.05198, eq. 1 without the attention matrix, which is never held.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_rl.cli.doctor.finding import Finding, error, fact
+from lightning_rl.generation import TransformersEngine
+from lightning_rl.module import RLLightningModule
+from lightning_rl.policy import Scorer
+from lightning_rl.policy.logprobs import CHUNK_ELEMENTS
+
+GIB = 2**30
+FULL = 0.95  # of the device's memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on one device.
+
+    Attributes:
+        weights: of policy and critic.
+        gradients: of what trains.
+        optimizer: its states.
+        reference: the frozen policy, if there is one.
+        copy: the engine's own weights.
+        cache: keys and values of the samples that are drawn together.
+        activations: of one microbatch that trains.
+        forward: of one that is only scored.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    copy: float
+    cache: float
+    activations: float
+    forward: float
+
+    @property
+    def resident(self) -> float:
+        """What lies there in every phase."""
+        return self.weights + self.optimizer + self.reference
+
+    def phases(self) -> dict[str, float]:
+        """Bytes at the height of each phase."""
+        return {
+            "generate": self.resident + self.copy + self.cache,
+            "score": self.resident + self.forward,
+            "update": self.resident + self.gradients + self.activations,
+        }
+
+
+def memory_plan(module: RLLightningModule, longest: int) -> MemoryPlan:
+    """Estimates a run's memory.
+
+    Args:
+        module: with its policy built and its optimizer configured.
+        longest: most tokens of a prompt.
+    """
+    policy, shards = module.required_policy, module.trainer.world_size if module.parallel.sharded else 1
+    trains = {name: weight.requires_grad for name, weight in policy.named_parameters()}
+    weights = trained = 0.0
+    for name, weight in module.parallel.full_parameters(policy):
+        weights += weight.numel() * weight.element_size() / shards
+        trained += weight.numel() * weight.element_size() / shards * trains.get(name, True)
+    reference = module.run.reference
+    frozen = _bytes(reference) if type(reference) is Scorer else 0  # the other kind is the policy without its adapters
+    text: Any = policy.model.config.get_text_config()
+    return MemoryPlan(
+        weights=weights, gradients=trained, optimizer=trained * _states(module.trainer.optimizers), reference=frozen,
+        copy=0 if _shares(module) else _bytes(policy), cache=_cache(module, text, longest),
+        activations=_layers(module, text) * _layer(module, text) + _logits(module, text),
+        forward=_layer(module, text) + _logits(module, text),
+    )  # fmt: skip
+
+
+def memory(module: RLLightningModule) -> Iterator[Finding]:
+    """The height of every phase fits on the device."""
+    plan = memory_plan(module, module.prompt_stream.longest())
+    parts = [(name, getattr(plan, name)) for name in ("weights", "gradients", "optimizer", "reference", "copy")]
+    parts += [("KV cache", plan.cache), ("activations", plan.activations)]
+    phases = plan.phases()
+    yield fact(
+        "memory",
+        "estimated, for each device: " + ", ".join(f"{name} {_size(part)}" for name, part in parts if part) + "\n"
+        + ", ".join(f"{name} {_size(phase)}" for name, phase in phases.items()),
+    )  # fmt: skip
+    if module.device.type != "cuda":
+        return
+    available = torch.cuda.get_device_properties(module.device).total_memory
+    yield from too_much(phases, available)
+
+
+def too_much(phases: dict[str, float], available: float) -> Iterator[Finding]:
+    """Phases that do not fit into ``available`` bytes."""
+    cures = {
+        "generate": "fewer prompts_per_rollout or a smaller max_new_tokens, an engine that sleeps, or more devices",
+        "score": "a smaller token_budget, or a strategy that shards",
+        "update": "a smaller token_budget, activation_checkpointing=True, or a strategy that shards (fsdp2)",
+    }
+    for name, phase in phases.items():
+        if phase > FULL * available:
+            yield error("memory", f"{name} needs about {_size(phase)}, the device has {_size(available)}", cures[name])
+
+
+def _states(optimizers: list[Optimizer]) -> int:
+    own = optimizers[0] if optimizers else None
+    return (1 if own.defaults.get("momentum") else 0) if isinstance(own, SGD) else 2
+
+
+def _shares(module: RLLightningModule) -> bool:
+    return isinstance(module.engine, TransformersEngine) and module.run.replica is None
+
+
+def _cache(module: RLLightningModule, text: Any, longest: int) -> float:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
+    engine = module.engine
+    rows = min(rows, engine.max_rows) if isinstance(engine, TransformersEngine) else rows
+    per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
+    return float(per_token * rows * (longest + module.max_new_tokens))
+
+
+def _layer(module: RLLightningModule, text: Any) -> float:
+    size = 2 if "16" in str(module.trainer.precision) else module.required_policy.model.dtype.itemsize
+    return 34 * text.hidden_size * module.token_budget * size / 2
+
+
+def _layers(module: RLLightningModule, text: Any) -> float:
+    """How many layers' activations are held at the height of a backward."""
+    return 2 / 34 * text.num_hidden_layers + 1 if module.activation_checkpointing else float(text.num_hidden_layers)
+
+
+def _logits(module: RLLightningModule, text: Any) -> float:
+    return 2.0 * 4 * min(CHUNK_ELEMENTS, module.token_budget * text.vocab_size)
+
+
+def _bytes(owner: Any) -> int:
+    model = getattr(owner, "model", None)
+    return sum(w.numel() * w.element_size() for w in model.parameters()) if isinstance(model, nn.Module) else 0
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.1f} MiB"
