@@ -98,7 +98,7 @@ class TeacherKL(FrozenKL):
                 packed=pl_module.packing,
                 precise=precision.forward_context,
             )
-        precision.convert_module(self._teacher.scorer.model)  # in place, as the policy's
+        precision.convert_module(self._teacher.scorer.scoring)  # in place, as the policy's
         models = self._teacher.scorer.model, pl_module.policy.model if pl_module.policy is not None else None
         sizes = [model.config.get_text_config().vocab_size for model in models if model is not None]
         if len(set(sizes)) > 1:
