@@ -92,7 +92,7 @@ def main(
     found: dict[int, list[Seconds]] = {0: [], 1: []}
     for _ in range(rounds):
         for staleness, runs in found.items():
-            built = VLLMEngine(kv_cache_memory_bytes=2**28) if engine == "vllm" else TransformersEngine()
+            built = VLLMEngine(max_model_len=256 + tokens) if engine == "vllm" else TransformersEngine()
             runs.append(fitted(built, staleness, width, layers, tokens, rollouts))
     sequential, pipelined = (median(run.total for run in found[staleness]) for staleness in found)
     generating = median(run.phases["draw"] for run in found[0])
