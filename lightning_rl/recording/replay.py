@@ -3,8 +3,8 @@
 The stages are those of the run, from the same functions; recorded log-probabilities stand in the place of the policy.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -65,11 +65,16 @@ def replay(
 
 
 class Recorded(Contributions):
-    """Corrections on a rollout that carries what they provided."""
+    """Corrections on a rollout that carries what they provided, around a table in place of the policy."""
 
     @override
     def provide(self, rollout: Rollout) -> Rollout:
         return rollout
+
+    @override
+    @contextmanager
+    def forward_context(self, rows: Rollout) -> Iterator[None]:
+        yield
 
 
 class _Witness(Estimator):

@@ -1,13 +1,14 @@
 """A recorded rollout is computed again bit for bit, and what was changed is named."""
 
 from dataclasses import replace as changed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from support import fit, tiny_module, tiny_prompts
+from support import fit, tiny_model, tiny_module, tiny_prompts
 
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import (
@@ -21,6 +22,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    RouterReplay,
     TruncatedIS,
 )
 from lightning_rl.recording import Configuration, Recording, Replayed, RolloutRecorder, replay
@@ -46,6 +48,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
     ),
     "gspo": ({**EPOCHS, "loss": "gspo", "entropy_coef": 0.01}, [NoEOSMask()]),
     "kept_tokens": ({**EPOCHS, "top_k": 6, "engine_logprobs": True}, [TruncatedIS()]),
+    "routes": ({**EPOCHS, "policy": partial(tiny_model, "qwen3_moe")}, [RouterReplay()]),
     "one_step": ({"loss": "reinforce", "advantages": "rloo"}, []),
 }
 
