@@ -251,3 +251,12 @@ def test_a_ledger_without_a_fit_says_so() -> None:
     view = view_of_rollout(ragged_rollout(), torch.zeros(12, 7))
     with pytest.raises(RuntimeError, match="no fit has begun"):
         SignalLedger().metrics(view)
+
+
+def test_rollouts_that_were_generated_ahead_add_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        module = tiny_module(**{**OPTIONS, "max_staleness": 1})
+        fit(module, callbacks=[NoEOSMask(), TruncatedIS(), SignalLedger()], data=tiny_prompts(12, 4))
+    tables = [record.message for record in caplog.records if record.message.startswith("rollout ")]
+    assert [table.split()[1] for table in tables] == ["0", "1", "2"]
+    assert all(table.splitlines()[1].split()[:2] == ["sampled", "16"] for table in tables)

@@ -29,7 +29,7 @@ from lightning_rl.rollout import Finish, Rollout
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 OPTIONS = (
     "group_size", "minibatches", "epochs", "temperature", "keep", "max_new_tokens", "eos_token_ids", "stop",
-    "token_budget", "packing", "activation_checkpointing", "max_grad_norm", "seed",
+    "token_budget", "packing", "activation_checkpointing", "max_staleness", "max_grad_norm", "seed",
 )  # fmt: skip
 
 

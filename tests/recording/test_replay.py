@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
     "gspo": ({**EPOCHS, "loss": "gspo", "entropy_coef": 0.01}, [NoEOSMask()]),
     "kept_tokens": ({**EPOCHS, "top_k": 6, "engine_logprobs": True}, [TruncatedIS()]),
     "routes": ({**EPOCHS, "policy": partial(tiny_model, "qwen3_moe")}, [RouterReplay()]),
+    "ahead": ({**EPOCHS, "max_staleness": 1}, [TruncatedIS(), NoEOSMask()]),
     "one_step": ({"loss": "reinforce", "advantages": "rloo"}, []),
 }
 
