@@ -24,6 +24,7 @@ from lightning_rl.generation.tracing import recording
 from lightning_rl.generation.versions import load_vllm
 from lightning_rl.generation.vllm_lora import Adapter
 from lightning_rl.generation.vllm_records import Records, options_for, recordable
+from lightning_rl.generation.vllm_requests import CACHING, SCORING, Limits, finish_of, sampling
 from lightning_rl.generation.weight_sync import (
     Stream,
     WeightPlan,
@@ -33,12 +34,9 @@ from lightning_rl.generation.weight_sync import (
     tied_names,
     with_aliases,
 )
-from lightning_rl.rollout import Finish
 
-COLDEST = 0.01  # vLLM raises a temperature between 0 and this to this, without a word
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
     "generation_config": "vllm",  # not the sampling defaults of the checkpoint
@@ -149,16 +147,18 @@ class VLLMEngine(Engine):
             internals.GROUPS.leave()
             raise
         configured = self._llm.llm_engine.model_config
-        self.limit, self._vocabulary = int(configured.max_model_len), int(configured.get_vocab_size())
+        self.limit = int(configured.max_model_len)
+        self._limits = Limits(
+            tokens=self.limit, vocabulary=int(configured.get_vocab_size()), speaks=tokenizer is not None
+        )
         cache = self._llm.llm_engine.vllm_config.cache_config
         self.block = int(cache.block_size) if cache.enable_prefix_caching else 0
-        self._speaks = tokenizer is not None
         if tokenizer is not None:  # the very one, because vLLM chooses a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
         self._tied, self._scales = tied_names(model), adapter_scales(model)
         self._plan = internals.weight_plan(self._llm)
         (self._model,) = self._llm.apply_model(_itself)
-        self._records = Records(self._llm, self.recorded, self._vocabulary) if self.recorded else None
+        self._records = Records(self._llm, self.recorded, self._limits.vocabulary) if self.recorded else None
 
     def _built_options(self) -> dict[str, Any]:
         known: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True, "seed": 0}
@@ -234,7 +234,7 @@ class VLLMEngine(Engine):
         if not requests:
             return []
         for request in requests:
-            self._check(request)
+            self._limits.check(request)
         if self._records is not None:
             self._records.clear()
         prompts = [request.prefix_ids for request in requests]
@@ -245,16 +245,15 @@ class VLLMEngine(Engine):
         if logprobs:
             flat = np.fromiter((score for row in rows for score in row.logprobs.logprobs), np.float32)
             scores = list(torch.from_numpy(flat).split(lengths))
-        return [
+        drawn = [
             Completion(
-                token_ids=tuple(output.outputs[0].token_ids),
-                logprobs=score,
-                finish=_finish(request, output.outputs[0]),
-                version=self.version,
-                **({} if self._records is None else self._records.of(output)),
+                token_ids=tuple(row.token_ids), logprobs=score, version=self.version,
+                finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason),
+                **self._extras(output),
             )
-            for request, output, score in zip(requests, found, scores, strict=True)
-        ][start : start + asked]
+            for request, output, row, score in zip(requests, found, rows, scores, strict=True)
+        ]  # fmt: skip
+        return drawn[start : start + asked]
 
     def _shared(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
         """The requests of all ranks that share this engine, in one order, and where one's own begin."""
@@ -265,39 +264,12 @@ class VLLMEngine(Engine):
         dist.all_gather_object(parts, list(requests), group=group)
         return [request for part in parts for request in part], sum(map(len, parts[: dist.get_rank(group)]))
 
-    def _check(self, request: Request) -> None:
-        ids, where = request.prefix_ids, f"for sample {request.sample_id}"
-        if len(ids) + request.max_new_tokens > (self.limit or 0):
-            raise ValueError(
-                f"expected prompt and response within {self.limit} tokens, got {len(ids)} + {request.max_new_tokens} "
-                f"{where}: raise max_model_len or lower max_new_tokens"
-            )
-        if min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise ValueError(f"expected token ids in [0, {self._vocabulary}), got {min(ids)}..{max(ids)} {where}")
-        if 0 < request.temperature < COLDEST:
-            raise ValueError(f"expected temperature 0 or at least {COLDEST}, got {request.temperature} {where}")
-        if not 0 <= request.seed < 2**31:
-            raise ValueError(f"expected a seed of 31 bits, got {request.seed} {where}")
-        if request.stop and not self._speaks:
-            raise ValueError("expected a tokenizer, because stop strings need one: pass tokenizer= to the module")
+    def _extras(self, output: Any) -> dict[str, Any]:
+        return {} if self._records is None else self._records.of(output)
 
     def _parameters(self, request: Request, *, logprobs: bool) -> Any:
-        return self._vllm.SamplingParams(
-            temperature=request.temperature,
-            top_k=request.keep.top_k,
-            top_p=request.keep.top_p,
-            min_p=request.keep.min_p,
-            seed=request.seed,
-            max_tokens=request.max_new_tokens,
-            ignore_eos=True,  # vLLM's idea of EOS; ours are the stop tokens, with a tokenizer and without
-            stop_token_ids=sorted(request.eos_ids),
-            stop=list(request.stop) or None,
-            detokenize=bool(request.stop),
-            skip_special_tokens=False,
-            logprobs=0 if logprobs else None,
-            flat_logprobs=logprobs,
-            **({} if self._records is None else self._records.sampling),
-        )
+        extra = {} if self._records is None else self._records.sampling
+        return self._vllm.SamplingParams(**sampling(request, logprobs=logprobs), flat_logprobs=logprobs, **extra)
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         """Outputs in the order of the prompts; after a failure no request is left behind for the next call."""
@@ -318,10 +290,7 @@ class VLLMEngine(Engine):
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        parameters = self._vllm.SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
-        )
-        found = self._generate(rows, [parameters] * len(rows))
+        found = self._generate(rows, [self._vllm.SamplingParams(**SCORING)] * len(rows))
         return [
             torch.tensor(
                 [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
@@ -338,8 +307,7 @@ class VLLMEngine(Engine):
 
     @override
     def cached_tokens(self, ids: Sequence[int]) -> int:
-        parameters = self._vllm.SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, ignore_eos=True)
-        (found,) = self._generate([ids], [parameters])
+        (found,) = self._generate([ids], [self._vllm.SamplingParams(**CACHING)])
         return int(found.num_cached_tokens or 0)
 
     @override
@@ -379,15 +347,3 @@ class VLLMEngine(Engine):
 
 def _itself(model: Any) -> Any:
     return model
-
-
-def _finish(request: Request, row: Any) -> Finish:
-    """The engine's reason, held against what the last token says."""
-    finish = FINISH[row.finish_reason]
-    said = row.token_ids[-1] in request.eos_ids if row.token_ids else False
-    if finish is Finish.STOP and not said and row.stop_reason not in request.stop:
-        raise RuntimeError(
-            f"expected sample {request.sample_id} to stop for an id in {sorted(request.eos_ids)} or a string in "
-            f"{list(request.stop)}, got {row.stop_reason!r} after {row.token_ids[-1:]}"
-        )
-    return finish

@@ -88,11 +88,12 @@ def undisturbed() -> Iterator[None]:
 
 def weight_plan(llm: Any) -> WeightPlan:
     """What the engine holds, before packing, and how it names the tensors of a checkpoint."""
-    ((held, renamed),) = llm.apply_model(_held)
-    return WeightPlan(held, renamed, whole=llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1)
+    (plan,) = llm.apply_model(partial(plan_of, llm.llm_engine.vllm_config))
+    return plan
 
 
-def _held(model: Any) -> tuple[dict[str, Shape], Callable[[str], str | None]]:
+def plan_of(config: Any, model: Any) -> WeightPlan:
+    """The same of a model inside of vLLM, under vLLM's configuration."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     held: dict[str, Shape] = {}
     for path, module in model.named_modules():
@@ -105,7 +106,8 @@ def _held(model: Any) -> tuple[dict[str, Shape], Callable[[str], str | None]]:
             if hasattr(module, "org_vocab_size"):  # rows are padded
                 shape = (module.org_vocab_size, *shape[1:])
             held[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
-    return held, partial(_renamed, getattr(model, "hf_to_vllm_mapper", None), held)
+    renamed = partial(_renamed, getattr(model, "hf_to_vllm_mapper", None), held)
+    return WeightPlan(held, renamed, whole=config.parallel_config.tensor_parallel_size == 1)
 
 
 def _renamed(mapper: Any, held: dict[str, Shape], name: str) -> str | None:
@@ -123,7 +125,7 @@ def reload(llm: Any, weights: Stream) -> None:
     Raises:
         RuntimeError: if requests are running, so that the prefix cache could not be reset.
     """
-    llm.apply_model(_forget_expert_kernels)
+    llm.apply_model(forget_expert_kernels)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
 
@@ -139,10 +141,11 @@ def reset_prefix_cache(llm: Any) -> None:
 
 def recover(llm: Any) -> None:
     """Brings an engine back to a loadable state after a load that failed; its weights are then a mixture."""
-    llm.apply_model(partial(_restore, llm.llm_engine.vllm_config))
+    llm.apply_model(partial(restore, llm.llm_engine.vllm_config))
 
 
-def _restore(config: Any, model: nn.Module) -> None:
+def restore(config: Any, model: nn.Module) -> None:
+    """The same of a model inside of vLLM, under vLLM's configuration."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     for module in model.modules():
         info = layerwise.get_layerwise_info(module)
@@ -152,7 +155,7 @@ def _restore(config: Any, model: nn.Module) -> None:
         layerwise.finalize_layerwise_reload(model, config.model_config)
 
 
-def _forget_expert_kernels(model: nn.Module) -> None:
+def forget_expert_kernels(model: nn.Module) -> None:
     """On a CPU experts are packed only while their kernel is built, so a reload has to build it again."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

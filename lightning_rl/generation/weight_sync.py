@@ -149,22 +149,27 @@ class WeightPlan:
         self.expected = dict(sent)
 
     def checked(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
-        """The stream, each tensor of it as it was at setup, and complete.
+        """The stream as it was at setup, see :func:`as_expected`."""
+        return as_expected(stream, self.expected)
 
-        Raises:
-            ValueError: naming the first tensor that differs, before the engine sees it.
-        """
-        missing = dict(self.expected)
-        for name, weight in stream:
-            if missing.pop(name, None) != tuple(weight.shape):
-                known = self.expected.get(name)
-                raise ValueError(
-                    f"expected the tensors of the first sync, got {name} {list(weight.shape)}, which was "
-                    + ("not among them" if known is None else f"{list(known)} or came before")
-                )
-            yield name, weight
-        if missing:
-            raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} did not come")
+
+def as_expected(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+    """The stream, each tensor of it as it was at setup, and complete.
+
+    Raises:
+        ValueError: naming the first tensor that differs, before the engine sees it.
+    """
+    missing = dict(expected)
+    for name, weight in stream:
+        if missing.pop(name, None) != tuple(weight.shape):
+            known = expected.get(name)
+            raise ValueError(
+                f"expected the tensors of the first sync, got {name} {list(weight.shape)}, which was "
+                + ("not among them" if known is None else f"{list(known)} or came before")
+            )
+        yield name, weight
+    if missing:
+        raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} did not come")
 
 
 def _joined(shapes: Sequence[Shape]) -> Shape | None:
