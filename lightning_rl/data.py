@@ -187,6 +187,12 @@ class PromptDataModule(LightningDataModule):
         """The prompts at some places of the stream; moves nothing."""
         return [self._prompt(self.rows[self._row_of(place)], place) for place in places]
 
+    def give_back(self, ticket: Ticket, cursor: int) -> None:
+        """Undoes a ticket that led to no optimizer step, and the prompts taken since the cursor stood where it says."""
+        self.cursor = cursor
+        if self._loader is not None:
+            self._loader.index = ticket.index
+
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keys the global generators to the ticket: after the loader and before every other hook of the batch."""

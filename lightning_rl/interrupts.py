@@ -1,4 +1,6 @@
-"""Interrupts: a signal ends a run at the end of an optimizer step with a checkpoint; any end closes the engine."""
+"""Interrupts: a signal or a lost engine ends a run between two optimizer steps with a checkpoint; any end closes the
+engine.
+"""
 
 import signal
 import threading
@@ -8,11 +10,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl import distributed
+from lightning_rl.generation import EngineError
 from lightning_rl.run_module import RunModule
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,7 +27,8 @@ class Interrupts(Callback):
     """Every run has one. The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves
     ``interrupted.ckpt`` beside the other checkpoints, and ends the run on all ranks; a second one acts at once.
 
-    An exception saves nothing, because it may come in mid-step; the checkpoints of earlier steps stay.
+    So does an engine that fails, since that happens between two steps. Any other exception saves nothing, because it
+    may come in mid-step; the checkpoints of earlier steps stay.
     """
 
     def __init__(self) -> None:
@@ -51,11 +56,7 @@ class Interrupts(Callback):
         received = distributed.any_process(self.received, torch.device(pl_module.device))
         if not received:
             return
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-        path = Path(folder) / INTERRUPTED
-        trainer.save_checkpoint(path)
-        name = signal.Signals(received).name
-        rank_zero_info(f"{name} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
+        _save(trainer, signal.Signals(received).name)
         raise KeyboardInterrupt if received == signal.SIGINT else SIGTERMException
 
     @override
@@ -65,6 +66,8 @@ class Interrupts(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore()
+        if isinstance(exception, EngineError) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            _save(trainer, "the engine failed")
         if isinstance(pl_module, RunModule):
             pl_module.close_engine()
 
@@ -72,3 +75,11 @@ class Interrupts(Callback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+def _save(trainer: Trainer, why: str) -> None:
+    """Saves beside the other checkpoints. Every rank takes part."""
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+    path = Path(folder) / INTERRUPTED
+    trainer.save_checkpoint(path)
+    rank_zero_info(f"{why} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")

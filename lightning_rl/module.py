@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.data import Prompt, Ticket, TicketLoader
-from lightning_rl.generation import Engine, TokenFilter, TransformersEngine, request_seed
+from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
 from lightning_rl.hooks import Contributions, LossView, RLCallback
 from lightning_rl.interrupts import Interrupts
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
@@ -267,14 +267,19 @@ class RLLightningModule(RunModule):
         if batch.step != 0:
             where = f"step {batch.step} of rollout {batch.cycle}"
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
-        first = self._landed(batch.cycle) if self.max_staleness else None
-        with self.run.times.phase("sync", self.device):
-            self.sync(batch.cycle)
-        stream, collector = self.prompt_stream, self.collector()
-        self.run.held, stats = collector.collect(
-            stream.take, stream.prompts_per_rollout // self.parallel.ranks, cycle=batch.cycle, rank=self.parallel.rank,
-            first=first, meanwhile=lambda: self._send_ahead(collector.drawer, batch, batch_idx),
-        )  # fmt: skip
+        stream, cursor = self.prompt_stream, self.prompt_stream.cursor
+        try:
+            first = self._landed(batch.cycle) if self.max_staleness else None
+            with self.run.times.phase("sync", self.device):
+                self.sync(batch.cycle)
+            collector, groups = self.collector(), stream.prompts_per_rollout // self.parallel.ranks
+            self.run.held, stats = collector.collect(
+                stream.take, groups, cycle=batch.cycle, rank=self.parallel.rank, first=first,
+                meanwhile=lambda: self._send_ahead(collector.drawer, batch, batch_idx),
+            )  # fmt: skip
+        except EngineError:
+            stream.give_back(batch, cursor)  # so that the checkpoint of Interrupts begins with this rollout
+            raise
         self.run.ahead.collected(batch.cycle)
         self.rest()
         self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})

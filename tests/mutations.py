@@ -120,7 +120,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
      "torch.unique(groups, return_inverse=True)",
      "torch.unique(torch.arange(len(groups)) // 4, return_inverse=True)"),
     ("test_1_25_the_version_of_a_token_is_pinned_when_its_request_is_sent", "lightning_rl/stages/draw.py",
-     "torch.where(actions, versions[:, None], -1)", "torch.where(actions, self.engine.version, -1)"),
+     "torch.where(actions, _versions(completions), -1)", "torch.where(actions, self.engine.version, -1)"),
     ("test_1_25_a_mean_is_a_global_sum_over_a_global_count", "lightning_rl/hooks/stat.py",
      "joint = (count * mean).sum(0) / total.clamp(min=1)", "joint = mean.mean(0)"),
     ("test_2_01_a_base_that_is_nan_at_a_masked_token_spoils_no_gradient", "lightning_rl/objective.py",

@@ -2,16 +2,27 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from support import fit, tiny_module, weights_of
+from support import fit, tiny_module, tiny_prompts, weights_of
 from typing_extensions import override
 
-from lightning_rl import RLCallback, RLLightningModule, Rollout, TransformersEngine
+from lightning_rl import (
+    Completion,
+    Engine,
+    EngineError,
+    Request,
+    RLCallback,
+    RLLightningModule,
+    Rollout,
+    TransformersEngine,
+)
+from lightning_rl.callbacks import DynamicSampling
 from lightning_rl.checkpoints import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.generation.engine import EngineState
 from lightning_rl.interrupts import INTERRUPTED
@@ -79,6 +90,54 @@ def test_an_exception_closes_the_engine_and_saves_nothing(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="something else"):
         fit(module_of(engine=engine), callbacks=[Fails()], default_root_dir=tmp_path)
     assert engine.state is EngineState.ASLEEP and not list(tmp_path.glob("*.ckpt"))
+
+
+class Lost(TransformersEngine):
+    """Is lost at its n-th call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        self.left -= 1
+        if not self.left:
+            raise EngineError("expected a server, got none")
+        return super()._draw(requests, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 9])
+def test_an_engine_that_is_lost_saves_the_last_step_and_the_run_goes_on_from_there(at: int, tmp_path: Path) -> None:
+    def run(engine: Engine | None = None, ckpt_path: Path | None = None) -> RLLightningModule:
+        module, data = module_of(engine=engine), tiny_prompts(8, 4)
+        fit(
+            module, callbacks=[DynamicSampling()], data=data, default_root_dir=tmp_path, max_epochs=2,
+            ckpt_path=ckpt_path,
+        )  # fmt: skip
+        return module
+
+    whole = run()
+    with pytest.raises(EngineError, match="expected a server, got none"):
+        run(Lost(at))
+    steps = torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"]
+    assert steps % 4 == 0 and (steps > 0) == (at > 2), "between two rollouts, even if some groups were drawn already"
+    resumed = run(ckpt_path=tmp_path / INTERRUPTED)
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_an_engine_that_is_lost_while_it_is_validated_saves_the_last_step(tmp_path: Path) -> None:
+    def run(engine: Engine | None = None, ckpt_path: Path | None = None) -> RLLightningModule:
+        module, data = module_of(engine=engine), tiny_prompts(8, 4, validation=[[2, 3]])
+        fit(module, data=data, default_root_dir=tmp_path, num_sanity_val_steps=0, max_epochs=3, ckpt_path=ckpt_path)
+        return module
+
+    whole = run()
+    with pytest.raises(EngineError, match="expected a server, got none"):
+        run(Lost(3))
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 8
+    resumed = run(ckpt_path=tmp_path / INTERRUPTED)
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
 
 
 def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ rounding does, so an engine that did not move is found by comparing its own valu
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -47,9 +47,9 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the engine said about which rows."""
+    """What the engine said about which rows, by the name of each copy of the weights that it has."""
 
-    values: Values
+    values: Mapping[str, Values]
     fixed: list[Row]
     drawn: list[Row]
     version: int
@@ -57,8 +57,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """One canary that sang."""
+    """One canary that sang, and who."""
 
+    who: str
     engine: Values
     trainer: Values
     version: int
@@ -102,7 +103,7 @@ class Canary:
 
     def forget(self) -> None:
         """Begins anew, for another engine or run."""
-        self._past: deque[Past] = deque(maxlen=REMEMBERED)
+        self._past: dict[str, deque[Past]] = {}
         self._rounding: float | None = None
         self._syncs = 0
         self._cached = False
@@ -133,9 +134,9 @@ class Canary:
         ]  # fmt: skip
         completions = engine.generate(requests, logprobs=True)
         drawn = torch.cat([cast(Tensor, completion.logprobs).double().cpu() for completion in completions])
-        fixed = engine.score([known])[0].double().cpu() if engine.scores else drawn[:0]
+        fixed = engine.score_copies(known) if engine.scores else {"": drawn[:0]}
         return Measured(
-            Values(fixed, drawn),
+            {name: Values(row.double().cpu(), drawn) for name, row in fixed.items()},
             [(known[:1], known[1:])] if engine.scores else [],
             [(r.prefix_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)],
             engine.version,
@@ -178,18 +179,23 @@ class Canary:
         Raises:
             CanaryError: saying what is wrong with the engine.
         """
-        engine = measured.values
-        differences = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
-        now = Past(engine, trainer, measured.version, checksums)
-        self._check_movement(now)
-        if not self._within(differences, exact=exact):
-            raise CanaryError(self._diagnosis(now, differences, exact=exact, where=where))
+        found: list[Tensor] = []
+        for name, engine in measured.values.items():
+            differences = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
+            now = Past(f"the engine at {name}" if name else "the engine", engine, trainer, measured.version, checksums)
+            before = self._past.setdefault(name, deque(maxlen=REMEMBERED))
+            self._check_movement(now, before[-1] if before else None, alone=len(measured.values) == 1)
+            if not self.within(differences, exact=exact):
+                raise CanaryError(self._diagnosis(now, before, differences, exact=exact, where=where))
+            before.append(now)
+            found.append(differences)
+        differences = torch.cat(found)
         if self._rounding is None and not exact:
             self._rounding = float(differences.mean())
-        self._past.append(now)
         return float(differences.max()), float(differences.mean())
 
-    def _within(self, differences: Tensor, *, exact: bool) -> bool:
+    def within(self, differences: Tensor, *, exact: bool) -> bool:
+        """Whether rounding explains differences of log-probabilities."""
         if exact:
             return bool(differences.max() <= self.threshold)
         return bool(differences.mean() <= self._most())
@@ -197,29 +203,32 @@ class Canary:
     def _most(self) -> float:
         return CEILING if self._rounding is None else max(self.factor * self._rounding, self.threshold)
 
-    def _check_movement(self, now: Past) -> None:
-        before = self._past[-1] if self._past else None
+    def _check_movement(self, now: Past, before: Past | None, *, alone: bool) -> None:
+        """Of several copies any may have drawn, so what was drawn says nothing of this one."""
         if before is None or now.checksums == before.checksums or len(now.engine.fixed) != len(before.engine.fixed):
             return
-        same = torch.equal(now.engine.fixed, before.engine.fixed) and torch.equal(now.engine.drawn, before.engine.drawn)
+        same = torch.equal(now.engine.fixed, before.engine.fixed)
+        same = same and not (alone and not torch.equal(now.engine.drawn, before.engine.drawn))
         moved = float((now.trainer.best - before.trainer.best).abs().max()) if same else 0.0
         if moved > NOISE:
             raise CanaryError(
-                f"expected the engine to move with the weights of version {now.version}, but its log-probabilities are "
+                f"expected {now.who} to move with the weights of version {now.version}, but its log-probabilities are "
                 f"bit for bit those of version {before.version}, while the trainer's moved by up to {moved:.2g}: the "
                 "sync did not reach it"
             )
 
-    def _diagnosis(self, now: Past, differences: Tensor, *, exact: bool, where: Callable[[], str]) -> str:
+    def _diagnosis(
+        self, now: Past, before: Iterable[Past], differences: Tensor, *, exact: bool, where: Callable[[], str]
+    ) -> str:
         found = f"they differ by up to {float(differences.max()):.2g}, {float(differences.mean()):.2g} on average"
-        said = f"expected the engine to have the weights of version {now.version}, but "
-        if len(now.engine.fixed) and self._within((now.engine.fixed - now.trainer.fixed).abs(), exact=exact):
+        said = f"expected {now.who} to have the weights of version {now.version}, but "
+        if len(now.engine.fixed) and self.within((now.engine.fixed - now.trainer.fixed).abs(), exact=exact):
             return (
-                "expected the engine to sample from the policy's distribution, and its weights agree, but the "
+                f"expected {now.who} to sample from the policy's distribution, and its weights agree, but the "
                 f"log-probabilities of sampled tokens do not: its temperature or filter is another; {found}"
             )
-        for past in reversed(self._past) if len(now.engine.fixed) else ():
-            if self._within((now.engine.fixed - past.trainer.fixed).abs(), exact=exact):
+        for past in reversed(list(before)) if len(now.engine.fixed) else ():
+            if self.within((now.engine.fixed - past.trainer.fixed).abs(), exact=exact):
                 return f"{said}it is stale: its log-probabilities are those of version {past.version}; {found}"
         limit = f"{self.threshold:.2g} at most" if exact else f"{self._most():.2g} on average"
         return f"{said}its log-probabilities are not the trainer's: {found}, where rounding explains {limit}{where()}"

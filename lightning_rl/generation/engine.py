@@ -64,16 +64,31 @@ class Completion:
         logprobs: log-probability of each under the distribution it was drawn from, float32; None if not asked for.
         finish: why it ended, as the engine knows it.
         version: of the weights, pinned before the request was sent.
+        versions: of the weights that each token was drawn from, where a sync came in between; None if all are
+            ``version``.
         token_extras: what else was recorded about each token, by name, [L, ...]; see :meth:`Engine.record`.
         prompt_extras: what was recorded about each token of the prompt, by name, [P, ...].
+
+    Raises:
+        ValueError: if there are not as many versions as tokens.
     """
 
     token_ids: tuple[int, ...]
     logprobs: Float[Tensor, " L"] | None
     finish: Finish
     version: int
+    versions: tuple[int, ...] | None = None
     token_extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
     prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks what the loop relies on."""
+        if self.versions is not None and len(self.versions) != len(self.token_ids):
+            raise ValueError(f"expected a version for each of {len(self.token_ids)} tokens, got {len(self.versions)}")
+
+
+class EngineError(RuntimeError):
+    """The engine cannot generate any more, through no fault of the run, which may go on from where it stands."""
 
 
 class EngineState(Enum):
@@ -154,6 +169,10 @@ class Engine(ABC):
             NotImplementedError: if the engine only generates.
         """
         raise NotImplementedError(f"{type(self).__name__} only generates")
+
+    def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
+        """The same for one row, by every copy of the weights that the engine has, under a name for each."""
+        return {"": self.score([ids])[0]}
 
     def cached_tokens(self, ids: Sequence[int]) -> int:
         """Runs a prompt, which then is cached, and says how many tokens of it came out of the prefix cache."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_rl.distributed import failing_together
 from lightning_rl.generation.canary import Measured, computes_exactly, policy_in, trainer_values
-from lightning_rl.generation.engine import Engine, EngineState
+from lightning_rl.generation.engine import Engine, EngineError, EngineState
 from lightning_rl.generation.tracing import first_difference, recording
 from lightning_rl.generation.weight_sync import Checksums, Stream
 
@@ -71,7 +71,7 @@ def _ids(measured: Measured) -> tuple[int, ...]:
 def _together(engine: Engine) -> Iterator[None]:
     """Raises on every rank if one fails inside; the engines then count as not synced."""
     try:
-        with failing_together("a sync"):
+        with failing_together("a sync", EngineError):
             yield
     except Exception:
         if engine.state is EngineState.SYNCED:

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import failing_together, gathered_objects
+from lightning_rl.generation import EngineError
 from lightning_rl.stages.draw import Drawer
 from lightning_rl.stages.sampled import Sampled
 
@@ -68,7 +69,7 @@ class Ahead:
         if cycle not in self._flights:
             return None
         flight = self._flights[cycle]
-        with failing_together("generation"):
+        with failing_together("generation", EngineError):
             self._wait(cycle)
             sampled = None if flight.sampled is None else flight.sampled.result()
         everywhere = all(gathered_objects(sampled is not None))

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
-from lightning_rl.distributed import draws, from_drawing, global_objects
-from lightning_rl.generation import Completion, Engine, Request, TokenFilter, request_seed
+from lightning_rl.distributed import draws, failing_together, from_drawing, global_objects
+from lightning_rl.generation import Completion, Engine, EngineError, Request, TokenFilter, request_seed
 from lightning_rl.generation.filters import NO_FILTER
 from lightning_rl.hooks import Contributions, Stat
 from lightning_rl.policy.kept import holds
@@ -116,7 +116,9 @@ class Drawer:
         order = self.order(
             prompts, cycle, group_size=group_size, temperature=temperature, greedy_baseline=greedy_baseline
         )
-        return self.scored(self.sampled(order))
+        with failing_together("generation", EngineError):
+            sampled = self.sampled(order)
+        return self.scored(sampled)
 
     def order(
         self,
@@ -214,7 +216,6 @@ class Drawer:
         response, lengths = _padded([torch.tensor(row, dtype=torch.int64) for row in ids], torch.int64)
         prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
         actions = torch.arange(response.shape[1]) < lengths[:, None]
-        versions = torch.tensor([completion.version for completion in completions], dtype=torch.int64)
         token_extras = _recorded([c.token_extras for c in completions], lengths, self.engine.recorded)
         prompt_extras = _recorded(
             [c.prompt_extras for c in completions], prompt_lengths, self.engine.recorded & {ROUTES}
@@ -234,7 +235,7 @@ class Drawer:
             groups=torch.tensor([row.index for row in prompts], dtype=torch.int64),
             sample_ids=torch.tensor([request.sample_id for request in requests], dtype=torch.int64),
             finish=torch.tensor([completion.finish for completion in completions], dtype=torch.uint8),
-            policy_version=torch.where(actions, versions[:, None], -1),
+            policy_version=torch.where(actions, _versions(completions), -1),
             trained=trained,
             rewarded=torch.zeros_like(trained),
             rewards=torch.zeros(len(ids), dtype=self.dtype),
@@ -290,6 +291,12 @@ def _whole_groups(rollout: Rollout, keep: Tensor) -> Tensor:
         group = int(rollout.groups[keep][partly][0])
         raise ValueError(f"expected keep_groups to decide about whole groups, but it splits group {group}")
     return keep
+
+
+def _versions(completions: Sequence[Completion]) -> Tensor:
+    """Of the weights that drew each token [B, T]."""
+    rows = [completion.versions or (completion.version,) * len(completion.token_ids) for completion in completions]
+    return _padded([torch.tensor(row, dtype=torch.int64) for row in rows], torch.int64)[0]
 
 
 def _padded(rows: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def test_a_policy_that_moves_within_rounding_needs_no_engine_that_moves() -> Non
     run.sync()
     run.sync(changing(run.step(0.0)))
     engine = Values(torch.zeros(3), torch.zeros(2))
-    canary, measured = Canary(), Measured(engine, [], [], 1)
+    canary, measured = Canary(), Measured({"": engine}, [], [], 1)
     for move in (0.0, 1e-5):
         canary.judge(measured, Values(torch.full((3,), move), torch.zeros(2)), exact=True, checksums=(int(move > 0),))
     with pytest.raises(CanaryError, match="bit for bit"):
@@ -110,7 +110,7 @@ def test_coarse_dtypes_are_calibrated_on_the_mean() -> None:
     def judged(canary: Canary, difference: float, number: int) -> None:
         noise = Values(torch.randn(64, generator=torch.Generator().manual_seed(number)), torch.zeros(1))
         trainer = Values(noise.fixed + difference, noise.drawn + difference)
-        canary.judge(Measured(noise, [], [], number), trainer, exact=False, checksums=(number,))
+        canary.judge(Measured({"": noise}, [], [], number), trainer, exact=False, checksums=(number,))
 
     canary = Canary(factor=4.0)
     judged(canary, 0.02, 0)
@@ -152,6 +152,27 @@ def test_an_engine_that_only_generates_is_compared_by_what_it_draws() -> None:
         run.sync(changing(old))
     with pytest.raises(NotImplementedError, match="FakeEngine only generates"):
         FakeEngine(lambda _: [1]).score([[1, 2]])
+
+
+def test_each_copy_of_the_weights_is_compared_with_its_own_past() -> None:
+    def measured(version: int, **moves: float) -> Measured:
+        fixed = {name: torch.full((3,), move) for name, move in moves.items()}
+        return Measured(
+            {name: Values(row, torch.full((2,), float(version))) for name, row in fixed.items()}, [], [], version
+        )
+
+    def trainer(version: int) -> Values:
+        return Values(torch.full((3,), float(version)), torch.full((2,), float(version)))
+
+    canary = Canary()
+    canary.judge(measured(1, a=1.0, b=1.0), trainer(1), exact=True, checksums=(1,))
+    canary.judge(measured(2, a=2.0, c=2.0), trainer(2), exact=True, checksums=(2,))
+    with pytest.raises(CanaryError, match="expected the engine at a to move with the weights of version 3"):
+        canary.judge(measured(3, b=3.0, a=2.0), trainer(3), exact=True, checksums=(3,))
+    with pytest.raises(
+        CanaryError, match=r"the engine at c to have the weights of version 4, but .* those of version 2"
+    ):
+        canary.judge(measured(4, c=2.0 + 3e-5), trainer(4), exact=True, checksums=(4,))
 
 
 def test_a_rank_whose_neighbour_failed_raises_and_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:

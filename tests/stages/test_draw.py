@@ -60,6 +60,20 @@ def answer(request: Request) -> list[int]:
     return [2 + request.sample_id % 5] * (1 + request.sample_id % 3) + [1]
 
 
+def test_every_token_keeps_the_version_that_drew_it() -> None:
+    def said(request: Request) -> Completion:
+        length = 2 + request.sample_id % 2
+        mixed = (3, 4, 4)[:length] if request.sample_id % 2 else None
+        return Completion(
+            token_ids=(5,) * length, logprobs=torch.zeros(length), finish=Finish.LENGTH, version=3, versions=mixed
+        )
+
+    rollout, _ = drawer(script=said).draw(stream().take, 1, cycle=4, rank=0)
+    assert rollout.policy_version.tolist() == [[3, 3, -1], [3, 4, 4], [3, 3, -1]]
+    with pytest.raises(ValueError, match="expected a version for each of 2 tokens, got 1"):
+        Completion(token_ids=(5, 6), logprobs=None, finish=Finish.STOP, version=1, versions=(1,))
+
+
 def drawer(*callbacks: RLCallback, script: Any = answer, rewards: Any = (parity_reward,), **options: Any) -> Drawer:
     known: dict[str, Any] = {
         "engine": FakeEngine(script), "tokenizer": None, "rewards": Rewards(rewards),
