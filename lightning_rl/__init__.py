@@ -20,11 +20,13 @@ from lightning_rl.generation import (
     CanaryError,
     Completion,
     Engine,
+    EngineError,
     FakeEngine,
     Request,
     TokenFilter,
     TransformersEngine,
     VLLMEngine,
+    VLLMServerEngine,
 )
 from lightning_rl.hooks import Contributions, LossTerm, LossView, RLCallback, Stat
 from lightning_rl.losses import (
@@ -67,6 +69,7 @@ __all__ = [
     "Completion",
     "Contributions",
     "Engine",
+    "EngineError",
     "Estimator",
     "FSDP2Strategy",
     "FakeEngine",
@@ -97,6 +100,7 @@ __all__ = [
     "TokenFilter",
     "TransformersEngine",
     "VLLMEngine",
+    "VLLMServerEngine",
     "ValueLoss",
     "adamw_8bit",
     "concatenate",

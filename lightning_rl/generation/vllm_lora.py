@@ -5,14 +5,13 @@ import shutil
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.generation.weight_sync import Stream, adapter_scales, part_of
-from lightning_rl.policy.lora import adapters_of
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for the largest
 
@@ -38,7 +37,8 @@ class Adapter:
         if others or not self.scales:
             got = f"{others[0]} that trains as well" if self.scales else f"none in {type(model).__name__}"
             raise ValueError(f'expected adapters and a frozen base, got {got}: use lora="merged"')
-        self.rank = max(max(cast(Any, layer).r.values()) for layer in adapters_of(model))  # whatever a strategy splits
+        ranks = [len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A"]
+        self.rank = max(ranks)
         self.number = 0
         self.request: Any = None
         self._parts: dict[str, Tensor] = {}

@@ -1,0 +1,96 @@
+"""Ranks that share servers: rank 0 brings the weights, each draws its own rows, all end alike when servers are lost."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from ranks import STRATEGIES, run_ranks
+from scripted_server import KEY, Answer, ScriptedServer, servers
+from support import fit, recorder, tiny_module, tiny_prompts
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import EngineError, RLCallback, Rollout, VLLMServerEngine
+from lightning_rl.interrupts import INTERRUPTED
+
+HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
+
+
+class Keep(RLCallback):
+    """Keeps the weights that a run ends with, from whatever strategy."""
+
+    name = "keep"
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.weights: dict[str, Tensor] = {
+            name: weight.clone() for name, weight in pl_module.parallel.full_parameters(pl_module.policy)
+        }
+
+
+def main(folder: Path, strategy: str, name: str, *urls: str) -> None:
+    """Three rollouts, from a checkpoint if there is one; saves the weights, or that the engine failed."""
+    torch.set_num_threads(1)
+    seen, keep, resume = list[Rollout](), Keep(), folder / INTERRUPTED
+    engine = VLLMServerEngine(urls, api_key=KEY, canary=False, patience=1.0)
+    trainer: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy]()} if strategy != "alone" else {}
+    found: dict[str, Any] = {}
+    try:
+        fit(
+            tiny_module(engine=engine), callbacks=[recorder(seen)("seen"), keep], data=tiny_prompts(12, 4),
+            default_root_dir=folder, ckpt_path=resume if resume.exists() else None, **trainer,
+        )  # fmt: skip
+        found["weights"] = keep.weights
+    except EngineError as error:
+        found["error"] = str(error)
+    found["samples"] = [rollout.sample_ids for rollout in seen]
+    torch.save(found, folder / f"{name}-{os.environ.get('RANK', '0')}.pt")
+
+
+def check(folder: Path, name: str, rollouts: range, alone: dict[str, Any]) -> None:
+    """Both ranks end with the weights of one rank alone, and have drawn every sample once between them."""
+    parts = [torch.load(folder / f"{name}-{rank}.pt") for rank in (0, 1)]
+    for part in parts:
+        for key, weight in part["weights"].items():
+            torch.testing.assert_close(weight, alone["weights"][key], rtol=0, atol=1e-5)
+    drawn = [sorted(torch.cat(pair).tolist()) for pair in zip(*(part["samples"] for part in parts), strict=True)]
+    assert drawn == [list(range(number * 16, number * 16 + 16)) for number in rollouts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_ranks_share_servers_outlive_them_together_and_go_on_together(strategy: str, tmp_path: Path) -> None:
+    one, other = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS)
+
+    def deadly(_: dict[str, Any], answer: Answer) -> Answer:
+        if len(one.requests) + len(other.requests) > 40:  # in the third rollout
+            one.kill()
+            other.kill()
+        elif len(one.requests) > 9:  # in the first one or the second
+            one.kill()
+        return answer
+
+    one.script = other.script = deadly
+    healthy = ScriptedServer(**HOLDS)
+    with servers(one, other, healthy):
+        run_ranks(__file__, 2, tmp_path, strategy, "lost", one.url, other.url)
+        lost = [torch.load(tmp_path / f"lost-{rank}.pt") for rank in (0, 1)]
+        assert all(
+            "expected one of 2 servers" in part["error"] or "generation on every" in part["error"] for part in lost
+        )
+        assert [len(part["samples"]) for part in lost] == [2, 2]
+        run_ranks(__file__, 2, tmp_path, strategy, "resumed", healthy.url)
+        (tmp_path / INTERRUPTED).rename(tmp_path / "done.ckpt")
+        main(tmp_path, "alone", "alone", healthy.url)
+    assert len(healthy.loads) == 1 + 3, "rank 0 alone brings weights"
+    check(tmp_path, "resumed", range(2, 3), torch.load(tmp_path / "alone-0.pt"))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], *sys.argv[4:])
