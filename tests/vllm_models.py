@@ -1,15 +1,16 @@
 """Models that vLLM's CPU kernels take, and what the trainer says about the same tokens."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from support import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import Completion, Request, VLLMEngine
+from lightning_rl import Completion, Engine, Request, VLLMEngine
 
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Starter = Callable[..., VLLMEngine]
 EOS, VOCABULARY = 1, 151
 SHAPE: dict[str, Any] = {
@@ -33,7 +34,7 @@ def a_model(name: str = "qwen2", seed: int = 0, **options: Any) -> PreTrainedMod
     return tiny_model(family, seed, **options)
 
 
-def synced(engine: VLLMEngine, model: PreTrainedModel, version: int = 0) -> VLLMEngine:
+def synced(engine: AnyEngine, model: PreTrainedModel, version: int = 0) -> AnyEngine:
     """The engine with the weights of a model."""
     engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version)
     return engine

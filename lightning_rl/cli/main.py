@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_rl.cli import doctor, replay, resume_check
+from lightning_rl.cli import doctor, replay, resume_check, serve
 
-COMMANDS = (doctor, replay, resume_check)
+COMMANDS = (doctor, replay, resume_check, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

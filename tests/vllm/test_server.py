@@ -1,0 +1,226 @@
+"""A real server: the same samples as in process, weights proven after every sync, and a run that survives a kill."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+from served import SECRET, Served
+from support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from torch.optim import AdamW
+from transformers import AutoTokenizer
+from vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
+from vllm_rank import Watch
+
+from lightning_rl import Canary, CanaryError, Completion, Finish, RLLightningModule, VLLMServerEngine
+from lightning_rl.callbacks import RolloutKL
+from lightning_rl.generation.http_client import Cancelled
+from lightning_rl.generation.vllm_endpoint import Endpoint
+
+pytestmark = pytest.mark.slow
+MODEL = partial(a_model, "qwen2-tied", architectures=["Qwen2ForCausalLM"])
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for all tests of this file; it has weights of its own and no file of weights."""
+    served = Served(MODEL(), tmp_path_factory.mktemp("served"))
+    yield served
+    code, left = served.stop()
+    assert (code, left) == (0, []), (served.folder / "log").read_text()[-3000:]
+
+
+def an_engine(server: Served, **options: Any) -> VLLMServerEngine:
+    return VLLMServerEngine(server.url, **{"api_key": SECRET, "patience": 300, "timeout": 120, **options})
+
+
+@pytest.fixture
+def engine(server: Served) -> Iterator[VLLMServerEngine]:
+    engine, model = an_engine(server, canary=False), MODEL()
+    engine.start(model, AutoTokenizer.from_pretrained(server.folder))
+    engine.expect(model.named_parameters())
+    yield engine
+    engine.close()
+
+
+def what(completions: list[Completion]) -> list[Any]:
+    return [(c.token_ids, c.finish, c.version, [] if c.logprobs is None else c.logprobs.tolist()) for c in completions]
+
+
+def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
+    server: Served, engine: VLLMServerEngine, started: Starter
+) -> None:
+    model = MODEL()
+    here = synced(started(model, AutoTokenizer.from_pretrained(server.folder)), model)
+    synced(engine, model)
+    for options in ({"temperature": 1.0}, {"temperature": 0.0}, {"eos_ids": frozenset(range(1, 40))}, {"stop": ("d",)}):
+        requests = requests_for(prompts_of(24, 70), **options)
+        found = engine.generate(requests, logprobs=True)
+        assert what(found) == what(here.generate(requests, logprobs=True)), options
+        assert worst(model, requests, found) < 1e-4
+    row = prompts_of(1, 60)[0]
+    assert torch.equal(engine.score([row])[0], here.score([row])[0].float())
+
+
+def test_stop_strings_are_refused_where_the_server_reads_tokens_as_another_text(server: Served) -> None:
+    engine, model = an_engine(server, canary=False), MODEL()
+    engine.start(model, tiny_tokenizer())  # vLLM chooses a class of its own for the same files
+    engine.expect(model.named_parameters())
+    with pytest.raises(ValueError, match="stop strings need one: pass tokenizer= to the module, and the same"):
+        synced(engine, model).generate(requests_for([[2, 3]], stop=("d",)))
+    engine.close()
+
+
+def test_weights_that_come_while_it_generates_are_in_the_tokens_that_say_so(engine: VLLMServerEngine) -> None:
+    models, drawn = [MODEL(), MODEL(seed=1)], list[Completion]()
+    synced(engine, models[0], 0)
+    requests = requests_for(prompts_of(8, 20), max_new_tokens=200, temperature=1.0)
+    drawing = threading.Thread(target=lambda: drawn.extend(engine.generate(requests, logprobs=True)))
+    drawing.start()
+    version = 0
+    while drawing.is_alive() and version < 50:
+        version += 1
+        synced(engine, models[version % 2], version)
+    drawing.join()
+    mixed = [completion for completion in drawn if completion.versions is not None]
+    assert len(drawn) == 8 and mixed, "no sync came in between"
+    for request, completion in zip(requests, drawn, strict=True):
+        versions = completion.versions or (completion.version,) * len(completion.token_ids)
+        assert list(versions) == sorted(versions) and completion.finish is Finish.LENGTH
+        whole = torch.tensor(request.prefix_ids + completion.token_ids)
+        with torch.no_grad():
+            logits = [model(input_ids=whole[None]).logits[0, len(request.prefix_ids) - 1 : -1] for model in models]
+        expected = torch.stack(logits)[torch.tensor(versions) % 2, torch.arange(len(versions))].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.logprobs is not None and float((completion.logprobs - expected).abs().max()) < 1e-4
+    assert synced(engine, models[0], 99).generate(requests[:1])[0].version == 99
+
+
+def counted(server: Served, metric: str, label: str = "") -> float:
+    """The sum of a metric of vLLM over the labels that contain one."""
+    with urlopen(f"{server.url}/metrics") as answer:  # on loopback
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric + "{") and label in line)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+
+
+def test_requests_that_are_cut_short_end_at_the_server(server: Served, engine: VLLMServerEngine) -> None:
+    synced(engine, MODEL())
+    ended, requests = list[Exception](), requests_for(prompts_of(200, 20), max_new_tokens=200)
+    before = counted(server, "vllm:request_success_total", '"length"')
+
+    def draw() -> None:
+        try:
+            engine.generate(requests)
+        except RuntimeError as error:
+            ended.append(error)
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    wait_until(lambda: counted(server, "vllm:num_requests_running") > 0)
+    engine.close()
+    drawing.join()
+    assert [type(error) for error in ended] == [Cancelled]
+    wait_until(lambda: counted(server, "vllm:num_requests_running") == 0)
+    whole = counted(server, "vllm:request_success_total", '"length"') - before
+    assert whole < len(requests), "the others went on to their end"
+
+
+def a_run(server: Served, **options: Any) -> RLLightningModule:
+    known: dict[str, Any] = {
+        "policy": MODEL, "tokenizer": None, "minibatches": 2, "temperature": 0.8, "max_new_tokens": 12,
+        "engine": an_engine(server, canary=Canary(cache_every=1)), "optimizer": partial(AdamW, lr=1e-3),
+        "eos_token_ids": [EOS, *range(20, 30)],
+    }  # fmt: skip
+    return tiny_module(**{**known, **options})
+
+
+def check_run(watch: Watch, rollouts: int) -> None:
+    """Every sample once, by the weights of its rollout, and engine and trainer agree on every token."""
+    assert [rollout.sample_ids.tolist() for rollout in watch.rollouts] == [
+        list(range(number * 16, number * 16 + 16)) for number in range(rollouts)
+    ]
+    for number, rollout in enumerate(watch.rollouts):
+        assert (rollout.policy_version[rollout.action_mask] == number).all()
+        assert rollout.rollout_logprobs is not None and rollout.old_logprobs is not None
+        difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.valid_tokens]
+        assert float(difference.abs().max()) < 1e-4
+
+
+def test_a_run_sees_engine_and_trainer_agree(server: Served) -> None:
+    watch = Watch()
+    data = tiny_prompts(20, 4, validation=[[2, 3], [5]])
+    fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=data)
+    check_run(watch, 5)
+    assert len(watch.rows) == 10 and all(abs(row["kl/rollout"]) < 1e-5 for row in watch.rows[::2])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        pytest.param("/collective_rpc", "bit for bit those of version 1, while the trainer's moved", id="not-loaded"),
+        pytest.param("/reset_prefix_cache?reset_running_requests=true", "to reset the prefix cache", id="not-reset"),
+    ],
+)
+def test_the_canary_sees_a_server_that_says_it_is_synced(
+    path: str, message: str, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, watch = Endpoint._post, Watch()  # noqa: SLF001
+
+    def forgetful(endpoint: Endpoint, asked: str, body: Any = None) -> Any:
+        skipped = asked == path and (body is None or body["method"] == "lightning_rl_load")
+        return (
+            {"results": [], "success": True} if skipped and len(watch.rollouts) == 2 else honest(endpoint, asked, body)
+        )
+
+    monkeypatch.setattr(Endpoint, "_post", forgetful)
+    with pytest.raises(CanaryError, match=message):
+        fit(a_run(server), callbacks=[watch], data=tiny_prompts(16, 4))
+    assert len(watch.rollouts) == 2
+
+
+def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest, asked, left = Endpoint.sample, list[str](), list[Any]()
+    killing = threading.Lock()
+
+    def deadly(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
+        with killing:
+            asked.append(name)
+            if len(asked) == 40:
+                left.append(server.kill())
+                server.start()
+        return honest(endpoint, name, *arguments)
+
+    monkeypatch.setattr(Endpoint, "sample", deadly)
+    watch = Watch()
+    with caplog.at_level(logging.WARNING):
+        fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
+    check_run(watch, 4)
+    assert left == [[]], "processes of the server that was killed"
+    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.fleet"]
+    assert said[0].startswith(f"lost {server.url}: ") and said[-1] == f"{server.url} is back, with the current weights"
+
+
+@pytest.mark.long
+def test_a_mixture_of_experts_agrees_with_the_trainer(tmp_path: Path) -> None:
+    model = a_model("qwen3_moe")
+    served, watch = Served(model, tmp_path), Watch()
+    try:
+        policy = partial(a_model, "qwen3_moe", architectures=model.config.architectures)
+        fit(a_run(served, policy=policy), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(20, 4))
+        check_run(watch, 5)
+    finally:
+        assert served.stop() == (0, [])
