@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+import lightning_rl.module
 import lightning_rl.stages.collect
 from lightning_rl import (
     Advantages,

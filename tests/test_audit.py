@@ -12,7 +12,7 @@ from support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch.optim import AdamW
 
 from lightning_rl import Contributions, RLCallback, TransformersEngine, presets
-from lightning_rl.audit import CHECKS, AuditError, SignalAudit
+from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -102,7 +102,42 @@ def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Pat
     assert "gradient_liveness: callback reference_kl.loss_term: expected a term with a gradient" in str(raised.value)
     assert "What to do: compute it from view.logprobs without detach()" in str(raised.value)
     saved = torch.load(tmp_path / "audit" / "rollout-0.pt", weights_only=True)
-    assert "gradient_liveness" in saved["findings"][0] and saved["rollout"]["response_ids"].dim() == 2
+    assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"]["response_ids"].dim() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "cured"),
+    [
+        ("detached KL loss", [ReferenceKL(0.1, as_loss=True)]),
+        ("token ids of another row", None),
+        ("update at temperature 1, without an old pass", None),
+        ("rewards of the row before", None),
+        ("an optimizer without half of the parameters", None),
+        ("a mean over microbatches", None),
+        ("advantages edited between steps", None),
+        ("ratio counted twice", [OPSM()]),
+    ],
+)
+def test_the_saved_file_reproduces_a_finding(tmp_path: Path, name: str, cured: list[RLCallback] | None) -> None:
+    fault = next(fault for fault in faults.FAULTS if fault.name == name)
+    found = faults.found_by_audit(fault, tmp_path)
+    path = sorted((tmp_path / "audit").glob("*.pt"))[-1]
+    options = {key: value for key, value in fault.options.items() if key != "engine"}
+    module = tiny_module(**{"policy": tiny_policy, **options})
+    again = recheck(path, module, fault.callbacks())
+    assert {(one.check, one.culprit) for one in again} <= set(found) and any(
+        fault.named_by(a.check, a.culprit) for a in again
+    )
+    if cured is not None:
+        assert not recheck(path, tiny_module(**options), cured)
+
+
+def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
+    fault = next(fault for fault in faults.FAULTS if fault.name == "detached KL loss")
+    faults.found_by_audit(fault, tmp_path)
+    with pytest.raises(ValueError, match=r"expected checks out of .* got 'nothing'"):
+        recheck(tmp_path / "audit" / "rollout-0.pt", tiny_module(), checks=["nothing"])
 
 
 def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Path) -> None:
@@ -136,7 +171,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 
 def test_every_check_says_what_it_means_and_contributions_stay_legal() -> None:
-    assert len(CHECKS) >= 20 and all(check.meaning.endswith(".") for check in CHECKS.values())
+    assert len(CHECKS) >= 40 and all(check.meaning.endswith(".") for check in CHECKS.values())
     assert Contributions([SignalAudit()]).callbacks[0].name == "signal_audit"
 
 

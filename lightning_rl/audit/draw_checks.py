@@ -12,21 +12,29 @@ DRAW = "stage draw"
 
 @check("sampled_is_trained")
 def sampled_is_trained(evidence: Evidence) -> list[Finding]:
-    """The token ids, log-probabilities and finish reasons that train are those that the engine returned, row by row."""
-    rollout, wrong = evidence.rollout, dict[str, list[int]]()
+    """The tokens, log-probabilities and finish reasons that train are those that the engine returned, row by row."""
+    rollout, wrong = evidence.rollout.to("cpu"), dict[str, list[int]]()
+    ids, actions, finish = rollout.response_ids.tolist(), rollout.action_mask.tolist(), rollout.finish.tolist()
+    lengths, kept, theirs = rollout.response_lengths.tolist(), [], []
     for row, sample in enumerate(rollout.sample_ids.tolist()):
         if sample not in evidence.drawn:
             continue
-        completion, length = evidence.drawn[sample][1], int(rollout.response_lengths[row])
-        if tuple(rollout.response_ids[row, :length].tolist()) != tuple(completion.token_ids):
+        completion, length = evidence.drawn[sample][1], lengths[row]
+        number = len(completion.token_ids)
+        if actions[row] != [*[True] * number, *[False] * (len(actions[row]) - number)]:
+            wrong.setdefault("sampled tokens as actions", []).append(sample)
+        if ids[row][:length] != list(completion.token_ids):
             wrong.setdefault("token ids", []).append(sample)
-        if int(rollout.finish[row]) != int(completion.finish):
+        elif completion.logprobs is not None:
+            kept.append(row)
+            theirs.append(completion.logprobs)
+        if finish[row] != int(completion.finish):
             wrong.setdefault("finish reason", []).append(sample)
-        if rollout.rollout_logprobs is not None and completion.logprobs is not None:
-            kept = rollout.valid_tokens[row, :length].cpu()
-            ours, theirs = rollout.rollout_logprobs[row, :length].cpu()[kept], completion.logprobs[kept]
-            if not torch.allclose(ours.double(), theirs.double(), rtol=1e-6, atol=1e-6):
-                wrong.setdefault("log-probabilities", []).append(sample)
+    if rollout.rollout_logprobs is not None and kept:
+        given = torch.nn.utils.rnn.pad_sequence(theirs, batch_first=True).double().cpu()
+        ours, valid = (part[kept, : given.shape[1]] for part in (rollout.rollout_logprobs, rollout.valid_tokens))
+        apart = (valid & ~torch.isclose(ours.double(), given, rtol=1e-6, atol=1e-6)).any(-1)
+        wrong |= {"log-probabilities": rollout.sample_ids[kept][apart].tolist()} if apart.any() else {}
     return [
         Finding(
             check="sampled_is_trained", culprit=DRAW, expected=f"the {what} that the engine returned",
@@ -42,7 +50,7 @@ def ends(evidence: Evidence) -> list[Finding]:
     """A response that stopped ends with an EOS id or stop string and holds no EOS before; one that was cut off has all
     the tokens that were allowed.
     """
-    rollout, eos = evidence.rollout, evidence.module.run.eos_ids
+    rollout, eos = evidence.rollout, evidence.subject.facts.eos_ids
     lengths, found = rollout.response_lengths, []
     position = torch.arange(rollout.width, device=lengths.device)
     is_eos = torch.isin(rollout.response_ids, torch.tensor(sorted(eos) or [-1], device=lengths.device))
@@ -51,17 +59,20 @@ def ends(evidence: Evidence) -> list[Finding]:
     stopped, cut = rollout.finish == Finish.STOP, rollout.finish == Finish.LENGTH
     cases = {
         "no EOS before the end of a response": (is_eos & inside).any(-1),
-        "an EOS at the end of a response that stopped": rollout.real & stopped & ~last & (not evidence.module.stop),
+        "an EOS at the end of a response that stopped": rollout.real
+        & stopped
+        & ~last
+        & (not evidence.subject.facts.stop_strings),
         "no EOS at the end of a response that was cut off": rollout.real & cut & last,
         "all allowed tokens in a response that was cut off": (
-            rollout.real & cut & (lengths < evidence.module.max_new_tokens)
+            rollout.real & cut & (lengths < evidence.subject.facts.max_new_tokens)
         ),
     }
     for expected, rows in cases.items():
         if rows.any():
             found.append(
                 Finding(
-                    check="ends", culprit=f"engine {type(evidence.module.engine).__name__}", expected=expected,
+                    check="ends", culprit=f"engine {evidence.subject.facts.engine}", expected=expected,
                     observed=f"{int(rows.sum())} rows without", samples=rollout.sample_ids[rows][:4].tolist(),
                     cure="take the finish reason from the engine, and keep the sampled EOS in the response",
                 )
@@ -71,37 +82,45 @@ def ends(evidence: Evidence) -> list[Finding]:
 
 @check("versions")
 def versions(evidence: Evidence) -> list[Finding]:
-    """Every token was drawn with the weights of this rollout's sync, or of one that ``max_staleness`` allows; nothing
-    else carries a version.
+    """Every token was drawn with the weights of this rollout's sync, or with earlier ones within the bound of staleness
+    and none after newer ones; nothing else carries a version.
     """
-    rollout, oldest = evidence.rollout, max(evidence.cycle - evidence.module.max_staleness, 0)
+    rollout, most = evidence.rollout, evidence.subject.facts.max_staleness
     age = evidence.cycle - rollout.policy_version
-    wrong = rollout.action_mask & ((age < 0) | (rollout.policy_version < oldest))
-    allowed = " to ".join(map(str, sorted({oldest, evidence.cycle})))
+    wrong = rollout.action_mask & ((age < 0) | (age > most))
     stray = ~rollout.action_mask & (rollout.policy_version != -1)
-    rows = (wrong | stray).any(-1)
+    so_far = torch.where(rollout.action_mask, rollout.policy_version, -1).cummax(-1).values
+    back = rollout.action_mask & (rollout.policy_version < so_far)
+    places = wrong | stray | back
+    rows = places.any(-1)
     if not rows.any():
         return []
-    seen = sorted(set(rollout.policy_version[wrong].tolist())) or "versions at tokens that were not sampled"
+    seen = sorted(set(rollout.policy_version[wrong | back].tolist())) or "versions at tokens that were not sampled"
+    bound = f"{evidence.cycle}" if not most else f"{evidence.cycle - most} to {evidence.cycle}, never falling,"
     return [
         Finding(
-            check="versions", culprit=f"engine {type(evidence.module.engine).__name__}",
-            expected=f"version {allowed} at every sampled token", observed=f"{seen}",
-            samples=rollout.sample_ids[rows][:4].tolist(), cure="pin the version before a request is sent",
+            check="versions", culprit=f"engine {evidence.subject.facts.engine}",
+            expected=f"version {bound} at every sampled token", observed=f"{seen}",
+            samples=rollout.sample_ids[rows][:4].tolist(), positions=places.any(0).nonzero()[:4, 0].tolist(),
+            cure="pin the version before a request is sent",
         )
     ]  # fmt: skip
 
 
 @check("sample_conservation")
 def sample_conservation(evidence: Evidence) -> list[Finding]:
-    """Every sample is there once, in a whole group, and belongs to the prompt that its identity names."""
-    rollout, size = evidence.rollout, evidence.module.group_size
+    """Every sample is there once, in a whole group, and belongs to the prompt that its identity names; no group is lost
+    but those that a correction filters.
+    """
+    rollout, size = evidence.rollout, evidence.subject.facts.group_size
+    wanted, filters = evidence.subject.facts.groups, evidence.subject.contributions.offering("keep_groups")
     ids, groups = rollout.sample_ids[rollout.real], rollout.groups[rollout.real]
     counts = torch.unique(groups, return_counts=True)[1]
     problems = {
         "each sample once": len(ids.unique()) != len(ids),
         f"{size} samples in every group": bool((counts != size).any()),
         "the group that a sample's identity names": bool((ids // size != groups).any()),
+        f"{wanted} groups": len(counts) > wanted or (len(counts) < wanted and not filters),
     }
     return [
         Finding(
@@ -115,18 +134,21 @@ def sample_conservation(evidence: Evidence) -> list[Finding]:
 
 @check("masks")
 def masks(evidence: Evidence) -> list[Finding]:
-    """``trained``: real rows that nobody excludes; ``valid_tokens``: their sampled tokens; ``rewarded``: a part."""
+    """``trained``: the real rows that nobody excludes; ``valid_tokens``: their sampled tokens; ``rewarded``: a part."""
     rollout, excluded = evidence.rollout, torch.zeros_like(evidence.rollout.trained)
     found = []
-    for callback in evidence.contributions.offering("exclude"):
+    for callback in evidence.subject.contributions.offering("exclude"):
         excluded = excluded | callback.exclude(rollout)
     if (rollout.trained & excluded).any():
         found.append(("trained", "no row that a correction excludes", rollout.trained & excluded))
+    left = rollout.real & ~excluded & (rollout.finish != Finish.ABORT) & ~rollout.trained
+    if left.any():
+        found.append(("trained", "every row that no correction excludes", left))
     if not torch.equal(rollout.valid_tokens, rollout.action_mask & rollout.trained[:, None]):
         rows = (rollout.valid_tokens != (rollout.action_mask & rollout.trained[:, None])).any(-1)
         found.append(("valid_tokens", "the sampled tokens of trained rows", rows))
     allowed = rollout.trained.clone()
-    for callback in evidence.contributions.offering("reward_mask"):
+    for callback in evidence.subject.contributions.offering("reward_mask"):
         allowed = allowed & callback.reward_mask(rollout)
     if (rollout.rewarded & ~allowed).any():
         found.append(("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed))

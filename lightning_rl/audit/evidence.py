@@ -1,8 +1,8 @@
 """Evidence: what the checks look at, and the stages of the run repeated on changed copies of a small slice."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl import distributed
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
-from lightning_rl.generation import Completion, Request
-from lightning_rl.hooks import Contributions, LossView, RLCallback
-from lightning_rl.module import RLLightningModule
-from lightning_rl.objective import Objective
+from lightning_rl.audit.finding import Finding
+from lightning_rl.audit.live import LiveStep
+from lightning_rl.audit.recorded import Drawn, PlainForward, RewardCall
+from lightning_rl.audit.subject import Subject
+from lightning_rl.hooks import Contributions, LossView
 from lightning_rl.policy import Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
@@ -23,24 +25,9 @@ from lightning_rl.signal.selection import own_values
 from lightning_rl.stages.signal import with_signal
 from lightning_rl.stages.update import accumulated, view_of
 
-MOST_GROUPS, MOST_ROWS = 4, 6
-
-
-class Provided(Contributions):
-    """The corrections of a run on a rollout that carries what they provide, around a table in place of the policy."""
-
-    @override
-    def provide(self, rollout: Rollout) -> Rollout:
-        return rollout
-
-    @override
-    @contextmanager
-    def forward_context(self, rows: Rollout) -> Iterator[None]:
-        yield
-
 
 class Spy(Estimator):
-    """The run's estimator, and what it was given."""
+    """An estimator, and what it was given."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
@@ -58,97 +45,139 @@ class StepFound:
 
     parts: dict[str, Tensor]
     gradient: Tensor  # with respect to the table, [b, T]
+    total: float  # what was differentiated, over all microbatches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A finished rollout and the run that made it.
+    """A finished rollout, and everything that a check needs to judge it without the model.
 
-    Args:
-        module: the run.
+    Attributes:
+        subject: what is checked.
         rollout: finished, on this rank.
-        cycle: its number.
-        drawn: what the engine returned, by sample.
+        groups: a few whole groups of it.
+        rows: a few trained rows of those, cut to the longest.
+        outputs: what the policy says of ``rows`` now, before the first update; None where there is no policy.
+        apart: the same with the rows in reverse order, where there is no ``plain``.
+        hotter: the same at twice the temperature; None without a critic.
+        cycle: number of the rollout.
+        batches: what the engine was asked for this rollout and returned, batch by batch.
+        calls: what the reward functions were given and said.
+        plain: some of ``rows`` by a model's own plain forward.
+        remembered: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
+        live: one optimizer step as it was made; None before the first.
+        edits: of fields of the rollout, by whatever way, with who made them.
     """
 
-    module: RLLightningModule
+    subject: Subject
     rollout: Rollout
-    cycle: int
-    drawn: Mapping[int, tuple[Request, Completion]] = field(default_factory=dict)
-
-    @cached_property
-    def contributions(self) -> Provided:
-        """The corrections, without those that only look on."""
-        own = self.module.run.contributions.callbacks
-        return Provided([callback for callback in own if callback.contributes - RLCallback.LOOKING])
-
-    @cached_property
-    def groups(self) -> Rollout:
-        """Whole groups, a few of them, with different rewards first."""
-        spread = self.rollout.rewarded.new_zeros(len(self.rollout))
-        ids = self.rollout.groups.unique()
-        for group in ids:
-            rows = self.rollout.groups == group
-            scores = self.rollout.rewards[rows & self.rollout.rewarded]
-            spread |= rows & bool(len(scores) and scores.max() > scores.min())
-        chosen = sorted(ids.tolist(), key=lambda group: (not bool(spread[self.rollout.groups == group].any()), group))
-        kept = torch.isin(self.rollout.groups, torch.tensor(chosen[:MOST_GROUPS], device=ids.device))
-        return self.rollout.select(kept)
-
-    @cached_property
-    def rows(self) -> Rollout:
-        """A few trained rows of those groups."""
-        own = self.groups
-        kept = (own.trained & own.valid_tokens.any(-1)).nonzero()[:MOST_ROWS, 0]
-        return own.select(kept).fit_width(max(int(own.response_lengths[kept].max()), 1) if len(kept) else 1)
+    groups: Rollout
+    rows: Rollout
+    outputs: Outputs | None = None
+    apart: Outputs | None = None
+    hotter: Outputs | None = None
+    cycle: int = 0
+    batches: Sequence[Sequence[Drawn]] = ()
+    calls: Sequence[RewardCall] = ()
+    plain: Sequence[PlainForward] = ()
+    remembered: tuple[Tensor, ...] = ()
+    live: LiveStep | None = None
+    edits: Sequence[Finding] = ()
 
     def signal(self, rollout: Rollout, contributions: Contributions | None = None) -> tuple[Rollout, RewardSignal]:
-        """The signal stage on another rollout of this run. A collective, if the estimator has one."""
-        spy = Spy(self.module.estimator)
-        found, _ = with_signal(
-            rollout.replace(advantages=None, returns=None), spy, contributions or self.contributions, own_sum
-        )
+        """The signal stage on another rollout of this run, on this rank alone."""
+        spy = Spy(self.subject.estimator)
+        with distributed.alone():
+            found, _ = with_signal(
+                rollout.replace(advantages=None, returns=None), spy, contributions or self.subject.contributions,
+                own_sum,
+            )  # fmt: skip
         return found, cast(RewardSignal, spy.seen)
 
-    def objective(self, contributions: Contributions | None = None) -> Objective:
-        """The run's loss, alone or with other corrections."""
-        module = self.module
-        return Objective(
-            loss=module.loss, reduction=module.reduction, contributions=contributions or self.contributions,
-            entropy_coef=module.entropy_coef, value_coef=module.value_coef, value_loss=module.value_loss,
-        )  # fmt: skip
+    @property
+    def logprobs(self) -> Tensor:
+        """The policy's log-probabilities of ``rows``, or those of the rollout where there is no policy, [b, T]."""
+        if self.outputs is not None:
+            return self.outputs.logprobs
+        return torch.where(self.rows.valid_tokens, self.rows.required("old_logprobs"), 0.0)
 
     @cached_property
-    def outputs(self) -> Outputs:
-        """What the policy says of :attr:`rows` now."""
-        plan = plan_of_rows(self.rows.to("cpu"), [[list(range(len(self.rows)))]], packed=self.module.packing)
-        layout = plan.to(self.rows.groups.device).step(0)[0].layout
-        context = self.module.trainer.precision_plugin.forward_context
-        with torch.no_grad(), context(), self.module.run.contributions.forward_context(self.rows):
-            found = self.module.required_policy(layout)
-        width = self.rows.width
-        values = None if found.values is None else _widened(found.values, width)
-        return Outputs(_widened(found.logprobs, width), _widened(found.entropy, width), values)
+    def drawn(self) -> dict[int, Drawn]:
+        """Request and completion of each sample."""
+        return {pair[0].sample_id: pair for batch in self.batches for pair in batch}
+
+    @property
+    def own_signal(self) -> Rollout:
+        """:attr:`groups` with the advantages that the signal stage makes of them."""
+        return self._own[0]
+
+    @property
+    def seen_signal(self) -> RewardSignal:
+        """What the estimator was given for :attr:`own_signal`."""
+        return self._own[1]
+
+    @cached_property
+    def _own(self) -> tuple[Rollout, RewardSignal]:
+        return self.signal(self.groups)
+
+    @cached_property
+    def pattern(self) -> Tensor:
+        """Numbers in [-1, 1] that depend on sample and position alone, shape [b, T]."""
+        return pattern_of(self.rows).to(self.logprobs.dtype)
+
+    @cached_property
+    def whole_step(self) -> StepFound:
+        """The update stage on :attr:`rows` in one microbatch, once the policy has moved."""
+        return self.step([list(range(len(self.rows)))])
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there are values to learn."""
+        return self.rows.values is not None
+
+    def prepared(self, view: LossView) -> LossView:
+        """The view with what the loss finds out from a whole step, which here is the view itself."""
+        loss = self.subject.loss
+        if not loss.prepares:
+            return view
+        with torch.no_grad():
+            found = loss.prepare([view], own_sum, own_values)
+        return view.replace(prepared=None if found is None else found[0])
+
+    @property
+    def on_policy(self) -> Rollout:
+        """:attr:`rows` as if every policy were the current one."""
+        now = self.logprobs.detach()
+        fields = ("old_logprobs", "rollout_logprobs")
+        return self.rows.replace(**{name: now for name in fields if getattr(self.rows, name) is not None})
 
     def table(self, drift: float = 0.0) -> Tensor:
         """Log-probabilities of :attr:`rows`, moved by up to ``drift`` nats in a fixed pattern, as a leaf."""
-        position = torch.arange(self.rows.width, device=self.rows.groups.device)
-        pattern = torch.sin(1.0 + 3.0 * self.rows.sample_ids[:, None] + 5.0 * position)
-        moved = self.outputs.logprobs + drift * pattern.to(self.outputs.logprobs.dtype)
+        moved = self.logprobs + drift * self.pattern
         return torch.where(self.rows.valid_tokens, moved, 0.0).detach().requires_grad_()
 
-    def view(self, rows: Rollout | None = None, drift: float = 0.3) -> LossView:
+    def seen(self, drift: float = 0.0) -> Outputs:
+        """What a policy that moved by ``drift`` nats says of :attr:`rows`."""
+        table = self.table(drift)
+        if self.outputs is not None:
+            return self.outputs._replace(logprobs=table)
+        values = self.rows.values
+        return Outputs(table, torch.full_like(table, 0.5), None if values is None else values.nan_to_num())
+
+    def view(self, rows: Rollout | None = None, drift: float = 0.3, *, entropy_gradient: bool = False) -> LossView:
         """What losses and corrections see of :attr:`rows`, or of a changed copy, once the policy has moved."""
-        outputs = self.outputs._replace(logprobs=self.table(drift))
-        return view_of(self.rows if rows is None else rows, outputs)
+        outputs = self.seen(drift)
+        outputs = outputs._replace(entropy=outputs.entropy.detach().requires_grad_(entropy_gradient))
+        return view_of(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
 
     def step(
         self, partition: Sequence[Sequence[int]], rows: Rollout | None = None, *, drift: float = 0.3,
         contributions: Contributions | None = None,
     ) -> StepFound:  # fmt: skip
         """The update stage on :attr:`rows`, cut into microbatches, without a model."""
-        rollout, table = self.rows if rows is None else rows, self.table(drift)
-        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in partition]], packed=self.module.packing)
+        rollout, seen = self.rows if rows is None else rows, self.seen(drift)
+        table = seen.logprobs
+        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in partition]], packed=self.subject.facts.packing)
         microbatches = plan.to(rollout.groups.device).step(0)
         tables = {id(microbatch.layout): microbatch.index for microbatch in microbatches}
 
@@ -156,28 +185,26 @@ class Evidence:
             index, (number, width) = tables[id(layout)], layout.shape
             if not len(index):
                 nothing = table.sum() * 0 + table.new_zeros(number, width)
-                return Outputs(nothing, nothing.detach(), None if self.outputs.values is None else nothing)
-            entropy, values = self.outputs.entropy[index, :width], self.outputs.values
-            return Outputs(table[index, :width], entropy, None if values is None else values[index, :width])
+                return Outputs(nothing, nothing.detach(), None if seen.values is None else nothing)
+            return Outputs(*(None if part is None else part[index, :width] for part in seen))  # pyright: ignore[reportArgumentType]
 
-        found = accumulated(
-            rollout, microbatches, cast(PolicyModel, policy), self.objective(contributions), global_sum=own_sum,
-            global_concat=own_values, around=lambda _last: nullcontext(), backward=_backward,
-        )  # fmt: skip
+        totals = list[float]()
+
+        def backward(loss: Tensor) -> None:
+            totals.append(float(loss.detach()))
+            if loss.requires_grad:
+                loss.backward()
+
+        with distributed.alone():
+            found = accumulated(
+                rollout, microbatches, cast(PolicyModel, policy), self.subject.objective(contributions),
+                global_sum=own_sum, global_concat=own_values, around=lambda _last: nullcontext(), backward=backward,
+            )  # fmt: skip
         gradient = torch.zeros_like(table) if table.grad is None else table.grad
-        return StepFound(found.parts, gradient)
+        return StepFound(found.parts, gradient, sum(totals))
 
 
-def _backward(loss: Tensor) -> None:
-    if loss.requires_grad:
-        loss.backward()
-
-
-def _widened(tensor: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))[:, :width]
-
-
-def callbacks_offering(evidence: Evidence, *methods: str) -> list[tuple[RLCallback, str]]:
-    """Every correction with each of the methods that it offers."""
-    own = evidence.contributions
-    return [(callback, method) for method in methods for callback in own.offering(method)]
+def pattern_of(rows: Rollout) -> Tensor:
+    """Numbers in [-1, 1] that depend on sample and position alone, shape [b, T]."""
+    position = torch.arange(rows.width, device=rows.groups.device)
+    return torch.sin(1.0 + 3.0 * rows.sample_ids[:, None] + 5.0 * position)

@@ -4,18 +4,12 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks import check
-from lightning_rl.audit.evidence import Evidence, Provided, StepFound
+from lightning_rl.audit.evidence import Evidence, StepFound
 from lightning_rl.audit.finding import Finding, differing
 from lightning_rl.audit.signal_checks import POISONS, poisoned
+from lightning_rl.audit.subject import Provided
 from lightning_rl.hooks import LossView, RLCallback
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
-
-DRIFT = 0.3
-
-
-def whole(evidence: Evidence) -> list[list[int]]:
-    """All rows in one microbatch."""
-    return [list(range(len(evidence.rows)))]
 
 
 def parts_that_differ(ours: StepFound, theirs: StepFound) -> list[str]:
@@ -30,23 +24,23 @@ def parts_that_differ(ours: StepFound, theirs: StepFound) -> list[str]:
 def owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
     """Who computes the parts of a loss that differ."""
     if len(parts) > 1 and len(parts) == all_parts:
-        return f"reduction {_name(evidence.module.reduction)}, or stage update"
+        return f"reduction {name_of(evidence.subject.reduction)}, or stage update"
     if parts and not parts[0].startswith("loss/"):
         return f"callback {parts[0].removesuffix('/loss')}.loss_term"
     if parts == ["loss/value"]:
         return "the value loss"
     weighing = [callback for callback, _ in weighing_callbacks(evidence)]
     for callback in weighing:
-        own = [other for other in evidence.contributions.callbacks if other is callback]
+        own = [other for other in evidence.subject.contributions.callbacks if other is callback]
         if len(weighing) == 1 or own:
-            return f"loss {type(evidence.module.loss).__name__}, or callback " + ", ".join(w.name for w in weighing)
-    return f"loss {type(evidence.module.loss).__name__}, or reduction {_name(evidence.module.reduction)}"
+            return f"loss {evidence.subject.loss_name}, or callback " + ", ".join(w.name for w in weighing)
+    return f"loss {evidence.subject.loss_name}, or reduction {name_of(evidence.subject.reduction)}"
 
 
 def weighing_callbacks(evidence: Evidence) -> list[tuple[RLCallback, str]]:
     """Corrections that multiply the policy loss, with the method that does."""
     methods = ("sequence_mask", "token_mask", "token_weight")
-    return [(callback, method) for method in methods for callback in evidence.contributions.offering(method)]
+    return [(callback, method) for method in methods for callback in evidence.subject.contributions.offering(method)]
 
 
 @check("partition")
@@ -55,27 +49,46 @@ def partition(evidence: Evidence) -> list[Finding]:
     number = len(evidence.rows)
     if number < 2:
         return []
-    ours = evidence.step(whole(evidence), drift=DRIFT)
+    ours = evidence.whole_step
     uneven = [[0], list(range(number - 1, 0, -1)), []]
-    theirs = evidence.step(uneven, drift=DRIFT)
+    theirs = evidence.step(uneven)
+    return _other_step(
+        evidence, "partition", ours, theirs, expected="one loss and gradient for every cut into microbatches",
+        cure="take denominators over the whole optimizer step, before the first backward",
+    )  # fmt: skip
+
+
+def _other_step(
+    evidence: Evidence, name: str, ours: StepFound, theirs: StepFound, *, expected: str, cure: str
+) -> list[Finding]:
+    """A finding if two steps on the same rows have not the same loss and gradient."""
     parts = parts_that_differ(ours, theirs)
     samples, positions = differing(ours.gradient, theirs.gradient, evidence.rows.sample_ids)
     if not parts and not samples:
         return []
     return [
         Finding(
-            check="partition", culprit=owner_of(evidence, parts, len(ours.parts) - 1), samples=samples,
-            positions=positions, expected="one loss and gradient for every cut into microbatches",
-            observed=f"others in {', '.join(parts) or 'the gradient'}",
-            cure="take denominators over the whole optimizer step, before the first backward",
+            check=name, culprit=owner_of(evidence, parts, len(ours.parts) - 1), samples=samples, cure=cure,
+            positions=positions, expected=expected, observed=f"others in {', '.join(parts) or 'the gradient'}",
         )
     ]  # fmt: skip
+
+
+@check("loss_padding_width")
+def loss_padding_width(evidence: Evidence) -> list[Finding]:
+    """More padding behind the responses changes neither loss nor gradient."""
+    ours = evidence.whole_step
+    theirs = evidence.step([list(range(len(evidence.rows)))], evidence.rows.fit_width(evidence.rows.width + 3))
+    return _other_step(
+        evidence, "loss_padding_width", ours, theirs, cure="count `valid_tokens`, never columns",
+        expected="the same loss and gradient with three more positions of padding",
+    )  # fmt: skip
 
 
 @check("denominators")
 def denominators(evidence: Evidence) -> list[Finding]:
     """Weights of tokens are those of the reduction's definition over all valid tokens, rejected ones included."""
-    rows, reduction = evidence.rows, evidence.module.reduction
+    rows, reduction = evidence.rows, evidence.subject.reduction
     valid, trained = rows.valid_tokens.double(), rows.trained.double()
     own = reduction(rows.valid_tokens, rows.trained, rows.groups, lambda values: values).double()
     expected: Tensor | None = None
@@ -93,7 +106,7 @@ def denominators(evidence: Evidence) -> list[Finding]:
     if expected is not None:
         samples, positions = differing(own, expected, rows.sample_ids)
         if samples:
-            found.append((f"reduction {_name(reduction)}", samples, positions))
+            found.append((f"reduction {name_of(reduction)}", samples, positions))
     found += _rejections_that_shrink(evidence)
     return [
         Finding(
@@ -107,14 +120,14 @@ def denominators(evidence: Evidence) -> list[Finding]:
 
 def _rejections_that_shrink(evidence: Evidence) -> list[tuple[str, list[int], list[int]]]:
     found = []
-    view = evidence.view(drift=DRIFT)
-    plain = evidence.step(whole(evidence), drift=DRIFT, contributions=Provided())
+    view = evidence.view()
+    plain = evidence.step([list(range(len(evidence.rows)))], contributions=Provided())
     for callback, method in weighing_callbacks(evidence):
         if method == "token_weight":
             continue
         mask = getattr(callback, method)(view.sanitised())
         kept = (mask[:, None].expand_as(view.valid_tokens) if mask.dim() == 1 else mask) & view.valid_tokens
-        alone = evidence.step(whole(evidence), drift=DRIFT, contributions=_only(callback, method))
+        alone = evidence.step([list(range(len(evidence.rows)))], contributions=_only(callback, method))
         samples, positions = differing(
             torch.where(kept, plain.gradient, 0.0), torch.where(kept, alone.gradient, 0.0), view.sample_ids
         )
@@ -131,31 +144,22 @@ def _only(callback: RLCallback, method: str) -> Provided:
 @check("loss_masked_values")
 def loss_masked_values(evidence: Evidence) -> list[Finding]:
     """What stands at a token that is not valid, NaN and infinity too, reaches neither the loss nor its gradient."""
-    ours = evidence.step(whole(evidence), drift=DRIFT)
-    for poison in POISONS:
-        theirs = evidence.step(whole(evidence), poisoned(evidence.rows, poison), drift=DRIFT)
-        parts = parts_that_differ(ours, theirs)
-        samples, positions = differing(ours.gradient, theirs.gradient, evidence.rows.sample_ids)
-        if parts or samples:
-            return [
-                Finding(
-                    check="loss_masked_values", culprit=owner_of(evidence, parts, len(ours.parts) - 1),
-                    expected=f"the same loss and gradient with {poison} at masked tokens", positions=positions,
-                    observed=f"others in {', '.join(parts) or 'the gradient'}", samples=samples,
-                    cure="select by valid_tokens before exp and before any sum",
-                )
-            ]  # fmt: skip
-    return []
+    theirs = evidence.step([list(range(len(evidence.rows)))], poisoned(evidence.rows))
+    return _other_step(
+        evidence, "loss_masked_values", evidence.whole_step, theirs,
+        expected=f"the same loss and gradient with {POISONS}",
+        cure="select by valid_tokens before exp and before any sum",
+    )  # fmt: skip
 
 
 @check("sequence_decisions")
 def sequence_decisions(evidence: Evidence) -> list[Finding]:
     """A mask that depends on the whole response decides the same for all of its tokens."""
-    view = evidence.view(drift=DRIFT).sanitised()
+    view = evidence.view().sanitised()
     position = torch.arange(view.width, device=view.groups.device)
     both_signs = torch.sin(1.0 + 2.0 * view.sample_ids[:, None] + 3.0 * position).to(view.logprobs.dtype)
     view = view.replace(advantages=torch.where(view.valid_tokens, both_signs, 0.0))
-    for callback in evidence.contributions.offering("token_mask"):
+    for callback in evidence.subject.contributions.offering("token_mask"):
         mask = callback.token_mask(view)
         split = (mask & view.valid_tokens).any(-1) & (~mask & view.valid_tokens).any(-1)
         for row in split.nonzero()[:2, 0].tolist():
@@ -188,75 +192,6 @@ def _moves_with_others(callback: RLCallback, view: LossView, row: int, token: in
     return False
 
 
-@check("gradient_liveness")
-def gradient_liveness(evidence: Evidence) -> list[Finding]:
-    """Every term of the loss reaches the policy: it has a gradient, and the logged term is what was differentiated."""
-    found = []
-    for callback in evidence.contributions.offering("loss_term"):
-        view = evidence.view(drift=DRIFT).sanitised()
-        if callback.trains_entropy:
-            continue
-        term = callback.loss_term(view)
-        alive = term.per_token.requires_grad
-        if alive:
-            per_token = torch.where(view.valid_tokens, term.per_token, 0.0).sum()
-            (gradient,) = torch.autograd.grad(per_token, view.logprobs, allow_unused=True)
-            alive = gradient is not None and bool((gradient != 0).any())
-        if not alive:
-            found.append((f"callback {callback.name}.loss_term", "a term with a gradient"))
-    view = evidence.view(drift=0.0).sanitised()  # where no clip holds it back
-    raw = evidence.module.loss(view.replace(prepared=None)) if not evidence.module.loss.prepares else None
-    if raw is not None and bool((view.required("advantages") != 0).any()):
-        alive = raw.requires_grad
-        if alive:
-            (gradient,) = torch.autograd.grad(raw.sum(), view.logprobs, allow_unused=True)
-            alive = gradient is not None and bool((gradient != 0).any())
-        if not alive:
-            found.append((f"loss {type(evidence.module.loss).__name__}", "a loss with a gradient"))
-    return [
-        Finding(
-            check="gradient_liveness", culprit=culprit, expected=expected, observed="none: it trains nothing",
-            cure="compute it from view.logprobs without detach() or no_grad", samples=view.sample_ids[:2].tolist(),
-        )
-        for culprit, expected in found
-    ]  # fmt: skip
-
-
-@check("ratio_counts_once")
-def ratio_counts_once(evidence: Evidence) -> list[Finding]:
-    """Near a ratio of 1, loss times weights carries the current policy's probability at most once."""
-    view, step = evidence.view(drift=0.0).sanitised(), 0.01
-    if evidence.module.loss.prepares or not len(view):
-        return []
-    moved = view.replace(logprobs=(view.logprobs.detach() + step).requires_grad_())
-    valid = view.valid_tokens & (view.required("advantages") != 0)
-    if not valid.any():
-        return []
-    found = []
-    base = _exponent(evidence.module.loss(view), evidence.module.loss(moved), valid, step)
-    for callback in evidence.contributions.offering("token_weight"):
-        own = _exponent(callback.token_weight(view), callback.token_weight(moved), valid, step)
-        if own > 0.5 and base > 0.5:
-            found.append(
-                Finding(
-                    check="ratio_counts_once", culprit=f"callback {callback.name}.token_weight",
-                    expected="a weight without the current policy, because the loss carries its ratio already",
-                    observed=f"powers {base:.2f} in the loss and {own:.2f} in the weight",
-                    cure="weigh with old/rollout (TruncatedIS), or use a loss without a ratio (reinforce)",
-                    samples=view.sample_ids[:2].tolist(),
-                )
-            )  # fmt: skip
-    return found
-
-
-def _exponent(ours: Tensor, theirs: Tensor, valid: Tensor, step: float) -> float:
-    """How fast something grows with the current log-probability: the power of the current probability in it."""
-    safe = valid & (ours.abs() > 1e-12) & (theirs.abs() > 1e-12)
-    if not safe.any():
-        return 0.0
-    growth = (theirs.detach()[safe].abs().double().log() - ours.detach()[safe].abs().double().log()) / step
-    return float(growth.median())
-
-
-def _name(function: object) -> str:
+def name_of(function: object) -> str:
+    """How findings call a reduction."""
     return getattr(function, "__name__", type(function).__name__)

@@ -1,6 +1,4 @@
-"""Checks of log-probabilities: against the model's own forward, against the engine, against each other."""
-
-from collections.abc import Callable
+"""Checks of what models say of tokens: against their own plain forward, against the engine, against each other."""
 
 import torch
 from torch import Tensor
@@ -8,58 +6,11 @@ from torch import Tensor
 from lightning_rl.audit.checks import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Finding
-from lightning_rl.rollout import Rollout
+from lightning_rl.audit.recorded import PlainForward
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens; coarser types below
-COARSE = 0.1
-ROWS = 2
-
-
-def tolerance_of(evidence: Evidence) -> float:
-    """How far two ways to compute a log-probability may be apart, on average."""
-    mixed = str(evidence.module.trainer.precision) not in ("32-true", "64-true")
-    return COARSE if mixed else TOLERANCE.get(evidence.module.required_policy.model.dtype, COARSE)
-
-
-def plain_logprobs(forward: Callable[..., Tensor], rows: Rollout, row: int, temperature: float) -> Tensor:
-    """Log-probabilities of one whole response by a model's own forward, unpacked: the slow way, shape [L]."""
-    prompt, response = int(rows.prompt_lengths[row]), int(rows.response_lengths[row])
-    ids = torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
-    logits = forward(ids[None])[0, prompt - 1 : -1].double() / temperature
-    return logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0]
-
-
-def compared(evidence: Evidence, name: str, forward: Callable[..., Tensor], culprit: str) -> list[Finding]:
-    """A field of log-probabilities against a model's own forward; guesses what went wrong where they differ."""
-    rows, temperature, bound = evidence.rows, evidence.module.temperature, tolerance_of(evidence)
-    field = getattr(rows, name)
-    if field is None or not len(rows):
-        return []
-    found = []
-    with torch.no_grad(), evidence.module.trainer.precision_plugin.forward_context():
-        for row in range(min(ROWS, len(rows))):
-            length = int(rows.response_lengths[row])
-            valid, ours = rows.valid_tokens[row, :length], field[row, :length].double()
-            truth = plain_logprobs(forward, rows, row, temperature)
-            error = float((ours - truth)[valid].abs().mean())
-            if error <= bound:
-                continue
-            guesses = {
-                "they belong to the next position": torch.roll(truth, -1),
-                "they belong to the position before": torch.roll(truth, 1),
-                "they were taken at temperature 1": plain_logprobs(forward, rows, row, 1.0),
-                "they were divided by the temperature twice": plain_logprobs(forward, rows, row, temperature**2),
-            }
-            near = [what for what, other in guesses.items() if float((ours - other)[valid].abs().mean()) <= bound]
-            observed = f"{error:.3g} nats apart on average" + (f": {near[0]}" if near else "")
-            found.append(
-                Finding(
-                    check="logprob_alignment", culprit=culprit, observed=observed, samples=[int(rows.sample_ids[row])],
-                    expected=f"{name} [t] = log p(response[t] given all before), temperature {temperature}",
-                    cure="index and temperature of every source of log-probabilities have to be the same",
-                )
-            )  # fmt: skip
-    return found[:1]
+BEFORE, UPDATE, REFERENCE = (
+    "stage score, the policy before the update", "stage update, the policy's forward", "stage score, the reference"
+)  # fmt: skip
 
 
 @check("logprob_alignment")
@@ -67,24 +18,80 @@ def logprob_alignment(evidence: Evidence) -> list[Finding]:
     """Log-probabilities of the policy before the update, of the update itself and of the reference are those of the
     model's own plain forward, for the right token and at the temperature of the sampling.
     """
-    module = evidence.module
-    if module.parallel.sharded or not len(evidence.rows):
-        return []
-    model = module.required_policy.model
-    found = compared(evidence, "old_logprobs", _forward_of(model), "stage score, the policy before the update")
-    reference = module.run.reference
-    if reference is not None and reference.model is not model:
-        found += compared(evidence, "ref_logprobs", _forward_of(reference.model), "stage score, the reference")
-    updating = evidence.rows.replace(old_logprobs=evidence.outputs.logprobs)
-    own = Evidence(evidence.module, updating, evidence.cycle, evidence.drawn)
-    own.__dict__["rows"] = updating
-    if not found:
-        found = compared(own, "old_logprobs", _forward_of(model), "stage update, the policy's forward")
+    rows = evidence.rows
+    found = _compared(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE)
+    found += _compared(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE)
+    if not found and evidence.outputs is not None:
+        found = _compared(evidence, "logprobs", evidence.outputs.logprobs, "policy", UPDATE)
     return found
 
 
-def _forward_of(model: torch.nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda ids: model(input_ids=ids, use_cache=False).logits
+def _compared(evidence: Evidence, name: str, field: Tensor | None, of: str, culprit: str) -> list[Finding]:
+    """A field of log-probabilities against a model's own forward; guesses what went wrong where they differ."""
+    facts = evidence.subject.facts
+    for plain in evidence.plain:
+        if field is None or plain.of != of:
+            continue
+        valid, ours = _stretch(evidence, plain, field)
+        error = _apart(ours, plain.logprobs, valid)
+        if error <= facts.tolerance:
+            continue
+        guesses = {
+            "they belong to the next position": torch.roll(plain.logprobs, -1),
+            "they belong to the position before": torch.roll(plain.logprobs, 1),
+            "they were taken at temperature 1": plain.at_one,
+            "they were divided by the temperature twice": plain.at_square,
+        }
+        near = [what for what, other in guesses.items() if _apart(ours, other, valid) <= facts.tolerance]
+        observed = f"{error:.3g} nats apart on average" + (f": {near[0]}" if near else "")
+        return [
+            Finding(
+                check="logprob_alignment", culprit=culprit, observed=observed,
+                samples=[int(evidence.rows.sample_ids[plain.row])], positions=_worst(ours, plain, valid),
+                expected=f"{name} [t] = log p(response[t] given all before), temperature {facts.temperature}",
+                cure="index and temperature of every source of log-probabilities have to be the same",
+            )
+        ]  # fmt: skip
+    return []
+
+
+def _stretch(evidence: Evidence, plain: PlainForward, field: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens of a plain forward are valid, and what a field says of them, [N] each."""
+    places = slice(plain.begin, plain.begin + len(plain.logprobs))
+    return evidence.rows.valid_tokens[plain.row, places], field[plain.row, places].double()
+
+
+def _apart(ours: Tensor, theirs: Tensor, valid: Tensor) -> float:
+    return float((ours - theirs)[valid].abs().mean()) if valid.any() else 0.0
+
+
+def _worst(ours: Tensor, plain: PlainForward, valid: Tensor) -> list[int]:
+    gap = torch.where(valid, (ours - plain.logprobs).abs(), 0.0)
+    return [plain.begin + int(gap.argmax())]
+
+
+@check("entropy")
+def entropy(evidence: Evidence) -> list[Finding]:
+    """The entropy that is logged and trained is that of the model's own plain forward, before each token and at the
+    temperature of the sampling.
+    """
+    if evidence.outputs is None:
+        return []
+    for plain in evidence.plain:
+        if plain.of != "policy":
+            continue
+        valid, ours = _stretch(evidence, plain, evidence.outputs.entropy)
+        error = _apart(ours, plain.entropy, valid)
+        if error > evidence.subject.facts.tolerance:
+            return [
+                Finding(
+                    check="entropy", culprit=UPDATE, expected="-sum p log p over the whole vocabulary",
+                    observed=f"values {error:.3g} nats apart on average", positions=[plain.begin],
+                    samples=[int(evidence.rows.sample_ids[plain.row])],
+                    cure="take entropy and log-probability from the same logits, divided by the temperature once",
+                )
+            ]  # fmt: skip
+    return []
 
 
 @check("weight_sync")
@@ -92,20 +99,23 @@ def weight_sync(evidence: Evidence) -> list[Finding]:
     """The engine's log-probabilities are those of the weights that the policy had when it drew: it moved with them, and
     it samples at the temperature that training assumes.
     """
-    rows, module = evidence.rows, evidence.module
-    if rows.rollout_logprobs is None or not len(rows):
+    rows, facts = evidence.rows, evidence.subject.facts
+    if rows.rollout_logprobs is None or evidence.outputs is None:
         return []
-    valid = rows.valid_tokens & (rows.policy_version == evidence.cycle)
-    gap = (rows.rollout_logprobs - evidence.outputs.logprobs)[valid].double().abs()
-    bound = tolerance_of(evidence)
-    if not len(gap) or float(gap.mean()) <= bound:
+    fresh = rows.valid_tokens & (rows.policy_version == evidence.cycle)
+    gap = torch.where(fresh, (rows.rollout_logprobs - evidence.outputs.logprobs).double().abs(), 0.0)
+    per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
+    mean = float(gap.sum() / fresh.sum().clamp(min=1))
+    if mean <= facts.tolerance and not bool((per_row > 5 * facts.tolerance).any()):
         return []
+    worst = int(per_row.argmax())
     return [
         Finding(
-            check="weight_sync", culprit=f"engine {type(module.engine).__name__}",
-            expected=f"log-probabilities within {bound:.2g} nats of the policy's own",
-            observed=f"{float(gap.mean()):.3g} nats apart on average: it holds other weights, or another temperature",
-            samples=rows.sample_ids[:4].tolist(),
+            check="weight_sync", culprit=f"engine {facts.engine}",
+            expected=f"log-probabilities within {facts.tolerance:.2g} nats of the policy's own",
+            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row: it holds other "
+            "weights, a stale cache, or another temperature",
+            samples=[int(rows.sample_ids[worst])], positions=[int(gap[worst].argmax())],
             cure="look at load_weights, the prefix cache and the temperature of the engine",
         )
     ]  # fmt: skip
@@ -113,19 +123,82 @@ def weight_sync(evidence: Evidence) -> list[Finding]:
 
 @check("on_policy_identity")
 def on_policy_identity(evidence: Evidence) -> list[Finding]:
-    """Before the first step of a rollout nothing has moved: the ratio of current to old policy is 1 everywhere."""
-    rows = evidence.rows
-    if rows.old_logprobs is None or not len(rows):
+    """Before the first step of a rollout nothing has moved: the ratio of current to old policy is 1 everywhere, and the
+    critic says what it said.
+    """
+    rows, seen, found = evidence.rows, evidence.outputs, []
+    if seen is None:
         return []
-    gap = torch.where(rows.valid_tokens, evidence.outputs.logprobs - rows.old_logprobs, 0.0).abs()
-    bound = tolerance_of(evidence) / 10
-    if float(gap.max()) <= bound:
+    bound = evidence.subject.facts.tolerance / 10
+    pairs = {"ratio": (rows.old_logprobs, seen.logprobs), "value": (rows.values, seen.values)}
+    for what, (before, now) in pairs.items():
+        if before is None or now is None:
+            continue
+        gap = torch.where(rows.valid_tokens, now - before, 0.0).abs()
+        if gap.numel() and float(gap.max()) > bound * (1.0 if what == "ratio" else 1.0 + float(before.abs().max())):
+            worst = gap.amax(-1) > bound
+            expected = "a ratio of 1" if what == "ratio" else "the same values of the critic"
+            found.append(
+                Finding(
+                    check="on_policy_identity", culprit=BEFORE, expected=f"{expected} before the first optimizer step",
+                    observed=f"a {'log-ratio' if what == 'ratio' else 'difference'} of {float(gap.max()):.3g}",
+                    samples=rows.sample_ids[worst][:4].tolist(), positions=[int(gap.amax(0).argmax())],
+                    cure="the old pass needs the update's microbatches, precision, temperature and no dropout",
+                )
+            )  # fmt: skip
+    return found
+
+
+@check("reference_stays")
+def reference_stays(evidence: Evidence) -> list[Finding]:
+    """The reference is frozen: its weights are what they were at an earlier audit, to the last bit."""
+    if len(evidence.remembered) != 2 or torch.equal(*evidence.remembered):
+        return []
+    then, now = evidence.remembered
+    return [
+        Finding(
+            check="reference_stays", culprit="the reference, whose weights moved", observed="others",
+            expected=f"the same weights, of which {len(then)} were remembered" if len(then) == len(now) else "as many",
+            cure="build it as a copy of its own, which no optimizer holds and no sync writes to",
+        )
+    ]  # fmt: skip
+
+
+@check("values_ignore_temperature")
+def values_ignore_temperature(evidence: Evidence) -> list[Finding]:
+    """The critic's values do not move with the temperature, by which logits are divided and values are not."""
+    if evidence.outputs is None or evidence.outputs.values is None or evidence.hotter is None:
+        return []
+    rows, ours, theirs = evidence.rows, evidence.outputs.values, evidence.hotter.values
+    gap = torch.where(rows.valid_tokens, ours - (ours if theirs is None else theirs), 0.0).abs()
+    if not gap.numel() or float(gap.max()) <= evidence.subject.facts.tolerance / 10 * (1 + float(ours.abs().max())):
         return []
     return [
         Finding(
-            check="on_policy_identity", culprit="stage score, the policy before the update",
-            expected="a ratio of 1 before the first optimizer step", observed=f"a log-ratio of {float(gap.max()):.3g}",
-            samples=rows.sample_ids[gap.amax(-1) > bound][:4].tolist(),
-            cure="the old pass needs the update's microbatches, precision, temperature and no dropout",
+            check="values_ignore_temperature", culprit="stage score and update, the value head",
+            expected="one value at every temperature", observed=f"values {float(gap.max()):.3g} apart",
+            samples=rows.sample_ids[gap.amax(-1) > 0][:4].tolist(), positions=[int(gap.amax(0).argmax())],
+            cure="divide logits by the temperature, and nothing else",
+        )
+    ]  # fmt: skip
+
+
+@check("packing")
+def packing(evidence: Evidence) -> list[Finding]:
+    """A row has the same log-probabilities whichever rows it is packed with, and padded instead of packed."""
+    if evidence.outputs is None or evidence.apart is None:
+        return []
+    rows, ours, theirs = evidence.rows, evidence.outputs.logprobs, evidence.apart.logprobs
+    gap = torch.where(rows.valid_tokens, (ours - theirs).double(), 0.0).abs()
+    per_row = gap.sum(-1) / rows.valid_tokens.sum(-1).clamp(min=1)
+    wrong = per_row > evidence.subject.facts.tolerance
+    if not wrong.any():
+        return []
+    return [
+        Finding(
+            check="packing", culprit=UPDATE, samples=rows.sample_ids[wrong][:4].tolist(),
+            expected="the same log-probabilities in every microbatch", positions=[int(gap.amax(0).argmax())],
+            observed=f"{float(per_row.max()):.3g} nats apart on average of a row",
+            cure="keep the sequences of a microbatch apart: boundaries and positions begin anew with each",
         )
     ]  # fmt: skip

@@ -1,8 +1,9 @@
 """Signal audit: look for quiet failures of the training signal while it trains.
 
 Every so many rollouts the checks of :data:`lightning_rl.audit.CHECKS` look at the finished rollout, repeat stages of
-the run on changed copies of a few rows, and compare what must not differ. A finding names the check, the culprit, the
-rows, what was expected and what to do; the rollout that shows it is saved.
+the run on changed copies of a few rows, and compare what must not differ; then they look at its last optimizer step as
+it is made. A finding names the check, the culprit, the rows, what was expected and what to do; a file that reproduces
+it is saved.
 
 Source: metamorphic testing (Chen et al. 1998, "Metamorphic testing: a new approach for generating next test cases").
 """
@@ -10,38 +11,49 @@ Source: metamorphic testing (Chen et al. 1998, "Metamorphic testing: a new appro
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit import draw_checks, loss_checks, metric_checks, score_checks, signal_checks
+from lightning_rl import distributed
 from lightning_rl.audit.checks import CHECKS, Check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import AuditError, Finding
-from lightning_rl.generation import Completion, Request
+from lightning_rl.audit.live import LiveWatch, LoggedStats
+from lightning_rl.audit.looking import looked
+from lightning_rl.audit.recorded import RecordedEngine, RecordedRewards, outputs_of, plain_forwards, reference_weights
+from lightning_rl.audit.redone import redone
+from lightning_rl.audit.saved import save
+from lightning_rl.audit.slices import some_groups, some_rows
+from lightning_rl.audit.subject import Subject, facts_of
+from lightning_rl.audit.watch import FieldWatch
+from lightning_rl.data import Ticket
 from lightning_rl.hooks import RLCallback, Stat
-from lightning_rl.losses import PolicyLoss
+from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 
-REGISTERED = (draw_checks, loss_checks, metric_checks, score_checks, signal_checks)  # importing them fills CHECKS
 FOLDER = "audit"
 
 
 class SignalAudit(RLCallback):
     """Checks the signal of the rollouts 0, n, 2n, ...
 
-    Logs ``signal_audit/findings``, the number of violated invariants so far, and ``signal_audit/seconds``, what the
-    last audit took.
+    Logs ``signal_audit/findings``, the number of violated invariants so far, and ``signal_audit/seconds``, what audits
+    took since the last rollout. Every rank looks at its own rows, and all of them raise if one has to.
 
     Args:
         every_n_rollouts: how often.
         mode: ``"warn"`` or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
         checks: names of those to run; None for all.
+
+    Attributes:
+        findings: of this rank so far.
+        seconds: what the latest audited rollout took.
 
     Raises:
         ValueError: if an option is out of range or a check unknown; the message lists the known ones.
@@ -61,26 +73,13 @@ class SignalAudit(RLCallback):
         self.mode = mode
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
         self.findings: list[Finding] = []
-        self.seconds = 0.0
-        self._module: RLLightningModule | None = None
-        self._drawn: dict[int, tuple[Request, Completion]] = {}
-        self._raw: dict[str, Tensor] = {}
-        self._generate: Any = None
+        self.seconds = self._unlogged = 0.0
+        self._run: _Watched | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, RLLightningModule):
-            return
-        self._module = pl_module
-        engine, self._generate = pl_module.engine, pl_module.engine.generate
-
-        def generate(requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
-            completions = self._generate(requests, logprobs=logprobs)
-            drawn = {request.sample_id: (request, one) for request, one in zip(requests, completions, strict=True)}
-            self._drawn.update(drawn)
-            return completions
-
-        engine.generate = generate
+        if isinstance(pl_module, RLLightningModule):
+            self._run = _Watched(pl_module, self)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,89 +90,155 @@ class SignalAudit(RLCallback):
         self._release()
 
     def _release(self) -> None:
-        if self._module is not None and self._generate is not None:
-            vars(self._module.engine).pop("generate", None)
-        self._module = self._generate = None
+        if self._run is not None:
+            self._run.release()
+        self._run = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._run is not None:
+            self._run.begin(batch, audited=batch.cycle % self.every_n_rollouts == 0)
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        module, drawn, self._raw, self.seconds = self._module, dict(self._drawn), {}, 0.0
-        cycle = 0 if module is None else max(module.engine.version, 0)
-        oldest_to_come = cycle + 1 - (0 if module is None else module.max_staleness)
-        for sample, (_, completion) in drawn.items():  # one by one, because a thread may be adding others
-            if completion.version < oldest_to_come:
-                del self._drawn[sample]
-        if module is None or cycle % self.every_n_rollouts:
-            return
+        begin, self.seconds = time.perf_counter(), 0.0
+        evidence = None if self._run is None else self._run.finished(rollout)
+        if evidence is not None:
+            self._report([c for c in self.checks if not c.of_step], evidence, begin)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         begin = time.perf_counter()
-        self._raw = {name: tensor.clone() for name, tensor in rollout.tensors() if tensor.is_floating_point()}
-        evidence, found = Evidence(module, rollout, cycle, drawn), list[Finding]()
-        for check in self.checks:
-            found += _looked(check, evidence)
-        found += self._edited(rollout)
-        self.seconds = time.perf_counter() - begin
-        self._report(found, evidence)
+        if self._run is not None:
+            self._run.stepping(optimizer)
+        self._count(begin)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        held = None if self._module is None else self._module.run.held
-        if held is not None and self._raw:
-            found = self._edited(held.rollout)
-            self._raw = {} if found else self._raw
-            self._report(found, Evidence(self._module, held.rollout, held.cycle)) if found and self._module else None
+        begin = time.perf_counter()
+        evidence = None if self._run is None else self._run.stepped()
+        if evidence is not None:
+            self._report([c for c in self.checks if c.of_step], evidence, begin)
 
-    def _edited(self, rollout: Rollout) -> list[Finding]:
-        """Fields whose values are no longer what they were, by whatever way they were written."""
-        own = dict(rollout.tensors())
-        return [
-            Finding(
-                check="raw_fields", culprit=f"whoever writes to {name} past the version counters (.data, numpy views)",
-                expected="the values of the finished rollout", observed="others",
-                cure="return new tensors from every contribution",
-            )
-            for name, raw in self._raw.items()
-            if name in own and not torch.equal(own[name].nan_to_num(), raw.nan_to_num())
-        ]  # fmt: skip
-
-    def _report(self, found: list[Finding], evidence: Evidence) -> None:
-        if not found:
-            return
+    def _report(self, checks: Sequence[Check], evidence: Evidence, begin: float) -> None:
+        """Looks, saves, and warns or raises, on all ranks alike. A collective."""
+        run = cast(_Watched, self._run)
+        found = looked(checks, evidence)
         self.findings += found
-        path = Path(evidence.module.trainer.default_root_dir) / FOLDER / f"rollout-{evidence.cycle}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"rollout": evidence.rollout.to("cpu").state(), "findings": [str(one) for one in found]}, path)
-        text = "\n".join(str(finding) for finding in found) + f"\nThe rollout lies in {path}."
-        if self.mode == "raise":
-            raise AuditError(text)
-        warnings.warn(f"the audit of rollout {evidence.cycle} found\n{text}", stacklevel=2)
+        path = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{evidence.cycle}{run.suffix}.pt"
+        if found:
+            save(evidence, found, path)
+        text = "\n".join(str(finding) for finding in found) + (f"\nIt lies in {path}." if found else "")
+        said = [str(own) for own in distributed.gathered_objects(text) if own]
+        self._count(begin)
+        if said and self.mode == "raise":
+            raise AuditError("\n".join(said))
+        if found:
+            warnings.warn(f"the audit of rollout {evidence.cycle} found\n{text}", stacklevel=2)
+
+    def _count(self, begin: float) -> None:
+        spent = time.perf_counter() - begin
+        self.seconds, self._unlogged = self.seconds + spent, self._unlogged + spent
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
+        spent, self._unlogged = self._unlogged, 0.0
         return {
             "signal_audit/findings": Stat.single(len(self.findings)).maximum(),
-            "signal_audit/seconds": Stat.single(self.seconds).maximum(),
+            "signal_audit/seconds": Stat.single(spent).maximum(),
         }
 
 
-def _looked(check: Check, evidence: Evidence) -> list[Finding]:
-    """The findings of a check; what raises on a changed copy is a finding too, of whoever raised."""
-    try:
-        return check.function(evidence)
-    except Exception as raised:  # noqa: BLE001
-        culprit = "a stage of the run"
-        frame = raised.__traceback__
-        while frame is not None:
-            own = frame.tb_frame.f_locals.get("self")
-            if isinstance(own, RLCallback) and not isinstance(own, SignalAudit):
-                culprit = f"callback {own.name}.{frame.tb_frame.f_code.co_name}"
-            elif isinstance(own, PolicyLoss):
-                culprit = f"loss {type(own).__name__}"
-            frame = frame.tb_next
-        return [
-            Finding(
-                check=check.name, culprit=culprit, expected="the stages of the run to take a changed copy of its rows",
-                observed=f"{type(raised).__name__}: {raised}", cure="carry every field to every row, padding included",
-            )
-        ]  # fmt: skip
+class _Watched:
+    """A run that is being audited, and what is known of its rollout in progress."""
+
+    def __init__(self, module: RLLightningModule, audit: SignalAudit) -> None:
+        self.module = module
+        self.suffix = f"-rank-{module.global_rank}" if module.trainer.world_size > 1 else ""
+        self._engine, self._rewards = RecordedEngine(module.engine), RecordedRewards(module.rewards)
+        others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
+        self._fields = FieldWatch(others, lambda: None if module.run.held is None else module.run.held.rollout)
+        self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
+        self._reference: Tensor | None = None
+        self._evidence: Evidence | None = None
+        self._logged: LoggedStats | None = None
+        self._live: LiveWatch | None = None
+        self._audited, self._turn, self._cycle = False, 0, 0
+
+    def begin(self, ticket: Ticket, *, audited: bool) -> None:
+        """An optimizer step begins, the first one with its rollout."""
+        module = self.module
+        if ticket.step == 0:
+            self.end()
+            self._rewards.take()
+            self._audited, self._cycle = audited, ticket.cycle
+            if audited:
+                self._fields.arm()
+                self._logged = LoggedStats(module.run.metrics)
+        scaled = getattr(module.trainer.precision_plugin, "scaler", None) is not None
+        if self._logged is not None and ticket.step == module.steps_per_rollout - 1 and not scaled:
+            self._logged.begin_step()
+            self._live = LiveWatch(module)
+
+    def finished(self, rollout: Rollout) -> Evidence | None:
+        """Evidence of a finished rollout, if it is audited. Every rank takes part."""
+        module = self.module
+        if not self._audited:
+            return None
+        if not self._fields.begun:
+            self._fields.begin(rollout)
+        facts = facts_of(module)
+        subject = Subject.of(module, self._corrections, facts).replaced(text=module.collector().drawer.text)
+        groups = some_groups(rollout, self._turn)
+        rows = some_rows(groups, self._turn)
+        self._turn += 1
+        outputs = outputs_of(module, rows)
+        critic = module.required_policy.value_head is not None
+        self._evidence = Evidence(
+            subject=subject, rollout=rollout, groups=groups, rows=rows, cycle=self._cycle, outputs=outputs,
+            apart=outputs_of(module, rows, reverse=True) if module.parallel.sharded else None,
+            hotter=outputs_of(module, rows, heat=2.0) if critic else None,
+            batches=self._engine.drawn_for(module.seed, self._cycle), calls=self._rewards.take(),
+            plain=plain_forwards(module, rows), remembered=self._remembered(),
+        )  # fmt: skip
+        return self._evidence
+
+    def _remembered(self) -> tuple[Tensor, ...]:
+        now = reference_weights(self.module)
+        then, self._reference = now if self._reference is None else self._reference, now
+        return then, now
+
+    def stepping(self, optimizer: Any) -> None:
+        """The gradient of a step is complete. Every rank takes part."""
+        if self._audited:
+            self._fields.look("a stage of the run, or whoever else writes to it")
+        if self._live is not None and self._evidence is not None:
+            step = self._live.stepping(optimizer)
+            if step is not None:
+                step.expected, step.parts = redone(self._evidence, step)
+
+    def stepped(self) -> Evidence | None:
+        """Evidence of an optimizer step that is over, if it was watched, or of edits."""
+        if not self._audited or self._evidence is None:
+            return None
+        self._fields.look("a stage of the run, or whoever else writes to it")
+        live, logged, self._live = self._live, self._logged, None
+        known = {} if logged is None or self._fields.edited else logged.moments
+        step = None if live is None else live.finish(known)
+        return replace(self._evidence, live=step, edits=self._fields.take())
+
+    def end(self) -> None:
+        """Forgets the rollout."""
+        self._fields.end()
+        for watching in (self._live, self._logged):
+            if watching is not None:
+                watching.release()
+        self._evidence = self._live = self._logged = None
+
+    def release(self) -> None:
+        """Puts everything back."""
+        self.end()
+        for wrapped in (self._engine, self._rewards, self._fields):
+            wrapped.release()

@@ -1,5 +1,6 @@
 """Checks of rewards and advantages: the signal stage is repeated on changed copies of a few whole groups."""
 
+import dataclasses
 import math
 
 import torch
@@ -7,18 +8,21 @@ from torch import Tensor
 
 from lightning_rl.advantages import OPO, Normalised, PerRow
 from lightning_rl.audit.checks import check
-from lightning_rl.audit.evidence import Evidence, callbacks_offering
+from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Finding, differing
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, rloo
 
-POISONS = (math.nan, math.inf, -math.inf, 1e6)
+POISON = (math.nan, math.inf, -math.inf, 1e6)
+POISONS = "NaN, infinity and a million at masked tokens"
 WITHIN_GROUPS = (grpo, dr_grpo, rloo, maxrl)
 
 
-def couples_groups(evidence: Evidence) -> bool:
-    """Whether the estimator looks at one group at a time, as far as the library knows it."""
-    estimator = evidence.module.estimator
+def looks_within_groups(evidence: Evidence) -> bool:
+    """Whether estimator and bonuses look at one group at a time, as far as the library knows them."""
+    estimator = evidence.subject.estimator
+    if any(callback.compares_rows for callback in evidence.subject.contributions.offering("reward_bonus")):
+        return False
     if isinstance(estimator, Normalised):
         return "batch" not in (estimator.mean, estimator.std)
     return isinstance(estimator, PerRow | OPO)
@@ -26,12 +30,12 @@ def couples_groups(evidence: Evidence) -> bool:
 
 def culprit_of(evidence: Evidence, plain: Rollout, changed: Rollout) -> str:
     """Who made the signal differ: a correction whose own part differs, or the estimator."""
-    for callback, method in callbacks_offering(evidence, "token_reward", "reward_bonus"):
+    for callback, method in evidence.subject.offering("token_reward", "reward_bonus"):
         one, other = getattr(callback, method)(plain.sanitised()), getattr(callback, method)(changed.sanitised())
         kept = plain.valid_tokens if one.dim() == 2 else plain.rewarded
         if not torch.allclose(one[kept].double(), other[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
             return f"callback {callback.name}.{method}"
-    return f"estimator {evidence.module.estimator.name}"
+    return f"estimator {evidence.subject.estimator.name}"
 
 
 def unchanged(
@@ -39,7 +43,7 @@ def unchanged(
 ) -> list[Finding]:
     """Compares the advantages of a changed copy with those of the original, at ``kept`` rows [B]."""
     plain = evidence.groups
-    ours = evidence.signal(plain)[0].required("advantages")
+    ours = evidence.own_signal.required("advantages")
     try:
         theirs = evidence.signal(changed)[0].required("advantages")
     except ValueError as refused:  # what must not count was not finite, and somebody read it
@@ -59,14 +63,17 @@ def unchanged(
     ]  # fmt: skip
 
 
-def poisoned(rollout: Rollout, poison: float) -> Rollout:
-    """A copy with ``poison`` at every token that is not valid, of every float field."""
+def poisoned(rollout: Rollout) -> Rollout:
+    """A copy with each of :data:`POISON` in turn at the tokens that are not valid, of every float field."""
     valid = rollout.valid_tokens
+    place = torch.arange(valid.numel(), device=valid.device).reshape(valid.shape) % len(POISON)
 
     def at_invalid(tensor: Tensor, axes: str, _pad: float) -> Tensor:
         if axes != "token" or not tensor.is_floating_point():
             return tensor
-        return torch.where(valid.reshape(*valid.shape, *[1] * (tensor.dim() - 2)), tensor, poison)
+        poison = tensor.new_tensor(POISON)[place]
+        shape = (*valid.shape, *[1] * (tensor.dim() - 2))
+        return torch.where(valid.reshape(shape), tensor, poison.reshape(shape))
 
     return rollout.map(at_invalid)
 
@@ -74,14 +81,11 @@ def poisoned(rollout: Rollout, poison: float) -> Rollout:
 @check("masked_values")
 def masked_values(evidence: Evidence) -> list[Finding]:
     """What stands at a token that is not valid, NaN and infinity too, reaches no advantage."""
-    everyone, found = torch.ones_like(evidence.groups.trained), list[Finding]()
-    for poison in POISONS:  # to the end, because an estimator may have a collective
-        found += unchanged(
-            evidence, "masked_values", poisoned(evidence.groups, poison), everyone,
-            expected=f"the same advantages with {poison} at masked tokens",
-            cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
-        )  # fmt: skip
-    return found[:1]
+    return unchanged(
+        evidence, "masked_values", poisoned(evidence.groups), torch.ones_like(evidence.groups.trained),
+        expected=f"the same advantages with {POISONS}",
+        cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
+    )  # fmt: skip
 
 
 @check("excluded_rows")
@@ -93,23 +97,21 @@ def excluded_rows(evidence: Evidence) -> list[Finding]:
         for group in rollout.groups.unique():
             first[(rollout.groups == group).nonzero()[0, 0]] = True
         rollout = rollout.replace(rewarded=rollout.rewarded & ~first)
-    own = Evidence(evidence.module, rollout, evidence.cycle, evidence.drawn)
-    own.__dict__["groups"] = rollout
-    found = list[Finding]()
-    for outlier in (1e4, math.nan):
-        changed = rollout.replace(rewards=torch.where(rollout.rewarded, rollout.rewards, outlier))
-        found += unchanged(
-            own, "excluded_rows", changed, torch.ones_like(rollout.trained),
-            expected="advantages without a trace of rows outside `rewarded`",
-            cure="take means and deviations over `rewarded` rows alone",
-        )  # fmt: skip
-    if not found and couples_groups(evidence) and bool(rollout.rewarded.any()):
-        ours = evidence.signal(rollout)[0].required("advantages")[rollout.rewarded]
+    own = dataclasses.replace(evidence, groups=rollout)
+    outlier = torch.where(torch.arange(len(rollout), device=rollout.groups.device) % 2 == 0, 1e4, math.nan)
+    changed = torch.where(rollout.rewarded, rollout.rewards, outlier.to(rollout.rewards.dtype))
+    found = unchanged(
+        own, "excluded_rows", rollout.replace(rewards=changed), torch.ones_like(rollout.trained),
+        expected="advantages without a trace of rows outside `rewarded`",
+        cure="take means and deviations over `rewarded` rows alone",
+    )  # fmt: skip
+    if not found and looks_within_groups(evidence) and bool(rollout.rewarded.any()):
+        ours = own.own_signal.required("advantages")[rollout.rewarded]
         theirs = evidence.signal(rollout.select(rollout.rewarded))[0].required("advantages")
         samples, positions = differing(ours, theirs, rollout.sample_ids[rollout.rewarded])
         found += [
             Finding(
-                check="excluded_rows", culprit=f"estimator {evidence.module.estimator.name}", samples=samples,
+                check="excluded_rows", culprit=f"estimator {evidence.subject.estimator.name}", samples=samples,
                 expected="the advantages that there would be without the rows outside `rewarded`", observed="others",
                 positions=positions, cure="count `rewarded` rows alone in every mean and deviation",
             )
@@ -117,11 +119,27 @@ def excluded_rows(evidence: Evidence) -> list[Finding]:
     return found[:1]
 
 
+@check("padding_width")
+def padding_width(evidence: Evidence) -> list[Finding]:
+    """More padding behind the responses changes no advantage."""
+    rollout, wider = evidence.groups, evidence.groups.fit_width(evidence.groups.width + 3)
+    ours = evidence.own_signal.required("advantages")
+    theirs = evidence.signal(wider)[0].required("advantages")
+    samples, positions = differing(ours, theirs[:, : rollout.width], rollout.sample_ids)
+    return [
+        Finding(
+            check="padding_width", culprit=f"estimator {evidence.subject.estimator.name}", observed="others",
+            expected="the same advantages with three more positions of padding", samples=samples, positions=positions,
+            cure="count `valid_tokens`, never columns, and take the last valid token for the end",
+        )
+    ][: len(samples)]  # fmt: skip
+
+
 @check("group_isolation")
 def group_isolation(evidence: Evidence) -> list[Finding]:
     """Rewards of one prompt's samples move no advantage of another prompt."""
     rollout = evidence.groups
-    if not couples_groups(evidence) or len(rollout.groups.unique()) < 2:
+    if not looks_within_groups(evidence) or len(rollout.groups.unique()) < 2:
         return []
     other = rollout.groups != rollout.groups[0]
     noise = 3.7 * torch.sin(1.0 + rollout.sample_ids).to(rollout.rewards.dtype)
@@ -135,12 +153,11 @@ def group_isolation(evidence: Evidence) -> list[Finding]:
 @check("reward_shift")
 def reward_shift(evidence: Evidence) -> list[Finding]:
     """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
-    estimator, rollout = evidence.module.estimator, evidence.groups
+    estimator, rollout = evidence.subject.estimator, evidence.groups
     shifts = (grpo, dr_grpo, rloo)
     invariant = isinstance(estimator, OPO) or (isinstance(estimator, PerRow) and estimator.bare in shifts)
-    if not invariant and not (
-        isinstance(estimator, Normalised) and estimator.mean == "group" and estimator.std != "batch"
-    ):
+    invariant |= isinstance(estimator, Normalised) and estimator.mean == "group" and estimator.std != "batch"
+    if not invariant or not looks_within_groups(evidence):
         return []
     offset = 1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)
     return unchanged(
@@ -154,7 +171,7 @@ def row_order(evidence: Evidence) -> list[Finding]:
     """Rows in another order have the same advantages: nothing is joined by position."""
     rollout = evidence.groups
     order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
-    ours = evidence.signal(rollout)[0].required("advantages")
+    ours = evidence.own_signal.required("advantages")
     theirs = torch.empty_like(ours)
     theirs[order] = evidence.signal(rollout.select(order))[0].required("advantages")
     samples, positions = differing(ours, theirs, rollout.sample_ids)
@@ -176,14 +193,14 @@ def advantage_support(evidence: Evidence) -> list[Finding]:
     samples, positions = differing(outside, torch.zeros_like(outside), rollout.sample_ids)
     if samples:
         found.append(("0 at every token that is not valid", "something else", samples, positions))
-    if not evidence.module.estimator.per_token:
+    if not evidence.subject.estimator.per_token:
         low = torch.where(rollout.valid_tokens, advantages, torch.inf).amin(-1)
         high = torch.where(rollout.valid_tokens, advantages, -torch.inf).amax(-1)
         rows = (high - low > 1e-6) & rollout.valid_tokens.any(-1)
         if rows.any():
             ids = rollout.sample_ids[rows][:4].tolist()
             found.append(("one advantage at all valid tokens of a row", "advantages that differ", ids, []))
-    culprit = f"estimator {evidence.module.estimator.name}"
+    culprit = f"estimator {evidence.subject.estimator.name}"
     return [
         Finding(
             check="advantage_support", culprit=culprit, expected=expected, observed=observed, samples=samples,
@@ -198,8 +215,8 @@ def pure_contributions(evidence: Evidence) -> list[Finding]:
     """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
     found, methods = [], ("reward_mask", "reward_bonus", "exclude", "token_reward", "rollout_metrics")
     late = ("sequence_mask", "token_mask", "token_weight", "loss_term", "metrics")
-    for callback, method in callbacks_offering(evidence, *methods, *late):
-        seen = evidence.groups.sanitised() if method in methods else evidence.view().sanitised()
+    for callback, method in evidence.subject.offering(*methods, *late):
+        seen = (evidence.groups if method in methods else evidence.view()).sanitised()
         copies = {name: tensor.detach().clone() for name, tensor in seen.tensors()}
         getattr(callback, method)(seen)
         edited = [name for name, tensor in seen.tensors() if not torch.equal(_plain(tensor), _plain(copies[name]))]
@@ -221,11 +238,11 @@ def _plain(tensor: Tensor) -> Tensor:
 @check("advantages_are_those_of_the_stage")
 def recomputed(evidence: Evidence) -> list[Finding]:
     """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
-    if not couples_groups(evidence):
+    if not looks_within_groups(evidence):
         return []
     rollout = evidence.groups
     samples, positions = differing(
-        rollout.required("advantages"), evidence.signal(rollout)[0].required("advantages"), rollout.sample_ids
+        rollout.required("advantages"), evidence.own_signal.required("advantages"), rollout.sample_ids
     )
     return [
         Finding(
@@ -242,10 +259,10 @@ def reward_conservation(evidence: Evidence) -> list[Finding]:
     masked token, nothing counts twice.
     """
     rollout = evidence.groups.sanitised()
-    _, seen = evidence.signal(evidence.groups)
+    seen = evidence.seen_signal
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
     tokens = torch.zeros_like(seen.shaped).double()
-    for callback, method in callbacks_offering(evidence, "reward_bonus", "token_reward"):
+    for callback, method in evidence.subject.offering("reward_bonus", "token_reward"):
         given = getattr(callback, method)(rollout).double()
         scores, tokens = (scores + given, tokens) if method == "reward_bonus" else (scores, tokens + given)
     expected = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)

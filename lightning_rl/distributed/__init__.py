@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import (
 
 from lightning_rl.distributed.collectives import (
     GROUPS,
+    alone,
     any_process,
     draws,
     failing_together,
@@ -32,7 +33,7 @@ from lightning_rl.distributed.parallel import Parallel
 from lightning_rl.distributed.zero import ZeRO
 
 __all__ = [
-    "GROUPS", "FSDP2Strategy", "Parallel", "any_process", "draws", "failing_together", "from_drawing",
+    "GROUPS", "FSDP2Strategy", "Parallel", "alone", "any_process", "draws", "failing_together", "from_drawing",
     "gathered_objects", "global_concat", "global_gather", "global_maximum", "global_objects", "global_sum",
     "parallel_of", "world_size",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ global here runs over the ranks whose rows differ.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,11 +31,23 @@ class Groups:
 
 
 GROUPS = Groups()
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def world_size() -> int:
-    """Number of training processes."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Number of training processes; 1 inside of :func:`alone`."""
+    joined = not _alone.get() and dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if joined else 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Makes every collective one of this rank alone, for work that other ranks may do otherwise, or not at all."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 def row_ranks() -> int:
