@@ -1,0 +1,87 @@
+"""Batches: ragged rows of every kind that a run can have, small, and with a policy that differs from every other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
+
+LONGEST, PROMPTS, SAMPLES = 5, 3, 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One response.
+
+    Attributes:
+        tokens: whether the policy sampled each token; the others came from a tool.
+        prompt: number of the prompt that it answers.
+        reward: of the task.
+        rewarded: whether it enters statistics of the reward.
+        trained: whether it trains at all.
+        cut_off: whether it ended for its length.
+    """
+
+    tokens: tuple[bool, ...] = (True,)
+    prompt: int = 0
+    reward: int = 0
+    rewarded: bool = True
+    trained: bool = True
+    cut_off: bool = False
+
+    def __str__(self) -> str:
+        """One line of a table: ``x`` for a sampled token, ``.`` for another one."""
+        states = {"not rewarded": not self.rewarded, "not trained": not self.trained, "cut off": self.cut_off}
+        said = "".join(f", {what}" for what, holds in states.items() if holds)
+        tokens = "".join("x" if sampled else "." for sampled in self.tokens) or "(none)"
+        return f"prompt {self.prompt}  tokens {tokens:<{LONGEST + 1}} reward {self.reward}{said}"
+
+
+def batches(fewest: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
+    """Batches of ``fewest`` to seven rows; the simplest has rows of one token, the same prompt and reward 0."""
+    rarely = st.sampled_from((False, False, False, True))
+    row = st.builds(
+        Row, tokens=st.lists(st.booleans().map(lambda hole: not hole), min_size=1, max_size=LONGEST).map(tuple),
+        prompt=st.integers(0, PROMPTS - 1), reward=st.integers(0, 3), rewarded=rarely.map(lambda no: not no),
+        trained=rarely.map(lambda no: not no), cut_off=rarely,
+    )  # fmt: skip
+    return st.lists(row, min_size=fewest, max_size=SAMPLES).map(tuple)
+
+
+def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
+    """A finished rollout of such rows in float64; log-probabilities, values and entropies follow from the seed.
+
+    Fields are 0 outside of the valid tokens, no two policies agree, and rows without a valid token are kept.
+    """
+    number, width = len(rows), max([1, *(len(row.tokens) for row in rows)])
+    draw = torch.Generator().manual_seed(seed)
+    actions = torch.tensor([[*row.tokens, *[False] * (width - len(row.tokens))] for row in rows]).bool()
+    actions = actions.reshape(number, width)
+    trained = torch.tensor([row.trained for row in rows])
+    groups = torch.tensor([row.prompt for row in rows], dtype=torch.int64)
+    valid = actions & trained[:, None]
+
+    def noise(scale: float) -> Tensor:
+        return torch.where(valid, torch.randn(number, width, generator=draw, dtype=torch.float64) * scale, 0.0)
+
+    rollout_logprobs = torch.where(valid, -noise(1.0).abs() - 0.2, 0.0)
+    old = rollout_logprobs + noise(0.15)
+    rewards = torch.tensor([float(row.reward) for row in rows], dtype=torch.float64)
+    per_token: dict[str, Any] = {
+        "rollout_logprobs": rollout_logprobs, "old_logprobs": old, "ref_logprobs": old + noise(0.3),
+        "values": noise(0.5), "advantages": noise(1.0), "returns": noise(1.0),
+    }  # fmt: skip
+    return Rollout(
+        prompt_ids=torch.full((number, 1), 2), prompt_lengths=torch.ones(number, dtype=torch.int64),
+        response_ids=torch.full((number, width), 3), action_mask=actions, valid_tokens=valid, groups=groups,
+        response_lengths=torch.tensor([len(row.tokens) for row in rows]), sample_ids=torch.arange(number) + 7,
+        finish=torch.tensor([Finish.LENGTH if row.cut_off else Finish.STOP for row in rows], dtype=torch.uint8),
+        policy_version=torch.where(actions, 0, -1), trained=trained, rewards=rewards, task_rewards={"task": rewards},
+        rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
+        extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=draw, dtype=torch.float64)[groups]},
+        token_extras={"teacher_logprobs": old + noise(0.3)}, **per_token,
+    )  # fmt: skip

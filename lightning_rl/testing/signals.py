@@ -1,0 +1,102 @@
+"""Kits for advantages, losses and corrections: the audit's own checks on generated batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_rl.advantages import Estimator, PerRow, ReinforcePlusPlus, RowFunction, resolve_advantages
+from lightning_rl.audit import CHECKS, Finding
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.looking import looked
+from lightning_rl.audit.slices import some_groups, some_rows
+from lightning_rl.audit.subject import Facts, Provided, Subject
+from lightning_rl.hooks import LossView, RLCallback
+from lightning_rl.losses import PolicyLoss, resolve_loss
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.advantages import dr_grpo
+from lightning_rl.testing.batches import Row, batches, rollout_of_rows
+from lightning_rl.testing.smallest import PropertyError, smallest
+
+ADVANTAGE = (
+    "masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order",
+    "advantage_support", "knob_liveness",
+)  # fmt: skip
+LOSS = (
+    "loss_fits", "gradient_liveness", "loss_direction", "partition", "loss_padding_width", "loss_masked_values",
+    "knob_liveness",
+)  # fmt: skip
+CALLBACK = (
+    "pure_contributions", "contributions_fit", "masked_values", "padding_width", "row_order", "reward_conservation",
+    "partition", "loss_padding_width", "loss_masked_values", "denominators", "sequence_decisions",
+    "gradient_liveness", "distances_pull_back", "terms_add_up", "metric_populations", "knob_liveness",
+)  # fmt: skip
+
+
+def check_advantage(advantages: Estimator | RowFunction | str) -> None:
+    """Checks what would be passed as ``advantages=``.
+
+    Args:
+        advantages: an Estimator or a function of (scores [B], groups [B], rewarded [B]) -> [B].
+
+    Raises:
+        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+    """
+    estimator = resolve_advantages(advantages)
+    _check(f"advantages={estimator.name}", Subject(estimator=estimator, facts=FACTS), ADVANTAGE)
+
+
+def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
+    """Checks what would be passed as ``loss=``.
+
+    Args:
+        loss: a PolicyLoss or a function of a LossView -> [b, T].
+
+    Raises:
+        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+    """
+    subject = Subject(loss=resolve_loss(loss), facts=FACTS)
+    _check(f"loss={subject.loss_name}", subject, LOSS)
+
+
+def check_callback(callback: RLCallback) -> None:
+    """Checks a correction: every contribution that its class offers.
+
+    What it provides is taken to be there: provided fields, models of its own and hooks of the Trainer are not run.
+
+    Raises:
+        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+    """
+    estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else PerRow(dr_grpo)
+    subject = Subject(estimator=estimator, contributions=Provided([callback]), facts=FACTS)
+    _check(f"callback {callback.name}", subject, CALLBACK)
+
+
+FACTS = Facts(tolerance=1e-6, packing=True)
+
+
+def _check(what: str, subject: Subject, names: Sequence[str]) -> None:
+    def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
+        return _found(subject, names if wanted is None else [wanted], rollout_of_rows(*example))
+
+    broken = smallest(st.tuples(batches(fewest=2), st.integers(0, 9)), look)
+    if broken is not None:
+        (rows, _), finding = broken
+        raise PropertyError(what, finding, [str(row) for row in rows])
+
+
+def _found(subject: Subject, names: Sequence[str], rollout: Rollout) -> list[Finding]:
+    """Findings about one rollout, the first check that finds something first and alone."""
+    groups = some_groups(rollout, 0)
+    evidence = Evidence(subject=subject, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
+    for name in names:
+        if name == "advantage_support":
+            try:
+                evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
+            except ValueError:  # masked_values and excluded_rows say so
+                continue
+        found = looked([CHECKS[name]], evidence)
+        if found:
+            return found
+    return []
