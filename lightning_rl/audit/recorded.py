@@ -15,11 +15,13 @@ from lightning_rl import distributed
 from lightning_rl.generation import Completion, Engine, Request, request_seed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
+from lightning_rl.policy.kept import from_bits
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import KEPT, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, MOST_BATCHES, FEW = 2, 48, 64, 16
+LEAST = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
 
 
 Drawn = tuple[Request, Completion]
@@ -178,10 +180,18 @@ def reference_weights(module: RLLightningModule) -> Tensor:
     return torch.cat([weight.flatten()[:: max(weight.numel() // FEW, 1)][:FEW].double() for weight in own])
 
 
+def forwards_plainly(module: RLLightningModule) -> bool:
+    """Whether the policy's forward is a model's own one and the weights are all here."""
+    return not module.parallel.sharded and not module.run.contributions.offering("forward_context")
+
+
 @torch.no_grad()
 def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForward]:
-    """A few rows by the own forwards of policy and reference; none where a rank holds only a part of the weights."""
-    if module.parallel.sharded or not len(rows):
+    """A few rows by the own forwards of policy and reference.
+
+    None where a rank holds only a part of the weights, or a correction has its context around every forward.
+    """
+    if not forwards_plainly(module) or not len(rows):
         return []
     model, reference = module.required_policy.model, module.run.reference
     models: list[tuple[str, nn.Module]] = [("policy", model)]
@@ -204,17 +214,20 @@ def _plain_forwards(name: str, model: nn.Module, rows: Rollout, temperature: flo
         begin = max(response - PLAIN_TOKENS, 0) if row % 2 else 0  # both ends of responses are looked at
         end = min(begin + PLAIN_TOKENS, response)
         targets = ids[row][prompt + begin : prompt + end, None]
-        found.append(_plain(name, row, begin, logits[row, prompt + begin - 1 : prompt + end - 1], targets, temperature))
+        scores = logits[row, prompt + begin - 1 : prompt + end - 1].double()
+        if KEPT in rows.token_extras:
+            kept = from_bits(rows.token_extras[KEPT][row, begin:end], scores.shape[-1])
+            scores = scores.masked_fill(~kept, -torch.inf)
+        found.append(_plain(name, row, begin, scores, targets, temperature))
     return found
 
 
-def _plain(name: str, row: int, begin: int, logits: Tensor, targets: Tensor, temperature: float) -> PlainForward:
-    exact = logits.double()
+def _plain(name: str, row: int, begin: int, exact: Tensor, targets: Tensor, temperature: float) -> PlainForward:
     normal = (exact / temperature).log_softmax(-1)
     chosen, at_one, at_square = (
         (exact / divisor).log_softmax(-1).gather(1, targets)[:, 0] for divisor in (temperature, 1.0, temperature**2)
     )
-    return PlainForward(name, row, begin, chosen, at_one, at_square, -(normal.exp() * normal).sum(-1))
+    return PlainForward(name, row, begin, chosen, at_one, at_square, -(normal.exp() * normal.clamp(min=LEAST)).sum(-1))
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:

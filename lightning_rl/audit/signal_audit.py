@@ -25,7 +25,14 @@ from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import AuditError, Finding
 from lightning_rl.audit.live import LiveWatch, LoggedStats
 from lightning_rl.audit.looking import looked
-from lightning_rl.audit.recorded import RecordedEngine, RecordedRewards, outputs_of, plain_forwards, reference_weights
+from lightning_rl.audit.recorded import (
+    RecordedEngine,
+    RecordedRewards,
+    forwards_plainly,
+    outputs_of,
+    plain_forwards,
+    reference_weights,
+)
 from lightning_rl.audit.redone import redone
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.slices import some_groups, some_rows
@@ -198,7 +205,7 @@ class _Watched:
         critic = module.required_policy.value_head is not None
         self._evidence = Evidence(
             subject=subject, rollout=rollout, groups=groups, rows=rows, cycle=self._cycle, outputs=outputs,
-            apart=outputs_of(module, rows, reverse=True) if module.parallel.sharded else None,
+            apart=outputs_of(module, rows, reverse=True) if not forwards_plainly(module) else None,
             hotter=outputs_of(module, rows, heat=2.0) if critic else None,
             batches=self._engine.drawn_for(module.seed, self._cycle), calls=self._rewards.take(),
             plain=plain_forwards(module, rows), remembered=self._remembered(),

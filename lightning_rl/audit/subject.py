@@ -1,6 +1,7 @@
 """Subject: the parts of a run that a check may call again, without its model, its engine or its Trainer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,12 +22,18 @@ COARSE = 0.1
 
 
 class Provided(Contributions):
-    """The corrections of a run on a rollout that carries what they provide."""
+    """The corrections of a run on a rollout that carries what they provide, around a table in place of the policy."""
 
     @override
     def provide(self, rollout: Rollout) -> Rollout:
         """Leaves the rollout as it is."""
         return rollout
+
+    @override
+    @contextmanager
+    def forward_context(self, rows: Rollout) -> Iterator[None]:
+        """Enters nothing."""
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
