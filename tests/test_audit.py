@@ -1,6 +1,7 @@
 """The audit: silent on clean runs, right on faults, and no part of what it watches."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,26 @@ from typing import Any
 import faults
 import pytest
 import torch
-from support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
+from support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch.optim import AdamW
 
-from lightning_rl import Contributions, RLCallback, TransformersEngine, presets
+from lightning_rl import (
+    GAE,
+    ClipCov,
+    ClippedSurrogate,
+    Contributions,
+    KLCov,
+    Normalised,
+    RLCallback,
+    TransformersEngine,
+    presets,
+    warmup_then_linear,
+)
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
+    DynamicSampling,
     EntropyBonus,
     GeometricMask,
     IcePop,
@@ -27,6 +40,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    TeacherKL,
     TruncatedIS,
 )
 
@@ -73,6 +87,47 @@ def test_no_alarm_on_clean_runs(recipe: str, precision: Any, tmp_path: Path) -> 
 def test_no_alarm_on_many_clean_rollouts(recipe: str, precision: Any, tmp_path: Path) -> None:
     for seed in range(3):
         assert not clean(recipe, 14, seed, precision=precision, default_root_dir=tmp_path).findings
+
+
+def sparse(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
+    """A reward that often does not apply."""
+    return [None if len(ids) % 3 == 0 else len(ids) / 8 for ids in completion_ids]
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[], list[RLCallback]]]] = {
+    "critic of its own": ({"advantages": "gae", "critic": partial(tiny_policy, 3)}, lambda: [ReferenceKL(0.1)]),
+    "values without whitening": ({"advantages": GAE(gamma=0.9, lam=0.8, whitened=False), "critic": "shared"}, list),
+    "padded": ({"packing": False, "minibatches": 2}, lambda: [ReferenceKL(0.1, as_loss=True)]),
+    "many steps": ({"minibatches": 2, "epochs": 3, "token_budget": 24}, lambda: [OPSM(1e-3), TruncatedIS()]),
+    "dynamic sampling": ({"minibatches": 2}, lambda: [DynamicSampling(), NoEOSMask("drop_tokens")]),
+    "remax": ({"advantages": "remax", "reduction": "sequence_mean"}, lambda: [NoEOSMask()]),
+    "teacher": ({}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1, as_loss=True)]),
+    "teacher as a reward": ({"advantages": "reinforce_plus_plus"}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)]),
+    "batch normalisation": ({"advantages": Normalised(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
+    "group and batch": ({"advantages": Normalised(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
+    "rows without reward": ({"rewards": [sparse, parity_reward], "reward_weights": [1.0, 0.0]}, list),
+    "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches": 2}, list),
+    "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches": 2}, list),
+    "kl-cov": ({"loss": KLCov(fraction=0.3, coef=0.5), "minibatches": 2, "token_budget": 24}, list),
+    "m2po": ({"loss": "m2po", "minibatches": 2}, lambda: [EntropyBonus(0.01, target=1.0)]),
+    "entropy and dual clip": ({"loss": ClippedSurrogate(dual_clip=3.0), "entropy_coef": 0.01, "epochs": 2}, list),
+    "top-k": ({"top_k": 6, "top_p": 0.9, "temperature": 0.8, "minibatches": 2}, lambda: [TruncatedIS()]),
+    "no clipping, a schedule": ({"max_grad_norm": None, "lr_scheduler": warmup_then_linear(2, 10)}, list),
+    "cold": ({"temperature": 0.3, "epochs": 2, "eos_token_ids": [1, 5]}, lambda: [ReferenceKL(0.1, as_loss=True)]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_alarm_in_other_configurations(name: str, tmp_path: Path) -> None:
+    options, corrections = OTHERS[name]
+    for seed in range(2):
+        audit = SignalAudit(1, "raise")
+        module = tiny_module(**{"engine_logprobs": True, "seed": seed, **options})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(module, callbacks=[*corrections(), audit], data=tiny_prompts(32, 4), default_root_dir=tmp_path)
+        assert not audit.findings and audit.seconds > 0
 
 
 @pytest.mark.slow

@@ -205,7 +205,5 @@ def _of_step(step: LiveStep) -> Mapping[str, Population]:
             if name == "kl/old":
                 found["policy/ratio_max"] = (gap.exp(), "max")
     if step.norm is not None:
-        rates = [one.lr for one in step.parameters.values() if one.gradient is not None][:1]
-        found["optim/lr"] = (torch.tensor(rates, dtype=torch.float64), "mean")
         found |= {name: (part.double().reshape(1), "mean") for name, part in step.parts.items()}
     return found
