@@ -135,7 +135,7 @@ class RecordedEngine:
         """
         own = [
             [pair for pair in batch if pair[0].seed == request_seed(seed, cycle, pair[0].sample_id)]
-            for batch in self._batches
+            for batch in list(self._batches)  # at once, because a thread may be adding others
         ]
         return [batch for batch in own if batch]
 

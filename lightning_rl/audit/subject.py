@@ -108,7 +108,7 @@ class Subject:
         """The parts of a module with its corrections."""
         return Subject(
             loss=module.loss, reduction=module.reduction, estimator=module.estimator,
-            contributions=Provided([c for c in callbacks if c.contributes - {"observe", "provide", "rollout_metrics"}]),
+            contributions=Provided([c for c in callbacks if c.contributes - RLCallback.LOOKING]),
             reward_weights=module.rewards.weights, entropy_coef=module.entropy_coef, value_coef=module.value_coef,
             value_loss=module.value_loss, facts=facts,
         )  # fmt: skip
@@ -138,6 +138,6 @@ def facts_of(module: RLLightningModule) -> Facts:
         temperature=module.temperature, tolerance=COARSE if mixed else TOLERANCE.get(model.dtype, COARSE),
         group_size=module.group_size, groups=module.prompt_stream.prompts_per_rollout // world,
         max_new_tokens=module.max_new_tokens, max_grad_norm=float("inf") if limit is None else limit,
-        max_staleness=getattr(module, "max_staleness", 0), eos_ids=tuple(sorted(module.run.eos_ids)),
+        max_staleness=module.max_staleness, eos_ids=tuple(sorted(module.run.eos_ids)),
         stop_strings=bool(module.stop), packing=module.packing, world_size=world, engine=type(module.engine).__name__,
     )  # fmt: skip
