@@ -87,7 +87,7 @@ def versions(evidence: Evidence) -> list[Finding]:
     """
     rollout, most = evidence.rollout, evidence.subject.facts.max_staleness
     age = evidence.cycle - rollout.policy_version
-    wrong = rollout.action_mask & ((age < 0) | (age > most))
+    wrong = rollout.action_mask & ((age < 0) | (age > most) | (rollout.policy_version < 0))
     stray = ~rollout.action_mask & (rollout.policy_version != -1)
     so_far = torch.where(rollout.action_mask, rollout.policy_version, -1).cummax(-1).values
     back = rollout.action_mask & (rollout.policy_version < so_far)
@@ -96,7 +96,7 @@ def versions(evidence: Evidence) -> list[Finding]:
     if not rows.any():
         return []
     seen = sorted(set(rollout.policy_version[wrong | back].tolist())) or "versions at tokens that were not sampled"
-    bound = f"{evidence.cycle}" if not most else f"{evidence.cycle - most} to {evidence.cycle}, never falling,"
+    bound = " to ".join(map(str, sorted({max(evidence.cycle - most, 0), evidence.cycle})))
     return [
         Finding(
             check="versions", culprit=f"engine {evidence.subject.facts.engine}",

@@ -16,6 +16,7 @@ from lightning_rl.audit.recorded import PlainForward, RewardCall
 from lightning_rl.audit.redone import redone
 from lightning_rl.audit.subject import Facts, Subject
 from lightning_rl.generation import Completion, Request
+from lightning_rl.generation.filters import TokenFilter
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
@@ -92,11 +93,13 @@ def _evidence(state: Mapping[str, Any], subject: Subject) -> Evidence:
 def _drawn_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
     asked = {spec.name: getattr(request, spec.name) for spec in fields(request)}
     given = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
-    return {**asked, "eos_ids": sorted(request.eos_ids)}, {**given, "finish": int(completion.finish)}
+    asked |= {"eos_ids": sorted(request.eos_ids), "keep": asdict(request.keep)}
+    return asked, {**given, "finish": int(completion.finish)}
 
 
 def _drawn(asked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Request, Completion]:
-    request = Request(**{**asked, "eos_ids": frozenset(asked["eos_ids"])})
+    known = {**asked, "eos_ids": frozenset(asked["eos_ids"]), "keep": TokenFilter(**asked["keep"])}
+    request = Request(**known)
     return request, Completion(**{**given, "finish": Finish(given["finish"])})
 
 
