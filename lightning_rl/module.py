@@ -316,8 +316,8 @@ class RLLightningModule(RunModule):
         if tokens:
             with self.run.times.phase("update", self.device):
                 gradient = self._accumulated(held, microbatches)
-                norm = self._stepped()
-            self._measure(gradient, norm, tokens)
+                norm, rate = self._stepped()
+            self._measure(gradient, norm, rate, tokens)
             outputs |= {**gradient.parts, "optim/grad_norm": norm}
             outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
         else:
@@ -351,23 +351,27 @@ class RLLightningModule(RunModule):
             ),  # the one place that cancels the mean over ranks
         )
 
-    def _stepped(self) -> Tensor:
-        """Steps optimizer and scheduler, or neither if the gradient is not finite; returns the norm before clipping."""
+    def _stepped(self) -> tuple[Tensor, float]:
+        """Steps optimizer and scheduler, or neither if the gradient is not finite.
+
+        Returns:
+            The norm before clipping, and the learning rate of the step.
+        """
         optimizer = cast(LightningOptimizer, self.optimizers())
+        rate = optimizer.param_groups[0]["lr"]
         scheduler, skipped = cast(LRScheduler | None, self.lr_schedulers()), self.run.skipped
         norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accepts)
         if scheduler is not None and skipped == self.run.skipped:
             scheduler.step()
-        return norm
+        return norm, rate
 
-    def _measure(self, gradient: StepGradient, norm: Tensor, tokens: int) -> None:
+    def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int) -> None:
         for stats in gradient.stats:
             self.run.metrics.add("microbatch", stats)
-        optimizer = cast(LightningOptimizer, self.optimizers())
         measured = gradient.measured(
             self.parallel.ranks,
             norm=norm,
-            optim__lr=optimizer.param_groups[0]["lr"],
+            optim__lr=rate,
             tokens_per_second=tokens / self.run.times.elapsed(),
         )
         self.run.metrics.add("step", measured | self.run.times.taken())

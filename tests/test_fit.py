@@ -9,7 +9,7 @@ import torch
 from support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat
+from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat, warmup_then_linear
 from lightning_rl.callbacks import (
     OPSM,
     GeometricMask,
@@ -262,6 +262,31 @@ def test_a_step_with_a_gradient_that_is_not_finite_logs_no_loss() -> None:
     assert [measured[name].value() for name in ("loss/total", "optim/grad_norm")] == [4.0, 1.0]
     skipped = gradient.measured(2, norm=torch.tensor(torch.inf), optim__lr=0.1)
     assert {name for name, stat in skipped.items() if stat.value() == stat.value()} == {"optim/lr"}
+
+
+class Rates(RLCallback):
+    """Keeps the learning rate that each step was made with, and the one that was logged."""
+
+    name = "rates"
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+        self.logged: list[float] = []
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.used.append(optimizer.param_groups[0]["lr"])
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        self.logged.append(pl_module.run.metrics.values()["optim/lr"])
+
+
+def test_the_logged_learning_rate_is_that_of_the_step() -> None:
+    rates = Rates()
+    fit(tiny_module(lr_scheduler=warmup_then_linear(2, 10)), callbacks=[rates], max_epochs=2)
+    assert len(set(rates.used)) > 2
+    assert rates.logged == pytest.approx(rates.used)
 
 
 def test_three_gradients_in_a_row_that_are_not_finite_end_the_run() -> None:

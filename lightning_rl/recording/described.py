@@ -6,6 +6,7 @@ back as an :class:`Opaque`, which says so as soon as it is used.
 
 import dataclasses
 import importlib
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -125,7 +126,12 @@ def _state(value: Any) -> dict[str, Any] | None:
         return {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
     if not hasattr(value, "__dict__"):
         return None
-    return {key: item for key, item in vars(value).items() if key not in LENT}
+    return {key: item for key, item in vars(value).items() if key not in LENT and not _wraps_method(item, value)}
+
+
+def _wraps_method(item: Any, owner: Any) -> bool:
+    """Whether an attribute is a method of its owner that somebody has wrapped, as the audit does for a while."""
+    return callable(item) and getattr(inspect.unwrap(item), "__self__", None) is owner
 
 
 def _text(value: Any) -> str:
