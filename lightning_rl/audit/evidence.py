@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages import RewardSignal
 from lightning_rl.audit.finding import Finding
 from lightning_rl.audit.live import LiveStep
 from lightning_rl.audit.recorded import Drawn, PlainForward, RewardCall
@@ -22,21 +21,9 @@ from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.selection import own_values
+from lightning_rl.stages.again import Spy
 from lightning_rl.stages.signal import with_signal
 from lightning_rl.stages.update import accumulated, view_of
-
-
-class Spy(Estimator):
-    """An estimator, and what it was given."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator = estimator
-        self.seen: RewardSignal | None = None
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        self.seen = signal
-        return self.estimator(signal)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from lightning_rl.audit.checks import check
 from lightning_rl.audit.evidence import Evidence, StepFound
 from lightning_rl.audit.finding import Finding, differing
 from lightning_rl.audit.signal_checks import POISONS, poisoned
-from lightning_rl.audit.subject import Provided
 from lightning_rl.hooks import LossView, RLCallback
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+from lightning_rl.stages.again import Provided
 
 
 def parts_that_differ(ours: StepFound, theirs: StepFound) -> list[str]:

@@ -1,39 +1,22 @@
 """Subject: the parts of a run that a check may call again, without its model, its engine or its Trainer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from lightning_rl.advantages import Estimator, PerRow
 from lightning_rl.hooks import Contributions, RLCallback
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, ClippedSurrogate, FunctionLoss, PolicyLoss, ValueFunction
 from lightning_rl.module import RLLightningModule
 from lightning_rl.objective import Objective
-from lightning_rl.rollout import Rollout
 from lightning_rl.signal.advantages import reinforce
 from lightning_rl.signal.reductions import Reduction, token_mean
+from lightning_rl.stages.again import Provided
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens; coarser types below
 COARSE = 0.1
-
-
-class Provided(Contributions):
-    """The corrections of a run on a rollout that carries what they provide, around a table in place of the policy."""
-
-    @override
-    def provide(self, rollout: Rollout) -> Rollout:
-        """Leaves the rollout as it is."""
-        return rollout
-
-    @override
-    @contextmanager
-    def forward_context(self, rows: Rollout) -> Iterator[None]:
-        """Enters nothing."""
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)

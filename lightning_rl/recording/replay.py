@@ -3,8 +3,8 @@
 The stages are those of the run, from the same functions; recorded log-probabilities stand in the place of the policy.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages import RewardSignal
 from lightning_rl.hooks import Contributions, LossView, RLCallback
 from lightning_rl.policy import Layout, Outputs, PolicyModel
 from lightning_rl.policy.plan import Plan, plan_of_rows
@@ -23,6 +23,7 @@ from lightning_rl.recording.described import rebuilt
 from lightning_rl.recording.lockstep import Lockstep
 from lightning_rl.recording.recording import Recording
 from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.stages.again import Provided, Spy
 from lightning_rl.stages.signal import excluding, with_signal
 from lightning_rl.stages.update import accumulated
 
@@ -64,32 +65,6 @@ def replay(
     return Lockstep(len(jobs)).run(jobs, threads=threads)
 
 
-class Recorded(Contributions):
-    """Corrections on a rollout that carries what they provided, around a table in place of the policy."""
-
-    @override
-    def provide(self, rollout: Rollout) -> Rollout:
-        return rollout
-
-    @override
-    @contextmanager
-    def forward_context(self, rows: Rollout) -> Iterator[None]:
-        yield
-
-
-class _Witness(Estimator):
-    """The estimator, and what it was given."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator = estimator
-        self.seen: RewardSignal | None = None
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        self.seen = signal
-        return self.estimator(signal)
-
-
 class _Rejections(RLCallback):
     """Keeps which tokens the masks and weights of others leave nothing of."""
 
@@ -109,7 +84,7 @@ class _Rejections(RLCallback):
 def _replayed(recording: Recording, configuration: Configuration, *, restored: bool) -> Replayed:
     restore = partial(_restore, configuration) if restored else lambda _states: None
     restore(recording.header["states"])
-    contributions = Recorded(configuration.callbacks)
+    contributions = Provided(configuration.callbacks)
     signalled, shaped = _signal(recording, configuration, contributions)
     found = Replayed(signalled, shaped)
     plan = plan_of_rows(
@@ -138,7 +113,7 @@ def _signal(recording: Recording, configuration: Configuration, contributions: C
         valid_tokens=rollout.action_mask, advantages=None, returns=None,
     )  # fmt: skip
     drawn = drawn.replace(rewarded=drawn.rewarded & contributions.reward_mask(drawn))
-    witness = _Witness(configuration.estimator)
+    witness = Spy(configuration.estimator)
     masked, _ = excluding(drawn, contributions)
     found, _ = with_signal(masked, witness, contributions, distributed.global_sum)
     return found, cast(RewardSignal, witness.seen).shaped
@@ -166,8 +141,8 @@ def _step(
         own = None if values is None else values[index, :width]
         return Outputs(table[index, :width], entropy[index, :width], own)
 
-    rejections = _Rejections(Recorded(configuration.callbacks))
-    objective = configuration.objective(Recorded([*configuration.callbacks, rejections]))
+    rejections = _Rejections(Provided(configuration.callbacks))
+    objective = configuration.objective(Provided([*configuration.callbacks, rejections]))
     scale = recording.header["steps"][number]["scale"]
     step = accumulated(
         found.rollout, microbatches, cast(PolicyModel, policy), objective, global_sum=distributed.global_sum,
