@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
@@ -100,6 +101,7 @@ def run_ranks(script: str | Path, ranks: int, *arguments: str | Path, timeout: f
                 if any(process.poll() for process in processes):
                     break
                 time.sleep(0.05)
+            codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -107,5 +109,6 @@ def run_ranks(script: str | Path, ranks: int, *arguments: str | Path, timeout: f
         for output in outputs:
             output.close()
         said = [Path(output.name).read_text() for output in outputs]
-    failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
-    assert not failed, failed[0][-6000:]
+    if any(codes) or None in codes:
+        first = next((rank for rank, code in enumerate(codes) if code), codes.index(None) if None in codes else 0)
+        pytest.fail(f"rank {first} of {ranks} ended with {codes[first]}:\n{said[first][-6000:]}", pytrace=False)

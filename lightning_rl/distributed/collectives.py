@@ -4,6 +4,7 @@ Ranks that split a layer between them (tensor parallelism) work on the same rows
 global here runs over the ranks whose rows differ.
 """
 
+import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,6 +49,20 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _alone.reset(token)
+
+
+def end_at_exit() -> None:
+    """Lets the process group end before the interpreter does.
+
+    Threads of gloo that outlive it now and then abort a process that had finished; Lightning ends only NCCL's group.
+    """
+    atexit.unregister(_end_group)
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def row_ranks() -> int:

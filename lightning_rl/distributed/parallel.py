@@ -9,7 +9,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_rl.distributed.collectives import GROUPS, Groups
+from lightning_rl.distributed.collectives import GROUPS, Groups, end_at_exit
 
 
 class Accept(Protocol):
@@ -58,6 +58,7 @@ class Parallel:
         del max_grad_norm
         groups = self.groups()
         GROUPS.rows, GROUPS.layers = groups.rows, groups.layers
+        end_at_exit()
         if self.strategy.root_device.type == "mps":
             raise ValueError('expected a device with float64, which statistics need, got mps: use accelerator="cpu"')
 
