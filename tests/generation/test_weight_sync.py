@@ -115,7 +115,12 @@ def test_the_first_tensor_that_differs_is_named(place: int, given: Any, message:
 
 
 def test_split_tensors_are_compared_by_name_alone() -> None:
-    a_plan(whole=False).compare([(name, (*shape[:-1], shape[-1] * 2)) for name, shape in GOOD])
+    doubled = [(name, (*shape[:-1], shape[-1] * 2)) for name, shape in GOOD]
+    a_plan(whole=False).compare(doubled)
+    with pytest.raises(ValueError, match="that the engine"):
+        a_plan(whole=False).compare([*doubled, ("l.norm.scale", (4,))])
+    with pytest.raises(ValueError, match="for the engine's"):
+        a_plan().compare(doubled)
 
 
 def test_a_stream_is_bound_to_what_was_compared() -> None:
