@@ -50,7 +50,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
 from lightning_rl.signal.masked import own_sum
-from lightning_rl.stages.update import accumulated
+from lightning_rl.update import accumulated
 
 
 def model_1m() -> Qwen2ForCausalLM:

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.kl import KL_ESTIMATORS, KLEstimator, importance, kl_estimator
 

@@ -6,7 +6,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.corrections import check_band
 from lightning_rl.signal.ratios import sequence_ratio
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.callbacks.reference_kl import ReferenceKL
-from lightning_rl.hooks import LossView, Stat
+from lightning_rl.corrections import LossView, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.corrections import adapted_coefficient
 from lightning_rl.signal.kl import KLEstimator

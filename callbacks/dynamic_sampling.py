@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import RLCallback
+from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.advantages import group_statistics
 

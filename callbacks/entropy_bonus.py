@@ -19,8 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
-from lightning_rl.hooks.stat import merged_moments
+from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.corrections.stat import merged_moments
 
 
 class EntropyBonus(RLCallback):

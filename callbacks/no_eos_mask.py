@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import RLCallback, Stat
+from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Finish, Rollout
 
 Action = Literal["zero_reward", "drop_tokens"]

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.corrections import clipped_weight
 from lightning_rl.signal.ratios import policy_ratio
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossView, RLCallback, Stat
+from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.corrections import drifted_and_bad
 from lightning_rl.signal.masked import row_mean
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.hooks import RLCallback, Stat
+from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.advantages import Level, check_levels, normalised
 from lightning_rl.signal.masked import masked_fill_invalid

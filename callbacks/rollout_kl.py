@@ -14,7 +14,7 @@ import warnings
 
 from typing_extensions import override
 
-from lightning_rl.hooks import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.signal.kl import KLEstimator, absolute, k1, kl_estimator
 
 DRIFTED_BEYOND = 1e-3  # nats; far above rounding, so that the fraction does not depend on how a step is cut

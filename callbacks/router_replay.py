@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_rl.hooks import RLCallback
+from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy.replay import Replay
+from lightning_rl.policy.expert_replay import Replay
 from lightning_rl.rollout import ROUTES, Rollout
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.callbacks._frozen_kl import FrozenKL
-from lightning_rl.hooks import RLCallback
+from lightning_rl.corrections import RLCallback
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.build import ModelSource

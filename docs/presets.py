@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.hooks import RLCallback
+from lightning_rl.corrections import RLCallback
 from lightning_rl.presets import PRESETS
 
 PAGE = Path(__file__).with_suffix(".md")

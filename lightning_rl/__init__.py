@@ -12,7 +12,9 @@ from lightning_rl.advantages import (
     ReMax,
     RewardSignal,
 )
-from lightning_rl.checkpoints import AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.algorithm import LossParts, Objective
+from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.corrections import Contributions, LossTerm, LossView, RLCallback, Stat
 from lightning_rl.data import Prompt, PromptDataModule, Ticket
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.generation import (
@@ -28,7 +30,6 @@ from lightning_rl.generation import (
     VLLMEngine,
     VLLMServerEngine,
 )
-from lightning_rl.hooks import Contributions, LossTerm, LossView, RLCallback, Stat
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -45,9 +46,8 @@ from lightning_rl.losses import (
     ValueLoss,
 )
 from lightning_rl.module import RLLightningModule
-from lightning_rl.objective import LossParts, Objective
+from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
 from lightning_rl.rollout import Finish, Rollout, concatenate
-from lightning_rl.schedules import adamw_8bit, warmup_then_linear
 from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, reinforce, rloo
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 

@@ -12,8 +12,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.hooks import Stat
-from lightning_rl.hooks.stat import Shown, merged_moments, shown_value
+from lightning_rl.corrections import Stat
+from lightning_rl.corrections.stat import Shown, merged_moments, shown_value
 
 SHOWN_ON_THE_BAR = ("reward/task",)
 

@@ -13,30 +13,8 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
-from lightning_rl.data import Prompt, Ticket, TicketLoader
-from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
-from lightning_rl.hooks import Contributions, LossView, RLCallback
-from lightning_rl.interrupts import Interrupts
-from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
-from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
-from lightning_rl.objective import Objective
-from lightning_rl.policy import Microbatch, PolicyModel, Scorer
-from lightning_rl.policy.build import (
-    ModelSource,
-    TokenizerSource,
-    build_policy,
-    build_reference,
-    build_tokenizer,
-    eos_ids_of,
-    longest_prompt,
-)
-from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
-from lightning_rl.rewards import Reward, Rewards
-from lightning_rl.run_module import RunModule
-from lightning_rl.schedules import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
-from lightning_rl.signal.reductions import Reduction, resolve_reduction
-from lightning_rl.stages.ahead import tickets_left
-from lightning_rl.stages.checks import (
+from lightning_rl.algorithm import Objective
+from lightning_rl.compatibility import (
     check_coefficients,
     check_counts,
     check_entropy,
@@ -51,12 +29,34 @@ from lightning_rl.stages.checks import (
     check_whole_rollouts,
     recorded_names,
 )
-from lightning_rl.stages.draw import Drawer, dealt
-from lightning_rl.stages.generators import seed_everything
-from lightning_rl.stages.held import Held
-from lightning_rl.stages.run_state import RunState
-from lightning_rl.stages.sampled import Sampled
-from lightning_rl.stages.update import StepGradient, accumulated
+from lightning_rl.corrections import Contributions, LossView, RLCallback
+from lightning_rl.data import Prompt, Ticket, TicketLoader
+from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
+from lightning_rl.interrupts import Interrupts
+from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
+from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
+from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
+from lightning_rl.policy import Microbatch, PolicyModel, Scorer
+from lightning_rl.policy.build import (
+    ModelSource,
+    TokenizerSource,
+    build_policy,
+    build_reference,
+    build_tokenizer,
+    eos_ids_of,
+    longest_prompt,
+)
+from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
+from lightning_rl.rewards import Reward, Rewards
+from lightning_rl.rollouts.held import Held
+from lightning_rl.rollouts.prefetch import tickets_left
+from lightning_rl.rollouts.sample import Drawer, dealt
+from lightning_rl.rollouts.samples import Sampled
+from lightning_rl.rollouts.state import RunState
+from lightning_rl.run_module import RunModule
+from lightning_rl.seeding import seed_everything
+from lightning_rl.signal.reductions import Reduction, resolve_reduction
+from lightning_rl.update import StepGradient, accumulated
 
 
 class RLLightningModule(RunModule):

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_rl.advantages import GAE, OPO, Normalised, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
-from lightning_rl.hooks import RLCallback
+from lightning_rl.corrections import RLCallback
 from lightning_rl.losses import (
     CISPO,
     DPPO,

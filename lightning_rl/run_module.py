@@ -20,16 +20,16 @@ from lightning_rl.advantages import Estimator
 from lightning_rl.data import PromptBatch, PromptDataModule, prompt_stream_of
 from lightning_rl.distributed import Parallel
 from lightning_rl.generation import Engine, TokenFilter
-from lightning_rl.generation.syncing import synchronise
+from lightning_rl.generation.weights.sync import synchronise
 from lightning_rl.metrics import RunningStats
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import merged, unwrapped
 from lightning_rl.rewards import Rewards
-from lightning_rl.stages.collect import Collector
-from lightning_rl.stages.draw import Drawer
-from lightning_rl.stages.run_state import RunState
-from lightning_rl.stages.signal import validation_metrics
+from lightning_rl.rollouts.collect import Collector
+from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.signal import validation_metrics
+from lightning_rl.rollouts.state import RunState
 
 # Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")

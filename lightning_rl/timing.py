@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_rl.hooks import Stat
+from lightning_rl.corrections import Stat
 
 
 class PhaseTimes:

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support import parity_reward, tiny_policy
+from kit.support import parity_reward, tiny_policy
 from torch import Tensor
 
 from lightning_rl import Contributions, FakeEngine, Objective, Reinforce, RLCallback, Rollout, Stat, token_mean
 from lightning_rl.advantages import resolve_advantages
-from lightning_rl.hooks.stat import merged_moments, shown_value
+from lightning_rl.corrections.stat import merged_moments, shown_value
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.signal import with_signal
 from lightning_rl.signal.masked import GlobalSum, own_sum
-from lightning_rl.stages.draw import Drawer
-from lightning_rl.stages.signal import with_signal
-from lightning_rl.stages.update import accumulated
+from lightning_rl.update import accumulated
 
 G = 3
 

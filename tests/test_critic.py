@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, run_step, tiny_module, view_of, weights_of
+from kit.support import fit, run_step, tiny_module, view_of, weights_of
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, tiny_module, tiny_tokenizer
+from kit.support import fit, tiny_module, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lightning_rl import Prompt, PromptDataModule, Ticket

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, ragged_rollout, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch import Callback
-from support import fit, ragged_rollout, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch import Tensor
 from typing_extensions import override
 
@@ -14,8 +14,8 @@ from lightning_rl import FakeEngine, Request, Rollout, TransformersEngine
 from lightning_rl.callbacks import ReferenceKL, TeacherKL
 from lightning_rl.generation.filters import NO_FILTER, RowFilters, TokenFilter
 from lightning_rl.policy import PolicyModel
-from lightning_rl.policy.kept import from_bits, holds, to_bits
 from lightning_rl.policy.packing import lay_out
+from lightning_rl.policy.sampling_mask import from_bits, holds, to_bits
 from lightning_rl.rollout import KEPT
 
 VOCABULARY = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat, warmup_then_linear
@@ -21,7 +21,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RolloutKL,
 )
-from lightning_rl.stages.update import StepGradient
+from lightning_rl.update import StepGradient
 
 
 class Watch(RLCallback):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from support import fit, tiny_module, tiny_prompts, weights_of
 from typing_extensions import override
 
 from lightning_rl import (
@@ -23,7 +23,7 @@ from lightning_rl import (
     TransformersEngine,
 )
 from lightning_rl.callbacks import DynamicSampling
-from lightning_rl.checkpoints import AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.generation.engine import EngineState
 from lightning_rl.interrupts import INTERRUPTED
 

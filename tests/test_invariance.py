@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ragged_rollout, tiny_policy
+from kit.support import ragged_rollout, tiny_policy
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,11 +22,11 @@ from lightning_rl import (
     token_mean,
 )
 from lightning_rl.callbacks import OPSM, OffPolicyIS, ReferenceKL, RolloutKL
-from lightning_rl.hooks.stat import merged_moments
+from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.policy import Plan, PolicyModel
 from lightning_rl.policy.plan import RowLists, plan_of_rows
 from lightning_rl.signal.masked import own_sum
-from lightning_rl.stages.update import accumulated, view_of
+from lightning_rl.update import accumulated, view_of
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 SPLITS = {

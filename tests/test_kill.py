@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import killed_run
 import pytest
 import torch
+from kit import killed_run
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """Starts the run; no test waits for it without a limit."""
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, killed_run.__file__, str(folder)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support import run_step, view_of
+from kit.support import run_step, view_of
 
 from lightning_rl import ClippedSurrogate, Reinforce
 from lightning_rl.losses import LOSSES, FunctionLoss, resolve_loss

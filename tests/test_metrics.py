@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, tiny_module, tiny_prompts
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from support import fit, tiny_module, tiny_prompts
 from typing_extensions import override
 
 from lightning_rl import GAE, Stat

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, tiny_module, tiny_policy, weights_of
 from lightning.pytorch.plugins.precision import MixedPrecision
-from support import fit, tiny_module, tiny_policy, weights_of
 from torch.optim import SGD
 from typing_extensions import override
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, tiny_module, tiny_policy, weights_of
+from kit.support import fit, tiny_module, tiny_policy, weights_of
 
 from lightning_rl import RLLightningModule, presets
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL

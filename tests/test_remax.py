@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import EOS, fit, recorder, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
 from lightning.pytorch import Trainer
-from support import EOS, fit, recorder, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, RLLightningModule, Rollout

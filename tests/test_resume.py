@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts, weights_of
 
 from lightning_rl import RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ragged_rollout, view_of_rollout
+from kit.support import ragged_rollout, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import callback_of, fit, tiny_module, tiny_prompts
 from lightning.pytorch import Callback
-from support import callback_of, fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 

@@ -12,18 +12,17 @@ from torch import Tensor
 from lightning_rl import distributed
 from lightning_rl.advantages import RewardSignal
 from lightning_rl.audit.finding import Finding
-from lightning_rl.audit.live import LiveStep
 from lightning_rl.audit.recorded import Drawn, PlainForward, RewardCall
 from lightning_rl.audit.subject import Subject
-from lightning_rl.hooks import Contributions, LossView
+from lightning_rl.audit.trace import LiveStep
+from lightning_rl.corrections import Contributions, LossView
 from lightning_rl.policy import Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.signal import Spy, with_signal
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.selection import own_values
-from lightning_rl.stages.again import Spy
-from lightning_rl.stages.signal import with_signal
-from lightning_rl.stages.update import accumulated, view_of
+from lightning_rl.update import accumulated, view_of
 
 
 @dataclass(frozen=True)

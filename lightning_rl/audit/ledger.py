@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.audit.charges import (
+from lightning_rl.audit.accounting import (
     Charges,
     charged_at_draw,
     charged_at_signal,
@@ -25,8 +25,8 @@ from lightning_rl.audit.charges import (
     drawn_stages,
     update_stages,
 )
+from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.data import Ticket
-from lightning_rl.hooks import LossView, RLCallback, Stat
 from lightning_rl.metrics import RunningStats
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout, concatenate

@@ -15,8 +15,8 @@ from lightning_rl import distributed
 from lightning_rl.generation import Completion, Engine, Request, request_seed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
-from lightning_rl.policy.kept import from_bits
 from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import KEPT, Rollout
 

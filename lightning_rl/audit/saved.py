@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from lightning_rl.audit.checks import CHECKS
+from lightning_rl.audit.checks.registry import CHECKS
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Finding
-from lightning_rl.audit.live import LiveStep, ParameterStep
-from lightning_rl.audit.looking import looked
+from lightning_rl.audit.recompute import redone
 from lightning_rl.audit.recorded import PlainForward, RewardCall
-from lightning_rl.audit.redone import redone
+from lightning_rl.audit.run_checks import looked
 from lightning_rl.audit.subject import Facts, Subject
+from lightning_rl.audit.trace import LiveStep, ParameterStep
+from lightning_rl.corrections import RLCallback
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.filters import TokenFilter
-from lightning_rl.hooks import RLCallback
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.rollout import Finish, Rollout

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from lightning_rl.advantages import Estimator, PerRow
-from lightning_rl.hooks import Contributions, RLCallback
+from lightning_rl.algorithm import Objective
+from lightning_rl.corrections import Contributions, RLCallback
+from lightning_rl.corrections.provided import Provided
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, ClippedSurrogate, FunctionLoss, PolicyLoss, ValueFunction
 from lightning_rl.module import RLLightningModule
-from lightning_rl.objective import Objective
 from lightning_rl.signal.advantages import reinforce
 from lightning_rl.signal.reductions import Reduction, token_mean
-from lightning_rl.stages.again import Provided
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens; coarser types below
 COARSE = 0.1

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_rl.audit.finding import Finding, differing
-from lightning_rl.hooks import RLCallback
+from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import Rollout
 
 HOOKS = (

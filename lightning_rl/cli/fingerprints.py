@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rl.hooks import RLCallback
-from lightning_rl.policy.hashing import hashed
+from lightning_rl.corrections import RLCallback
+from lightning_rl.policy.fingerprint import hashed
 from lightning_rl.rollout import Rollout
 from lightning_rl.run_module import RunModule
 

@@ -15,7 +15,6 @@ from lightning_rl.cli.recipes import Ended, Reached, reached, until_training
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import Configuration, Recording, Replayed, replay
-from lightning_rl.recording.described import opaque_places, rebuilt
 from lightning_rl.recording.differences import (
     Difference,
     described_differences,
@@ -24,7 +23,8 @@ from lightning_rl.recording.differences import (
     recording_differences,
     samples_of,
 )
-from lightning_rl.recording.rescored import Rescored, rescored
+from lightning_rl.recording.rerun import Rescored, rescored
+from lightning_rl.recording.serialize import opaque_places, rebuilt
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

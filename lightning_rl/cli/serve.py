@@ -12,11 +12,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from lightning_rl.cli.process_group import run_group
-from lightning_rl.generation.versions import check_version
-from lightning_rl.generation.vllm import CPU_CACHE, FIXED
-from lightning_rl.generation.vllm_server import HERE, KEY
+from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED
+from lightning_rl.generation.vllm.server import HERE, KEY
+from lightning_rl.generation.vllm.versions import check_version
 
-LOADER = "lightning_rl.generation.vllm_worker.WeightLoader"
+LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that pause a server and load weights
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers, or a trainer, share the cores

@@ -1,6 +1,5 @@
 """Engines: token ids in, token ids with log-probabilities and finish reasons out."""
 
-from lightning_rl.generation.canary import Canary, CanaryError
 from lightning_rl.generation.engine import (
     Completion,
     Engine,
@@ -12,8 +11,9 @@ from lightning_rl.generation.engine import (
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.generation.filters import TokenFilter
 from lightning_rl.generation.transformers import TransformersEngine
-from lightning_rl.generation.vllm import VLLMEngine
-from lightning_rl.generation.vllm_server import VLLMServerEngine
+from lightning_rl.generation.vllm.engine import VLLMEngine
+from lightning_rl.generation.vllm.server import VLLMServerEngine
+from lightning_rl.generation.weights.canary import Canary, CanaryError
 
 __all__ = [
     "Canary", "CanaryError", "Completion", "Engine", "EngineError", "EngineState", "FakeEngine", "Request",

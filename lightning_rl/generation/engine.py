@@ -16,7 +16,7 @@ from lightning_rl.generation.filters import NO_FILTER, TokenFilter
 from lightning_rl.rollout import Finish
 
 if TYPE_CHECKING:
-    from lightning_rl.generation.canary import Canary
+    from lightning_rl.generation.weights.canary import Canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ class Engine(ABC):
         return 0
 
     def trace(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What each layer puts out for a prompt, see :mod:`lightning_rl.generation.tracing`; empty if unknown."""
+        """What each layer puts out for a prompt, by name; empty if unknown. See :mod:`.weights.tracing`."""
         del ids
         return {}
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lightning_rl.policy.kept import to_bits
+from lightning_rl.policy.sampling_mask import to_bits
 from lightning_rl.rollout import KEPT, ROUTES
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.generation.canary import Canary, canary_of
 from lightning_rl.generation.engine import Completion, Engine, Request
 from lightning_rl.generation.filters import RowFilters
 from lightning_rl.generation.recorder import Recorder
-from lightning_rl.generation.tracing import recording
+from lightning_rl.generation.weights.canary import Canary, canary_of
+from lightning_rl.generation.weights.tracing import recording
 from lightning_rl.policy.routes import recording_routes
 from lightning_rl.rollout import KEPT, ROUTES, Finish
 

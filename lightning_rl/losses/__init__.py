@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_rl.hooks import LossView
+from lightning_rl.corrections import LossView
 from lightning_rl.losses.base import FunctionLoss, PolicyLoss
 from lightning_rl.losses.per_sequence import GMPO, GSPO
 from lightning_rl.losses.per_step import M2PO, ClipCov, KLCov

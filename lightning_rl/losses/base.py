@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossView, Stat
-from lightning_rl.hooks.callback import Ratio
+from lightning_rl.corrections import LossView, Stat
+from lightning_rl.corrections.base import Ratio
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.selection import GlobalConcat
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossView, Stat
+from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import OldRatioLoss
 from lightning_rl.losses.per_token import ClippedSurrogate
 from lightning_rl.signal.masked import GlobalSum

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.hooks import LossView, Stat
+from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import OldRatioLoss, PolicyLoss, clip_metrics
 from lightning_rl.signal.losses import (
     Divergence,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_rl.policy.kept import from_bits
+from lightning_rl.policy.sampling_mask import from_bits
 
 CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
 FILTERED = -1e30  # logit of a token that could not be drawn: finite, so that 0 times it is 0
@@ -34,8 +34,8 @@ def token_logprobs(
         bias: the head's bias, shape [V], or None.
         targets: token ids, shape [A].
         temperature: what the logits are divided by, above 0.
-        kept: bits of the tokens to normalise over, see :mod:`lightning_rl.policy.kept`, among them every target; the
-            others take no part in value or gradient. None for the whole vocabulary.
+        kept: bits of the tokens to normalise over, see :mod:`.policy.sampling_mask`, among them every target;
+            the others take no part in value or gradient. None for the whole vocabulary.
 
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].

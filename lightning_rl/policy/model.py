@@ -24,6 +24,19 @@ class Outputs(NamedTuple):
     values: Float[Tensor, "b T"] | None
 
 
+def check_finite(outputs: Outputs, rows: Rollout) -> None:
+    """Raises a FloatingPointError that names sample and position if a valid token has a non-finite log-probability."""
+    for what, tensor in (("log-probability", outputs.logprobs), ("value", outputs.values)):
+        if tensor is None or torch.isfinite(tensor).all():
+            continue
+        row, position = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        raise FloatingPointError(
+            f"expected finite outputs of the policy, got {what} {float(tensor[row, position])} at row {row} "
+            f"(sample {int(rows.sample_ids[row])}), response position {position}: its weights or hidden states are "
+            "broken"
+        )
+
+
 class PolicyModel(nn.Module):
     """Policy and critic in one module, so that one optimizer and one gradient norm hold both.
 

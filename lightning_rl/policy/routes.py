@@ -2,7 +2,7 @@
 
 Routes are int16 of shape [N, R, k] for N input tokens, R routers in the order of the layers and k experts a token:
 the expert's number + 1, and 0 where nothing was recorded, which is also what padding is filled with. Experts alone are
-carried: their weights belong to whoever runs them, see :mod:`lightning_rl.policy.replay`.
+carried: their weights belong to whoever runs them, see :mod:`lightning_rl.policy.expert_replay`.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,11 +7,11 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_rl.advantages import Estimator
-from lightning_rl.hooks import Contributions, RLCallback
+from lightning_rl.algorithm import Objective
+from lightning_rl.corrections import Contributions, RLCallback
 from lightning_rl.losses import PolicyLoss, ValueFunction
 from lightning_rl.module import RLLightningModule
-from lightning_rl.objective import Objective
-from lightning_rl.recording.described import described, rebuilt
+from lightning_rl.recording.serialize import described, rebuilt
 from lightning_rl.signal.reductions import Reduction
 
 BENDING = frozenset(

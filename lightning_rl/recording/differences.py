@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.recording.described import NAME, OBJECT, rebuilt
 from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.replay import Replayed
+from lightning_rl.recording.serialize import NAME, OBJECT, rebuilt
 
 FIRST = (
     "prompt_ids",
@@ -127,7 +127,7 @@ def recording_differences(ours: Recording, theirs: Recording) -> Iterator[Differ
 
 
 def described_differences(ours: Any, theirs: Any, place: str = "") -> Iterator[Difference]:
-    """Where two descriptions (:mod:`lightning_rl.recording.described`) hold other values."""
+    """Where two descriptions (:mod:`lightning_rl.recording.serialize`) hold other values."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in dict.fromkeys([*ours, *theirs]):
             inner = place if key in (OBJECT, "state", NAME) else f"{place}{key}."

@@ -16,14 +16,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import distributed
+from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.data import Ticket
-from lightning_rl.hooks import LossView, RLCallback
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy.hashing import hashed
+from lightning_rl.policy.fingerprint import hashed
 from lightning_rl.recording.configuration import Configuration
-from lightning_rl.recording.described import described
 from lightning_rl.recording.recording import Recording
+from lightning_rl.recording.serialize import described
 from lightning_rl.rollout import Finish, Rollout
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")

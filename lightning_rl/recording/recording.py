@@ -28,7 +28,7 @@ class Recording:
 
     Attributes:
         header: JSON values: ``cycle``, ``rank``, ``world_size``, ``device``, ``threads``, ``versions``, ``options`` of
-            the module, ``configuration`` (see :mod:`lightning_rl.recording.described`), ``states`` of the callbacks
+            the module, ``configuration`` (see :mod:`lightning_rl.recording.serialize`), ``states`` of the callbacks
             before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (one entry for each
             optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the callbacks),
             and ``samples`` as text.

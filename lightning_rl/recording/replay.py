@@ -15,17 +15,17 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import RewardSignal
-from lightning_rl.hooks import Contributions, LossView, RLCallback
+from lightning_rl.corrections import Contributions, LossView, RLCallback
+from lightning_rl.corrections.provided import Provided
 from lightning_rl.policy import Layout, Outputs, PolicyModel
 from lightning_rl.policy.plan import Plan, plan_of_rows
 from lightning_rl.recording.configuration import Configuration
-from lightning_rl.recording.described import rebuilt
-from lightning_rl.recording.lockstep import Lockstep
 from lightning_rl.recording.recording import Recording
+from lightning_rl.recording.serialize import rebuilt
+from lightning_rl.recording.threaded_ranks import Lockstep
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.stages.again import Provided, Spy
-from lightning_rl.stages.signal import excluding, with_signal
-from lightning_rl.stages.update import accumulated
+from lightning_rl.rollouts.signal import Spy, excluding, with_signal
+from lightning_rl.update import accumulated
 
 
 @dataclass(frozen=True, slots=True)

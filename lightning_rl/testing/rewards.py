@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_rl.audit import Finding
+from lightning_rl.audit.checks.rewards import others_among
 from lightning_rl.audit.recorded import RewardCall
-from lightning_rl.audit.reward_checks import others_among
 from lightning_rl.rewards import Reward
 from lightning_rl.testing.smallest import PropertyError, smallest
 

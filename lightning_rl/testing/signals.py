@@ -9,14 +9,14 @@ from torch import Tensor
 from lightning_rl.advantages import Estimator, PerRow, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.audit import CHECKS, Finding
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.looking import looked
-from lightning_rl.audit.slices import some_groups, some_rows
+from lightning_rl.audit.run_checks import looked
 from lightning_rl.audit.subject import Facts, Subject
-from lightning_rl.hooks import LossView, RLCallback
+from lightning_rl.audit.subsample import some_groups, some_rows
+from lightning_rl.corrections import LossView, RLCallback
+from lightning_rl.corrections.provided import Provided
 from lightning_rl.losses import PolicyLoss, resolve_loss
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.advantages import dr_grpo
-from lightning_rl.stages.again import Provided
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
 

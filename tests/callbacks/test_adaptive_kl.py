@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, run_step, tiny_module, view_of
+from kit.support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, run_step, tiny_module, view_of
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, Rollout, concatenate, distributed
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
+from lightning_rl.compatibility import check_estimator
 from lightning_rl.signal.advantages import grpo
 from lightning_rl.signal.corrections import adapted_coefficient
 from lightning_rl.signal.masked import GlobalSum, row_mean
-from lightning_rl.stages.checks import check_estimator
 
 
 def rollout_of_gaps(*gaps: list[float], tokens: list[list[int]] | None = None, **given: Any) -> Rollout:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, recorder, rollout_of, tiny_module
+from kit.support import fit, recorder, rollout_of, tiny_module
 
 from lightning_rl import Contributions, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
 from lightning_rl.rewards import Rewards
-from lightning_rl.stages.draw import Drawer
+from lightning_rl.rollouts.sample import Drawer
 
 G = 3
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ragged_rollout, run_step, view_of_rollout
+from kit.support import ragged_rollout, run_step, view_of_rollout
 from torch import Tensor
 
 import lightning_rl.callbacks
@@ -43,7 +43,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.stages.signal import excluding, with_signal
+from lightning_rl.rollouts.signal import excluding, with_signal
 
 EXAMPLES: list[RLCallback] = [
     NoEOSMask(),

@@ -6,15 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ragged_rollout, rollout_of, run_step, view_of_rollout
+from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, Finish, Reinforce, Rollout, grpo, rloo, token_mean
 from lightning_rl.advantages import PerRow, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.hooks import RLCallback
-from lightning_rl.stages.signal import excluding, with_signal
+from lightning_rl.corrections import RLCallback
+from lightning_rl.rollouts.signal import excluding, with_signal
 
 STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import ragged_rollout
+from kit.support import ragged_rollout
 
 from lightning_rl import Contributions, grpo
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
-from lightning_rl.stages.signal import with_signal
+from lightning_rl.rollouts.signal import with_signal
 
 
 def rollout_of_lengths(*lengths: int) -> Any:

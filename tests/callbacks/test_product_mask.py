@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from support import run_step, view_of
+from kit.support import run_step, view_of
 
 from lightning_rl.callbacks import ProductMask
 

@@ -5,14 +5,14 @@ import warnings
 
 import pytest
 import torch
-from support import callback_of, ragged_rollout, rollout_of, run_step, view_of, view_of_rollout
+from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.rollouts.signal import with_signal
 from lightning_rl.signal.kl import Clamped, k1, k3
-from lightning_rl.stages.signal import with_signal
 
 NAN, INF = math.nan, math.inf
 LOGPROBS, REF = [0.5, 0.7, 0.9], [0.4, 0.5, 0.6]

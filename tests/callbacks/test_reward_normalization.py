@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, in_lockstep, recorder, rollout_of, tiny_module
+from kit.support import fit, in_lockstep, recorder, rollout_of, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import Contributions, RLCallback, Rollout, concatenate, distributed, reinforce
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
+from lightning_rl.rollouts.signal import with_signal
 from lightning_rl.signal.masked import GlobalSum
-from lightning_rl.stages.signal import with_signal
 
 REWARDS, GROUPS = [1.0, 3.0, 5.0, 5.0], [0, 0, 1, 1]
 BATCH_STD = math.sqrt((2.5**2 + 0.5**2 + 1.5**2 + 1.5**2) / 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import callback_of, run_step, view_of
+from kit.support import callback_of, run_step, view_of
 from torch.testing import assert_close
 
 from lightning_rl import LossView, Reinforce

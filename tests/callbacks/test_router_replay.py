@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from routed import check_that_it_falls, many_experts, mismatch
-from support import (
+from kit.routed import check_that_it_falls, many_experts, mismatch
+from kit.support import (
     callback_of,
     fit,
     ragged_rollout,
@@ -37,16 +37,16 @@ from lightning_rl import (
 )
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, ReferenceKL, RouterReplay
-from lightning_rl.hooks import Contributions
+from lightning_rl.corrections import Contributions
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import build_policy
+from lightning_rl.policy.expert_replay import Carried, Replay, expert_weights
 from lightning_rl.policy.packing import lay_out
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.policy.replay import Carried, Replay, expert_weights
 from lightning_rl.policy.routes import recording_routes, routers_of
 from lightning_rl.rollout import ROUTES
 from lightning_rl.signal.masked import own_sum
-from lightning_rl.stages.update import accumulated
+from lightning_rl.update import accumulated
 
 EXPERTS, ROUTERS, TOP = 6, 2, 2
 moe = partial(tiny_model, "qwen3_moe", num_experts=EXPERTS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
+from kit.support import (
     callback_of,
     fit,
     parity_reward,
@@ -28,7 +28,7 @@ from lightning_rl.callbacks import ReferenceKL, TeacherKL
 from lightning_rl.policy import PolicyModel, make_plan
 from lightning_rl.policy.packing import Layout
 from lightning_rl.policy.teacher import Teacher
-from lightning_rl.stages.signal import with_signal
+from lightning_rl.rollouts.signal import with_signal
 
 OLD, TEACHER = [0.5, 0.7, 0.9], [0.4, 0.5, 0.6]
 BUDGET = 40  # several microbatches for a rollout

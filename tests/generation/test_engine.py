@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from support import tiny_policy
+from kit.support import tiny_policy
 from torch import Tensor
 
 from lightning_rl import FakeEngine, Request, TransformersEngine

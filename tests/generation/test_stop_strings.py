@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import VOCABULARY, tiny_policy, tiny_tokenizer
+from kit.support import VOCABULARY, tiny_policy, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import WordLevel

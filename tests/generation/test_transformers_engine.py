@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import EOS, VOCABULARY, tiny_model, tiny_policy
+from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
 from torch import Tensor
 from transformers import PreTrainedModel
 

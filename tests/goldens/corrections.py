@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import Any, Literal
 
 import torch
-from support import callback_of
+from kit.support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from logits, through our vocabulary head with the identity as its weights."""
 
 import torch
-from support import view_of
+from kit.support import view_of
 from torch import Tensor
 
 from goldens.cases import Case, Outputs

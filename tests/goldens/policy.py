@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
-from support import callback_of
+from kit.support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case, Outputs

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from support import rollout_of, run_step, view_of
+from kit.support import rollout_of, run_step, view_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from support import rollout_of
+from kit.support import rollout_of
 
 from goldens.cases import Case, Outputs
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support import run_step, view_of
+from kit.support import run_step, view_of
 from torch import Tensor
 
 from goldens.cases import Case, Outputs

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_step, view_of
+from kit.support import run_step, view_of
 
 from lightning_rl import (
     CISPO,

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from kit.support import run_step, view_of
 from properties.batches import inserted, some, views, without_columns
 from properties.evaluation import agree, evaluate
 from properties.exports import REDUCTION_EXAMPLES
-from support import run_step, view_of
 from torch.testing import assert_close
 
 from lightning_rl import GMPO, GSPO, LossView

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import run_step, view_of
 from properties.batches import WITNESS
 from properties.evaluation import microbatch
 from properties.ranks import in_lockstep
-from support import run_step, view_of
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import callback_of, fit, ragged_rollout, tiny_module, tiny_policy
+from kit.support import callback_of, fit, ragged_rollout, tiny_module, tiny_policy
 from torch import Tensor
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.selection import GlobalConcat
-from lightning_rl.stages.update import StepGradient, accumulated
+from lightning_rl.update import StepGradient, accumulated
 
 
 class Watching(PolicyLoss):

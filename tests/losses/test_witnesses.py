@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Step, run_step, view_of
+from kit.support import Step, run_step, view_of
 from torch import Tensor
 from torch.testing import assert_close
 

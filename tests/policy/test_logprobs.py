@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.policy import logprobs as head
-from lightning_rl.policy.kept import to_bits
 from lightning_rl.policy.logprobs import token_logprobs
+from lightning_rl.policy.sampling_mask import to_bits
 
 exactly = torch.testing.assert_close
 precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
+from kit.support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rl import Contributions
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
-from lightning_rl.policy.model import check_dropout, check_scoring
-from lightning_rl.stages.score import check_finite, scored
+from lightning_rl.policy.model import check_dropout, check_finite, check_scoring
+from lightning_rl.rollouts.logprobs import scored
 
 exactly = torch.testing.assert_close
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])

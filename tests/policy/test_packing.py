@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import ragged_rollout, tiny_model
+from kit.support import ragged_rollout, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 

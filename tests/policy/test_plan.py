@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import ragged_rollout
+from kit.support import ragged_rollout
 
 from lightning_rl import Rollout
 from lightning_rl.policy import Microbatch, Plan, make_plan

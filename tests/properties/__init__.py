@@ -12,7 +12,7 @@ Tests are named after their invariant. These do not apply yet, or apply elsewher
 invariant           why there is no test of it here
 ==================  ===================================================================================================
 I-05, cp and sp     There is no context or sequence parallelism: a row lies on one rank. The data-parallel part is
-                    here, simulated; with real processes it is in ``tests/test_ddp.py``.
+                    here, simulated; with real processes it is in ``tests/strategies/test_ddp.py``.
 I-06                There are no slices of a row, hence no gather of them.
 I-08, temperature   Every log-probability comes from one function with one temperature: ``tests/policy``. That it does
                     not reach the critic is tested there as well. Here: what follows once the policies are equal.

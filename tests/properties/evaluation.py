@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import Contributions, LossView, Objective, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout
-from lightning_rl.hooks.stat import merged_moments
+from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.rollout import GREEDY_SCORE
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.reductions import Reduction, token_mean

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import callback_of
+from kit.support import callback_of
 from torch import Tensor
 
 from lightning_rl import LossTerm, LossView, RLCallback

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import callback_of
+from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import GAE, Contributions, LossView, ReMax, RLCallback
+from lightning_rl.rollouts.signal import excluding, with_signal
 from lightning_rl.signal.advantages import group_statistics
-from lightning_rl.stages.signal import excluding, with_signal
 from properties.batches import (
     WITNESS,
     disturbed,

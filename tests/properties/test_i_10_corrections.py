@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_policy
+from kit.support import tiny_policy
 from torch import Tensor
 
 from lightning_rl import GAE, Contributions, LossView, Objective, Reinforce, RLCallback, token_mean
@@ -33,7 +33,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.stages.signal import excluding, with_signal
+from lightning_rl.rollouts.signal import excluding, with_signal
 from properties.batches import WITNESS
 from properties.evaluation import evaluate
 from properties.exports import CORRECTIONS

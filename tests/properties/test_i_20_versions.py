@@ -4,11 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import fit, parity_reward, recorder, tiny_module
+from kit.support import fit, parity_reward, recorder, tiny_module
 
 from lightning_rl import Contributions, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
 from lightning_rl.rewards import Rewards
-from lightning_rl.stages.draw import Drawer
+from lightning_rl.rollouts.sample import Drawer
 from properties.exports import corrections_with, name_of
 
 

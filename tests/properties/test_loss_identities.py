@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import callback_of
+from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import ClipCov, ClippedSurrogate, Contributions, LossView, PolicyLoss, RLCallback
-from lightning_rl.hooks.stat import shown_value
+from lightning_rl.corrections.stat import shown_value
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 from properties.batches import KINDS, WITNESS, few, rows, shuffled_tokens, some, view_of_rows, views

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import callback_of, in_lockstep, ragged_rollout, rollout_of, run_step, tiny_policy, view_of
 from silent_bugs import G, drawer, one_step, signal
-from support import callback_of, in_lockstep, ragged_rollout, rollout_of, run_step, tiny_policy, view_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.modeling_outputs import BaseModelOutput
@@ -30,7 +30,7 @@ from lightning_rl import (
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import IcePop, ReferenceKL, TruncatedIS
 from lightning_rl.policy import PolicyModel, Scorer, lay_out, make_plan
-from lightning_rl.stages.score import scored
+from lightning_rl.rollouts.logprobs import scored
 
 NAN = math.nan
 PLAIN = GAE(whitened=False)

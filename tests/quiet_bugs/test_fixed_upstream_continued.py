@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import callback_of, ragged_rollout, rollout_of, run_step, tiny_policy, view_of
 from silent_bugs import drawer, merged, one_step, signal
-from support import callback_of, ragged_rollout, rollout_of, run_step, tiny_policy, view_of
 from torch.testing import assert_close
 
 from lightning_rl import (
@@ -29,8 +29,8 @@ from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
 from lightning_rl.losses import GMPO, GSPO, LOSSES
 from lightning_rl.policy import PolicyModel, lay_out
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.stages.collect import staleness
-from lightning_rl.stages.update import StepGradient
+from lightning_rl.rollouts.collect import staleness
+from lightning_rl.update import StepGradient
 
 NAN = math.nan
 PROMPT = [Prompt(0, (2, 3), None, {})]

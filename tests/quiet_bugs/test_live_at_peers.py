@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of
 from silent_bugs import merged, one_step, signal
-from support import callback_of, ragged_rollout, rollout_of, run_step, view_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -27,6 +27,7 @@ from lightning_rl import (
     token_mean,
 )
 from lightning_rl.advantages import resolve_advantages
+from lightning_rl.algorithm import policy_metrics
 from lightning_rl.callbacks import (
     OPSM,
     GeometricMask,
@@ -43,16 +44,15 @@ from lightning_rl.callbacks import (
     opsm,
     truncated_is,
 )
-from lightning_rl.hooks import LossView
+from lightning_rl.compatibility import check_reads
+from lightning_rl.corrections import LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
-from lightning_rl.objective import policy_metrics
 from lightning_rl.policy import make_plan
+from lightning_rl.rollouts.signal import excluding
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.signal.rewards import shaped_rewards
-from lightning_rl.stages.checks import check_reads
-from lightning_rl.stages.signal import excluding
 
 NAN, INF = math.nan, math.inf
 PLAIN, GRPO = GAE(whitened=False), resolve_advantages(grpo)

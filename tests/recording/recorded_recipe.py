@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
+from kit.ranks import STRATEGIES
+from kit.support import tiny_module, tiny_prompts
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import STRATEGIES
-from support import tiny_module, tiny_prompts
 from torch import Tensor
 
 from lightning_rl import LossView

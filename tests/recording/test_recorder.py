@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import fit, tiny_module, tiny_prompts, weights_of
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
 
 from lightning_rl.callbacks import OPSM, DynamicSampling, NoEOSMask, ReferenceKL
 from lightning_rl.recording import Recording, RolloutRecorder, recording

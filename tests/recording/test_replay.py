@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, tiny_model, tiny_module, tiny_prompts
 from lightning.pytorch import Callback
-from support import fit, tiny_model, tiny_module, tiny_prompts
 
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import in_lockstep
+from kit.support import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import in_lockstep, ragged_rollout
+from kit.support import in_lockstep, ragged_rollout
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks import STRATEGIES, run_ranks
+from kit.strategy_cases import lora_policy
+from kit.support import VOCABULARY, fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Callback, Trainer
-from ranks import STRATEGIES, run_ranks
 from safetensors.torch import load_file
-from strategy_cases import lora_policy
-from support import VOCABULARY, fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typing_extensions import override

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import CPUFSDP
+from kit.ranks import CPUFSDP
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import STRATEGIES, run_ranks
-from support import fit, tiny_module, tiny_policy, tiny_prompts
+from kit.ranks import STRATEGIES, run_ranks
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
 from lightning_rl import Completion, Request, TransformersEngine

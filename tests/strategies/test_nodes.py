@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import STRATEGIES, free_port
-from strategy_cases import run
+from kit.ranks import STRATEGIES, free_port
+from kit.strategy_cases import run
 
 STRATEGY = "fsdp2"
 

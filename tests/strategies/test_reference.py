@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import STRATEGIES, run_ranks
-from support import fit, tiny_module, tiny_policy, tiny_prompts
+from kit.ranks import STRATEGIES, run_ranks
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from typing_extensions import override

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks import STRATEGIES, run_ranks
+from kit.support import fit, tiny_module, tiny_prompts
 from lightning.pytorch import Callback, Trainer
-from ranks import STRATEGIES, run_ranks
-from support import fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 

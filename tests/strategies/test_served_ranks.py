@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks import STRATEGIES, run_ranks
+from kit.scripted_server import KEY, Answer, ScriptedServer, servers
+from kit.support import fit, recorder, tiny_module, tiny_prompts
 from lightning.pytorch import Trainer
-from ranks import STRATEGIES, run_ranks
-from scripted_server import KEY, Answer, ScriptedServer, servers
-from support import fit, recorder, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 

@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import strategy_cases
 import torch
-from ranks import STRATEGIES, run_ranks
-from strategy_cases import CASES, EXACT, Result, dtype_of, run
+from kit import strategy_cases
+from kit.ranks import STRATEGIES, run_ranks
+from kit.strategy_cases import CASES, EXACT, Result, dtype_of, run
 
 
 @cache

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from kit.ranks import TIMEOUT, run_ranks
+from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch.strategies import ModelParallelStrategy
 from peft import LoraConfig, get_peft_model
-from ranks import TIMEOUT, run_ranks
-from support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import streaming_memory
 import torch
-from ranks import run_ranks
-from streaming_memory import peaks
+from kit import streaming_memory
+from kit.ranks import run_ranks
+from kit.streaming_memory import peaks
 
 SHAPE = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 512}
 SMALL = 20_000  # bytes of everything that is no weight

@@ -6,9 +6,9 @@ from random import SystemRandom
 from typing import Any
 
 import torch
+from kit.ranks import STRATEGIES
+from kit.support import tiny_module, tiny_prompts
 from lightning.pytorch import Callback, Trainer
-from ranks import STRATEGIES
-from support import tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 

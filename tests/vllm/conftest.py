@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kit.vllm_models import Starter
 from transformers import PreTrainedModel
-from vllm_models import Starter
 
 from lightning_rl import VLLMEngine
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from kit.vllm_models import Starter, a_model, moved
 from torch import Tensor
 from transformers import PreTrainedModel
-from vllm_models import Starter, a_model, moved
 
 from lightning_rl import Canary, CanaryError, VLLMEngine
-from lightning_rl.generation import EngineState, vllm_internals
-from lightning_rl.generation.syncing import synchronise
-from lightning_rl.generation.weight_sync import Stream, WeightPlan
+from lightning_rl.generation import EngineState
+from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.weights.stream import Stream, WeightPlan
+from lightning_rl.generation.weights.sync import synchronise
 from lightning_rl.policy import PolicyModel
 
 FLOAT32, MEAN = 1e-4, 5.0
@@ -196,7 +197,7 @@ def test_raw_log_probabilities_are_told_from_wrong_weights(started: Starter, mon
     model = a_model()
     with monkeypatch.context() as patched:
         patched.setitem(
-            __import__("lightning_rl.generation.vllm", fromlist=["FIXED"]).FIXED, "logprobs_mode", "raw_logprobs"
+            __import__("lightning_rl.generation.vllm.engine", fromlist=["FIXED"]).FIXED, "logprobs_mode", "raw_logprobs"
         )
         run = Watched(started(model, seed=2), model, 0.6)
     with pytest.raises(CanaryError, match="its temperature or filter is another"):
@@ -235,7 +236,7 @@ def test_a_prefix_cache_that_was_not_reset_is_found(
     run = watched(cache_every=1)
     run.sync()
     run.step()
-    monkeypatch.setattr(vllm_internals, "reset_prefix_cache", lambda _: None)
+    monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)
     with pytest.raises(CanaryError, match="sync to version 2 to reset the prefix cache, but 32 tokens of a prompt"):
         run.sync()
 

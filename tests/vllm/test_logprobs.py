@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from vllm_models import (
+from kit.vllm_models import (
     EOS,
     FAMILIES,
     VOCABULARY,
@@ -20,6 +18,8 @@ from vllm_models import (
     trainer_logprobs,
     worst,
 )
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from lightning_rl import Finish, TransformersEngine
 from lightning_rl.generation.filters import RowFilters, TokenFilter

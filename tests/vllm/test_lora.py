@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import fit, tiny_module, tiny_prompts
+from kit.vllm_models import a_model, prompts_of, requests_for, synced, worst
+from kit.vllm_rank import Watch, an_engine
 from peft import LoraConfig, get_peft_model
-from support import fit, tiny_module, tiny_prompts
 from torch import nn
 from transformers import PreTrainedModel
-from vllm_models import a_model, prompts_of, requests_for, synced, worst
-from vllm_rank import Watch, an_engine
 
 from lightning_rl import CanaryError, RLLightningModule, VLLMEngine
 from lightning_rl.callbacks import RolloutKL
-from lightning_rl.generation import vllm_internals
-from lightning_rl.generation.vllm_lora import Adapter
+from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm.lora import Adapter
 from lightning_rl.policy.lora import unwrapped
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -58,8 +58,8 @@ def started(model: PreTrainedModel) -> VLLMEngine:
 def test_each_version_of_the_adapter_is_the_trainers_and_the_base_comes_once(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reloads, reload = [], vllm_internals.reload
-    monkeypatch.setattr(vllm_internals, "reload", lambda *given: (reloads.append(1), reload(*given)))
+    reloads, reload = [], internals.reload
+    monkeypatch.setattr(internals, "reload", lambda *given: (reloads.append(1), reload(*given)))
     model = unwrapped(with_adapter(name, **options))
     engine, requests = started(model), requests_for(prompts_of(8))
     for version in range(3):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.support import callback_of, fit, recorder, tiny_module, tiny_prompts, weights_of
+from kit.vllm_models import a_model
+from kit.vllm_rank import an_engine
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import callback_of, fit, recorder, tiny_module, tiny_prompts, weights_of
 from torch import Tensor
 from torch.optim import AdamW
-from vllm_models import a_model
-from vllm_rank import an_engine
 
 from lightning_rl import RLLightningModule, Rollout
 from lightning_rl.callbacks import TruncatedIS

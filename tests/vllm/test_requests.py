@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_tokenizer
-from vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
+from kit.support import tiny_tokenizer
+from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
 
 from lightning_rl import Completion, Finish, Request, TransformersEngine, VLLMEngine
 from lightning_rl.generation import EngineState

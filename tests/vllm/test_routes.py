@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from routed import check_that_it_falls, many_experts, mismatch
-from support import fit, tiny_module
-from vllm_models import EOS, a_model, prompts_of, requests_for, synced
+from kit.routed import check_that_it_falls, many_experts, mismatch
+from kit.support import fit, tiny_module
+from kit.vllm_models import EOS, a_model, prompts_of, requests_for, synced
 
 from lightning_rl import VLLMEngine
 from lightning_rl.callbacks import RouterReplay

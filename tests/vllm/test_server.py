@@ -11,17 +11,17 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from served import SECRET, Served
-from support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.served import SECRET, Served
+from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
+from kit.vllm_rank import Watch
 from torch.optim import AdamW
 from transformers import AutoTokenizer
-from vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
-from vllm_rank import Watch
 
 from lightning_rl import Canary, CanaryError, Completion, Finish, RLLightningModule, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
-from lightning_rl.generation.http_client import Cancelled
-from lightning_rl.generation.vllm_endpoint import Endpoint
+from lightning_rl.generation.vllm.endpoint import Endpoint
+from lightning_rl.generation.vllm.http import Cancelled
 
 pytestmark = pytest.mark.slow
 MODEL = partial(a_model, "qwen2-tied", architectures=["Qwen2ForCausalLM"])
@@ -210,7 +210,7 @@ def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
         fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
     check_run(watch, 4)
     assert left == [[]], "processes of the server that was killed"
-    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.fleet"]
+    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.vllm.pool"]
     assert said[0].startswith(f"lost {server.url}: ") and said[-1] == f"{server.url} is back, with the current weights"
 
 

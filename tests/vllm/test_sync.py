@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.vllm_models import Starter, a_model, moved, prompts_of, requests_for, synced, worst
 from torch import Tensor
 from transformers import PreTrainedModel
-from vllm_models import Starter, a_model, moved, prompts_of, requests_for, synced, worst
 
 from lightning_rl import VLLMEngine
-from lightning_rl.generation import EngineState, vllm_internals
+from lightning_rl.generation import EngineState
+from lightning_rl.generation.vllm import internals
 
 
 def weights(model: PreTrainedModel, **changed: Tensor | None) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +100,7 @@ def test_a_sync_drops_the_prefix_cache(started: Starter, monkeypatch: pytest.Mon
     assert synced(engine, model).cached_tokens(prompt) == 0
     assert worst(model, requests, engine.generate(requests, logprobs=True)) < 1e-4
     moved(model, 0.05)
-    monkeypatch.setattr(vllm_internals, "reset_prefix_cache", lambda _: None)
+    monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) > 1e-2, "it should be stale"
     monkeypatch.undo()
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < 1e-4

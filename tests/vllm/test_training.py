@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_rank
+from kit import vllm_rank
+from kit.ranks import run_ranks
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from kit.vllm_models import a_model
+from kit.vllm_rank import Watch, an_engine
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import run_ranks
-from support import fit, tiny_module, tiny_prompts, weights_of
 from torch import Tensor, nn
 from torch.optim import AdamW
-from vllm_models import a_model
-from vllm_rank import Watch, an_engine
 
 from lightning_rl import CanaryError, RLLightningModule
 from lightning_rl.callbacks import NoEOSMask, RolloutKL
-from lightning_rl.generation import EngineState, vllm_internals
+from lightning_rl.generation import EngineState
+from lightning_rl.generation.vllm import internals
 
 
 def a_run(**options: Any) -> RLLightningModule:
@@ -75,7 +76,7 @@ def test_samples_are_those_of_a_run_that_sleeps_between_rollouts() -> None:
 
 
 def test_a_sync_that_goes_wrong_ends_the_run_before_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, honest, syncs = a_run(), vllm_internals.reload, []
+    module, honest, syncs = a_run(), internals.reload, []
 
     def forgetful(llm: Any, weights: Any) -> None:
         syncs.append(len(syncs))
@@ -84,7 +85,7 @@ def test_a_sync_that_goes_wrong_ends_the_run_before_it_samples(monkeypatch: pyte
         else:
             list(weights)
 
-    monkeypatch.setattr(vllm_internals, "reload", forgetful)
+    monkeypatch.setattr(internals, "reload", forgetful)
     watch = Watch()
     with pytest.raises(CanaryError, match="version 2, but its log-probabilities are bit for bit those of version 1"):
         fit(module, callbacks=[watch], data=tiny_prompts(16, 4))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from lightning_rl.cli.doctor.finding import Finding, error, fact, warning
+from lightning_rl.corrections import Contributions
 from lightning_rl.data import Prompt
-from lightning_rl.hooks import Contributions
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.stages.score import scored
+from lightning_rl.rollouts.logprobs import scored
 
 MOST_TRUNCATED, MOST_FLAT, MOST_MISSING = 0.5, 0.9, 0.1
 MOST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats, mean over tokens; 0.1 for shorter types

@@ -1,0 +1,141 @@
+"""Objective: the loss of one optimizer step, as a sum over microbatches that does not depend on how the step is cut."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rl.corrections import Contributions, LossView, Stat
+from lightning_rl.corrections.stat import disjoint
+from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction
+from lightning_rl.signal.kl import k1, k3
+from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.reductions import Reduction
+
+WeightsOf = Callable[[Reduction], Tensor]
+"""The weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""
+
+
+class LossParts(NamedTuple):
+    """The loss of a microbatch.
+
+    Attributes:
+        total: what is differentiated: this microbatch's share of the step's loss.
+        parts: this microbatch's share of each logged part, by metric name, detached; terms without their coefficients.
+        stats: statistics of the microbatch.
+    """
+
+    total: Float[Tensor, ""]
+    parts: dict[str, Tensor]
+    stats: dict[str, Stat]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Policy loss, loss terms of the corrections, entropy bonus and value loss.
+
+    Args:
+        loss: the policy loss; masks and weights of corrections multiply it and nothing else.
+        reduction: how tokens are weighed.
+        contributions: the corrections.
+        entropy_coef: what the entropy bonus is multiplied with; 0 for none.
+        value_coef: what the value loss is multiplied with.
+        value_loss: what the critic minimises at each token.
+    """
+
+    loss: PolicyLoss
+    reduction: Reduction
+    contributions: Contributions
+    entropy_coef: float = 0.0
+    value_coef: float = 1.0
+    value_loss: ValueFunction = DEFAULT_VALUE_LOSS
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether something trains the entropy, so that the view has to carry its gradient."""
+        return self.entropy_coef != 0 or any(each.trains_entropy for each in self.contributions.callbacks)
+
+    def __call__(self, view: LossView, weights_of: WeightsOf) -> LossParts:
+        """The loss of one microbatch and everything worth knowing about it."""
+        view = view.sanitised()
+        valid, weights = view.valid_tokens, weights_of(self.reduction)
+        factor, stats = self.contributions.policy_factor(view)
+        raw = _checked(f"loss {type(self.loss).__name__}", view, partial(self.loss, view))
+        parts = {"loss/policy": _reduced(raw if factor is None else _times(raw, factor, valid), weights, valid)}
+        total = parts["loss/policy"]
+        for name, term in self.contributions.loss_terms(view):
+            per_token = term.per_token
+            if term.masked and factor is not None:
+                per_token = _times(per_token, factor, valid)
+            own = weights if term.reduction is None else weights_of(term.reduction)
+            parts[f"{name}/loss"] = _reduced(per_token, own, valid)
+            total = total + term.coef * parts[f"{name}/loss"]
+        if self.entropy_coef != 0:
+            parts["loss/entropy"] = -_reduced(view.entropy, weights, valid)
+            total = total + self.entropy_coef * parts["loss/entropy"]
+        if view.current_values is not None and view.values is not None and view.returns is not None:
+            compared = partial(self.value_loss, view.current_values, view.values, view.returns)
+            error = _checked(f"value loss {_name_of(self.value_loss)}", view, compared)
+            parts["loss/value"] = _reduced(error, weights, valid)
+            total = total + self.value_coef * parts["loss/value"]
+        parts = {"loss/total": total, **parts}
+        detached = {name: part.detach() for name, part in parts.items()}
+        with torch.no_grad():
+            measured = policy_metrics(view), self.loss.metrics(view), self.contributions.metrics(view)
+            self.contributions.observe_update(view)
+        return LossParts(total, detached, disjoint(stats, *measured))
+
+
+def policy_metrics(view: LossView) -> dict[str, Stat]:
+    """What the core measures of every microbatch, from untouched inputs and before any clip.
+
+    ``kl/ref`` is k1; ``kl/old`` and ``kl/rollout`` are exp(d) - 1 - d with d = current - other, unbiased for the KL of
+    the policy that sampled to the current one. Each is logged whenever its field exists.
+    """
+    logprobs, valid = view.logprobs.detach(), view.valid_tokens
+    values = {"policy/entropy": view.entropy}
+    if view.old_logprobs is not None:
+        values["policy/ratio_max"] = policy_ratio(logprobs, view.old_logprobs)
+        values["kl/old"] = k3(view.old_logprobs, logprobs)
+    if view.rollout_logprobs is not None:
+        values["kl/rollout"] = k3(view.rollout_logprobs, logprobs)
+    if view.ref_logprobs is not None:
+        values["kl/ref"] = k1(logprobs, view.ref_logprobs)
+    if view.current_values is not None and view.returns is not None:
+        values["value/error"] = (view.current_values - view.returns).abs()
+    stats = Stat.many(values, valid)
+    if "policy/ratio_max" in stats:
+        ratio = stats["policy/ratio_max"]
+        stats |= {"policy/ratio_max": ratio.maximum(), "policy/ess": ratio.ess()}
+    return stats
+
+
+def _checked(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
+    """What a loss returns, which is a value per token and was made without writing to the view."""
+    before = view.versions()
+    raw = loss()
+    changed = [field for field, version in view.versions().items() if version != before[field]]
+    if changed:
+        raise RuntimeError(f"the {what} wrote in place to {', '.join(changed)}: a loss returns a new tensor")
+    if raw.shape != view.valid_tokens.shape:
+        expected = list(view.valid_tokens.shape)
+        raise ValueError(f"expected the {what} to return a value per token {expected}, got {list(raw.shape)}")
+    return raw
+
+
+def _name_of(function: Callable[..., Tensor]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
+    kept = masked_fill_invalid(factor, valid)
+    return torch.where(kept != 0, per_token, 0.0) * kept  # what is rejected may be infinite
+
+
+def _reduced(per_token: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
+    return (masked_fill_invalid(per_token, valid) * weights).sum()

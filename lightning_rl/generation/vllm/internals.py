@@ -1,0 +1,163 @@
+"""What is done to vLLM from inside: how it is built and ended without harm to the trainer, and how it takes weights.
+
+Everything here was read and run with the releases of :data:`lightning_rl.generation.vllm.versions.WINDOW`; parts of
+it are private to vLLM, which is why the window is narrow.
+"""
+
+import gc
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_rl.generation.weights.stream import Shape, Stream, WeightPlan
+
+RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+class ProcessGroups:
+    """Keeps vLLM from ending the trainer's process group, which shutting an engine down does, and garbage collection.
+
+    Attributes:
+        engines: how many live in this process.
+        own: whether vLLM made the default group, because there was none.
+    """
+
+    def __init__(self) -> None:
+        self.engines = 0
+        self.own = False
+        self._cleanup: Callable[[], None] | None = None
+
+    def enter(self) -> None:
+        """Before an engine is built."""
+        core: Any = import_module("vllm.v1.engine.core")
+        if self._cleanup is None:
+            self._cleanup = core.cleanup_dist_env_and_memory
+            core.cleanup_dist_env_and_memory = _nothing
+        if self.engines == 0:
+            self.own = self.own or not dist.is_initialized()
+        self.engines += 1
+
+    def leave(self) -> None:
+        """After an engine has ended. The last one takes its own groups along, and the default group if vLLM made it."""
+        self.engines -= 1
+        if self.engines == 0 and self._cleanup is not None:
+            own, self.own = self.own, False
+            parallel_state = import_module("vllm.distributed.parallel_state")
+            (self._cleanup if own else parallel_state.destroy_model_parallel)()
+
+
+def _nothing(*_arguments: Any, **_options: Any) -> None:
+    """In place of vLLM's cleanup."""
+
+
+GROUPS = ProcessGroups()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Undoes what building an engine does to its process: seeds, thread setter, environment, frozen garbage."""
+    threads, local_world = torch.set_num_threads, os.environ.get("LOCAL_WORLD_SIZE")
+    states = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own
+        try:
+            yield
+        finally:
+            torch.set_num_threads = threads
+            torch.set_default_dtype(dtype)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            gc.unfreeze()
+            if local_world is None:
+                os.environ.pop("LOCAL_WORLD_SIZE", None)
+            else:
+                os.environ["LOCAL_WORLD_SIZE"] = local_world
+
+
+def weight_plan(llm: Any) -> WeightPlan:
+    """What the engine holds, before packing, and how it names the tensors of a checkpoint."""
+    (plan,) = llm.apply_model(partial(plan_of, llm.llm_engine.vllm_config))
+    return plan
+
+
+def plan_of(config: Any, model: Any) -> WeightPlan:
+    """The same of a model inside of vLLM, under vLLM's configuration."""
+    layerwise = import_module(f"{RELOAD}.layerwise")
+    held: dict[str, Shape] = {}
+    for path, module in model.named_modules():
+        tensors = dict(layerwise.get_layerwise_info(module).restore_metadata[0])
+        bias = module._parameters.get("bias")  # noqa: SLF001  left out of what a reload restores
+        if bias is not None:
+            tensors["bias"] = bias
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            if hasattr(module, "org_vocab_size"):  # rows are padded
+                shape = (module.org_vocab_size, *shape[1:])
+            held[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
+    renamed = partial(_renamed, getattr(model, "hf_to_vllm_mapper", None), held)
+    return WeightPlan(held, renamed, whole=config.parallel_config.tensor_parallel_size == 1)
+
+
+def _renamed(mapper: Any, held: dict[str, Shape], name: str) -> str | None:
+    renamed = name if mapper is None else mapper.map_name(name)
+    for theirs, ours in ((".experts.gate_up_proj", "w13_weight"), (".experts.down_proj", "w2_weight")):
+        if name.endswith(theirs):
+            stem = name.removesuffix(theirs.removeprefix(".experts"))
+            return next((known for known in held if known.startswith(stem) and known.endswith(ours)), None)
+    return renamed
+
+
+def reload(llm: Any, weights: Stream) -> None:
+    """Loads a full set of weights in the names of a checkpoint.
+
+    Raises:
+        RuntimeError: if requests are running, so that the prefix cache could not be reset.
+    """
+    llm.apply_model(forget_expert_kernels)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """Drops what was computed with other weights.
+
+    Raises:
+        RuntimeError: if vLLM refuses, which it does while a request holds a block.
+    """
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("expected an idle engine, whose prefix cache can be reset, got running requests")
+
+
+def recover(llm: Any) -> None:
+    """Brings an engine back to a loadable state after a load that failed; its weights are then a mixture."""
+    llm.apply_model(partial(restore, llm.llm_engine.vllm_config))
+
+
+def restore(config: Any, model: nn.Module) -> None:
+    """The same of a model inside of vLLM, under vLLM's configuration."""
+    layerwise = import_module(f"{RELOAD}.layerwise")
+    for module in model.modules():
+        info = layerwise.get_layerwise_info(module)
+        info.loaded_weights.clear()
+        info.load_numel = 0
+    with import_module("vllm.config").set_current_vllm_config(config):
+        layerwise.finalize_layerwise_reload(model, config.model_config)
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """On a CPU experts are packed only while their kernel is built, so a reload has to build it again."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(model.parameters()).device.type == "cpu":
+            method.moe_kernel = None

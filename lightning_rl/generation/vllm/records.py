@@ -1,0 +1,151 @@
+"""Records of vLLM: what it writes down about tokens besides log-probabilities.
+
+It returns expert routes (``enable_return_routed_experts``) and the tokens that a filter kept
+(``return_sampling_mask``) where its second model runner works, which needs Triton and so a GPU. On a CPU its routers
+are listened to instead, and what a filter kept is out of reach.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int16, UInt8
+from torch import Tensor, nn
+
+from lightning_rl.policy.routes import routes_of
+from lightning_rl.policy.sampling_mask import to_bits
+from lightning_rl.rollout import KEPT, ROUTES
+
+
+def recordable() -> frozenset[str]:
+    """What vLLM can record on this machine."""
+    return frozenset((ROUTES, KEPT) if torch.cuda.is_available() else (ROUTES,))
+
+
+def options_for(names: frozenset[str]) -> dict[str, bool]:
+    """Options of ``vllm.LLM`` with which it returns what is asked for; none on a CPU."""
+    known = {ROUTES: "enable_return_routed_experts", KEPT: "return_sampling_mask"}
+    return {known[name]: True for name in sorted(names) if torch.cuda.is_available()}
+
+
+class Records:
+    """Collects what an engine has to record.
+
+    Args:
+        llm: ``vllm.LLM``, built with :func:`options_for` the names.
+        names: of what is asked for.
+        vocabulary: number of tokens.
+    """
+
+    def __init__(self, llm: Any, names: frozenset[str], vocabulary: int) -> None:
+        self.names, self.vocabulary = names, vocabulary
+        listens = ROUTES in names and not torch.cuda.is_available()
+        self._listener = RouteListener(llm) if listens else None
+
+    @property
+    def sampling(self) -> dict[str, bool]:
+        """Sampling parameters that it needs: tokens out of the prefix cache pass no router."""
+        return {} if self._listener is None else {"skip_reading_prefix_cache": True}
+
+    def clear(self) -> None:
+        """Forgets everything, before other requests are sent."""
+        if self._listener is not None:
+            self._listener.clear()
+
+    def of(self, output: Any) -> dict[str, dict[str, Tensor]]:
+        """The extras of a finished request, as a Completion takes them."""
+        tokens: dict[str, Tensor] = {}
+        prompt: dict[str, Tensor] = {}
+        if ROUTES in self.names:
+            routes = returned_routes(output) if self._listener is None else self._listener.routes(output)
+            asked, last = len(output.prompt_token_ids), routes.new_zeros(1, *routes.shape[1:])
+            tokens[ROUTES], prompt[ROUTES] = torch.cat([routes[asked:], last]), routes[:asked].clone()
+        if KEPT in self.names:
+            tokens[KEPT] = returned_kept(output, self.vocabulary)
+        return {"token_extras": tokens, "prompt_extras": prompt}
+
+
+class RouteListener:
+    """Writes down what the routers of an engine in this process choose.
+
+    A forward holds tokens of many requests one after the other, in the order of the runner's batch; positions say
+    which token of a request each is.
+
+    Args:
+        llm: ``vllm.LLM`` without CUDA graphs and compilation, under which models call no hooks.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        (self._runner,) = llm.collective_rpc(_runner_of)
+        self._now: list[Tensor] = []
+        self._found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        model: nn.Module = self._runner.model
+        for module in model.modules():
+            router: Any = getattr(module, "router", None)
+            if hasattr(router, "set_capture_fn"):
+                router.set_capture_fn(lambda experts: self._now.append(experts.clone()))
+        model.register_forward_pre_hook(lambda *_: self._now.clear())
+        model.register_forward_hook(self._forwarded, with_kwargs=True)
+
+    def _forwarded(self, _model: nn.Module, _given: Any, keywords: Mapping[str, Any], _output: Any) -> None:
+        batch = self._runner.input_batch
+        if not self._now or not batch.num_reqs:
+            return
+        ends = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+        positions, routes = keywords["positions"].clone(), routes_of(self._now)
+        for number, name in enumerate(batch.req_ids):
+            own = slice(ends[number], ends[number + 1])
+            known = self._found.setdefault(name.rpartition("-")[0], [])  # vLLM adds a random part to the name
+            known.append((positions[own], routes[own]))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._found.clear()
+
+    def routes(self, output: Any) -> Int16[Tensor, "S R k"]:
+        """The routes of a finished request, but for its last token, which is never forwarded; 0 where none is known."""
+        positions, routes = (torch.cat(parts) for parts in zip(*self._found[output.request_id], strict=True))
+        inside = positions < _forwarded_tokens(output)
+        found = routes.new_zeros(_forwarded_tokens(output), *routes.shape[1:])
+        found[positions[inside]] = routes[inside]
+        return found
+
+
+def returned_routes(output: Any) -> Int16[Tensor, "S R k"]:
+    """The routes that vLLM returned with a finished request, but for its last token.
+
+    Raises:
+        RuntimeError: if they are not all there.
+    """
+    given, number = output.outputs[0].routed_experts, _forwarded_tokens(output)
+    if given is None or len(given) != number:
+        raise RuntimeError(
+            f"expected routes of {number} tokens from vLLM, got {'none' if given is None else len(given)}"
+        )
+    return routes_of(list(torch.from_numpy(given.astype(np.int64)).unbind(1)))
+
+
+def returned_kept(output: Any, vocabulary: int) -> UInt8[Tensor, "L V8"]:
+    """The bits of the tokens that vLLM said could be drawn, for each token of the response.
+
+    Raises:
+        RuntimeError: if they are not all there.
+    """
+    row = output.outputs[0]
+    given = None if row.sampling_mask is None else row.sampling_mask.token_ids
+    if given is None or len(given) != len(row.token_ids):
+        got = "none" if given is None else len(given)
+        raise RuntimeError(f"expected the kept tokens of {len(row.token_ids)} tokens from vLLM, got {got}")
+    kept = torch.zeros(len(given), vocabulary, dtype=torch.bool)
+    for place, ids in enumerate(given):
+        kept[place, ids] = True
+    return to_bits(kept)
+
+
+def _forwarded_tokens(output: Any) -> int:
+    return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+
+
+def _runner_of(worker: Any) -> Any:
+    return worker.model_runner

@@ -1,0 +1,81 @@
+"""What a vLLM server can do for the trainer: say what it holds, compare names, load weights from shared storage.
+
+``lightning-rl serve`` adds :class:`WeightLoader` to each worker of a server (``--worker-extension-cls``).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.weights.files import read_weights
+
+
+class Description(NamedTuple):
+    """What a server holds.
+
+    Args:
+        architecture: of the model.
+        vocabulary: number of token ids that it takes.
+        limit: most tokens of prompt and response together.
+        block: tokens that its prefix cache keeps together; 0 without such a cache.
+        dtype: of its weights, such as ``float32``.
+        speaks: whether it has a tokenizer, which stop strings need.
+        logprobs_mode: which distribution its log-probabilities are of.
+        generation_config: where its sampling defaults come from.
+    """
+
+    architecture: str
+    vocabulary: int
+    limit: int
+    block: int
+    dtype: str
+    speaks: bool
+    logprobs_mode: str
+    generation_config: str
+
+
+class WeightLoader:
+    """Mixed into vLLM's worker, so its names begin with ours. An error is an answer, because an exception is a 500."""
+
+    vllm_config: Any
+    model_runner: Any
+    reload_weights: Any
+
+    def lightning_rl_describe(self) -> dict[str, Any]:
+        """The fields of :class:`Description`."""
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        return Description(
+            architecture=str(model.architecture),
+            vocabulary=int(model.get_vocab_size()),
+            limit=int(model.max_model_len),
+            block=int(cache.block_size) if cache.enable_prefix_caching else 0,
+            dtype=str(model.dtype).removeprefix("torch."),
+            speaks=not model.skip_tokenizer_init,
+            logprobs_mode=str(model.logprobs_mode),
+            generation_config=str(model.generation_config),
+        )._asdict()
+
+    def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:
+        """Compares names and shapes that a sync will bring with what this worker holds."""
+        plan = internals.plan_of(self.vllm_config, self.model_runner.get_model())
+        try:
+            plan.compare([(name, tuple(shape)) for name, shape in sent])
+        except ValueError as error:
+            return {"error": str(error)}
+        return {}
+
+    def lightning_rl_load(self, folder: str) -> dict[str, str]:
+        """Loads all weights of a folder; after an error the weights are a mixture, and a later load repairs them."""
+        model = self.model_runner.get_model()
+        try:
+            weights = read_weights(Path(folder))
+        except (OSError, ValueError) as error:
+            return {"error": str(error)}
+        internals.forget_expert_kernels(model)
+        try:
+            self.reload_weights(weights_iterator=weights)
+        except Exception as error:  # noqa: BLE001  whatever it is, the server has to stay loadable, and the trainer hears
+            internals.restore(self.vllm_config, model)
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {}

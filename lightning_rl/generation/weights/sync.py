@@ -1,0 +1,79 @@
+"""One sync, on every rank together: weights into the engine, canary, and the same verdict everywhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import nn
+
+from lightning_rl.distributed import failing_together
+from lightning_rl.generation.engine import Engine, EngineError, EngineState
+from lightning_rl.generation.weights.canary import Measured, computes_exactly, policy_in, trainer_values
+from lightning_rl.generation.weights.stream import Checksums, Stream
+from lightning_rl.generation.weights.tracing import first_difference, recording
+
+
+def synchronise(
+    engine: Engine,
+    weights: Stream,
+    version: int,
+    policy: nn.Module,
+    *,
+    packed: bool,
+    watching: Callable[[], AbstractContextManager[object]],
+) -> tuple[float, float] | None:
+    """Loads the weights into the engine and lets its canary prove it. Every rank takes part.
+
+    Args:
+        engine: started.
+        weights: name and full value of every parameter of the policy, one at a time.
+        version: of the weights.
+        policy: the trainer's, sharded or not.
+        packed: whether it scores without padding.
+        watching: context around the canary, for time and precision.
+
+    Returns:
+        The largest and the mean difference that the canary saw, or None without one.
+
+    Raises:
+        CanaryError: if the engine does not have the weights.
+        RuntimeError: if another rank's sync failed. The engine then refuses to generate, as it does after every error.
+    """
+    inner = policy_in(policy)
+    sums = Checksums(engine.dtype or inner.model.dtype)
+    watched = engine.canary is not None and engine.holds_copy
+    with _together(engine):
+        engine.load_weights(sums.watching(weights) if watched else weights, version)
+    if engine.canary is None or not engine.holds_copy:
+        return None
+    text = inner.model.config.get_text_config()
+    room = min(engine.limit or 2**31, getattr(text, "max_position_embeddings", None) or 2**31)
+    with watching():
+        with _together(engine):
+            measured = engine.canary.measure(
+                engine, vocabulary=text.vocab_size, temperature=inner.temperature, room=room
+            )
+        with recording(inner.model) as layers:
+            trainer = trainer_values(policy, measured, packed=packed)
+        exact = computes_exactly(engine, inner, layers)
+        with _together(engine):
+            return engine.canary.judge(
+                measured, trainer, exact=exact, checksums=sums.values(),
+                where=lambda: first_difference(engine.trace(_ids(measured)), layers, exact=exact),
+            )  # fmt: skip
+
+
+def _ids(measured: Measured) -> tuple[int, ...]:
+    prompt, response = (measured.fixed or measured.drawn)[0]
+    return prompt + response
+
+
+@contextmanager
+def _together(engine: Engine) -> Iterator[None]:
+    """Raises on every rank if one fails inside; the engines then count as not synced."""
+    try:
+        with failing_together("a sync", EngineError):
+            yield
+    except Exception:
+        if engine.state is EngineState.SYNCED:
+            engine.state = EngineState.AWAKE
+        raise

@@ -1,0 +1,50 @@
+"""Score: log-probabilities of the policy before the update, of the reference, and the critic's values."""
+
+import torch
+from torch import Tensor
+
+from lightning_rl.corrections import Contributions
+from lightning_rl.policy import Plan, PolicyModel, Scorer
+from lightning_rl.policy.model import check_finite
+from lightning_rl.rollout import Rollout
+
+
+@torch.no_grad()
+def scored(
+    rollout: Rollout,
+    plan: Plan,
+    policy: PolicyModel,
+    reference: Scorer | None,
+    contributions: Contributions,
+    *,
+    old: bool,
+) -> Rollout:
+    """The rollout with ``old_logprobs`` if ``old``, ``ref_logprobs`` given a reference, ``values`` given a critic.
+
+    Uses the microbatches of the update, so that the importance ratio of an unchanged policy is exactly 1.
+    """
+    critic = policy.value_head is not None
+    exact = torch.promote_types(policy.model.dtype, torch.float32)
+    empty = torch.zeros(rollout.response_ids.shape, dtype=exact, device=rollout.response_ids.device)
+    old_logprobs, values, ref_logprobs = (empty.clone() for _ in range(3))
+    for microbatch in plan.microbatches():
+        rows = microbatch.rows_of(rollout)
+        if old or critic:
+            with contributions.forward_context(rows):
+                outputs = policy(microbatch.layout)
+            check_finite(outputs, rows)
+            _write(old_logprobs, microbatch.index, outputs.logprobs)
+            if outputs.values is not None:
+                _write(values, microbatch.index, outputs.values)
+        if reference is not None:
+            _write(ref_logprobs, microbatch.index, reference.logprobs(microbatch.layout))
+    return rollout.replace(
+        old_logprobs=old_logprobs if old else None,
+        values=values if critic else None,
+        ref_logprobs=ref_logprobs if reference is not None else None,
+    )
+
+
+def _write(target: Tensor, index: Tensor, source: Tensor) -> None:
+    if len(index):
+        target[index, : source.shape[1]] = source.to(target.dtype)

@@ -1,0 +1,126 @@
+"""Signal: from rewards and log-probabilities to the advantage of every token. Raw quantities stay raw."""
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.corrections import Contributions, Stat
+from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
+from lightning_rl.signal.advantages import group_statistics
+from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
+from lightning_rl.signal.rewards import shaped_rewards
+
+
+def with_signal(
+    rollout: Rollout,
+    estimator: Estimator,
+    contributions: Contributions,
+    global_sum: GlobalSum = own_sum,
+) -> tuple[Rollout, dict[str, Stat]]:
+    """The rollout with ``advantages`` (and ``returns`` from a token estimator), and statistics of its rewards.
+
+    Args:
+        rollout: planned and scored: ``trained``, ``rewarded`` and ``valid_tokens`` are final.
+        estimator: from rewards to advantages.
+        contributions: the corrections; here provided fields, bonuses and token rewards.
+        global_sum: adds tensors up over the ranks.
+
+    Raises:
+        ValueError: if a reward or an advantage is not finite; the message names the sample.
+    """
+    rollout = contributions.provide(rollout).sanitised()
+    bonus, token_rewards = contributions.reward_bonus(rollout), contributions.token_reward(rollout)
+    scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
+    if bonus is not None:
+        scores = (scores.double() + bonus).to(scores.dtype)
+    shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
+    _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
+    advantages, returns = estimator(
+        RewardSignal(
+            scores=scores,
+            rewarded=rollout.rewarded,
+            groups=rollout.groups,
+            valid_tokens=rollout.valid_tokens,
+            token_rewards=torch.zeros_like(shaped) if token_rewards is None else token_rewards,
+            shaped=shaped,
+            values=rollout.values,
+            greedy=rollout.extras.get(GREEDY_SCORE),
+            global_sum=global_sum,
+        )
+    )
+    _check_finite(advantages, rollout)
+    stats = reward_metrics(rollout, scores, shaped)
+    if GREEDY_SCORE in rollout.extras:
+        stats["reward/greedy"] = Stat.of(rollout.extras[GREEDY_SCORE], rollout.rewarded)
+    if token_rewards is not None:
+        stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
+    advantage = Stat.of(advantages, rollout.valid_tokens)
+    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
+    return rollout.replace(advantages=advantages, returns=returns), stats
+
+
+def excluding(rollout: Rollout, contributions: Contributions) -> tuple[Rollout, dict[str, Stat]]:
+    """The rollout without the rows that a correction excludes: the three masks, each derived from the one before."""
+    excluded, stats = contributions.exclude(rollout)
+    trained = rollout.trained & rollout.real & ~excluded
+    valid = rollout.action_mask & trained[:, None]
+    return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), stats
+
+
+def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
+    """Rewards over the rewarded rows, lengths over the real rows, and how many groups teach nothing."""
+    rewarded, real = rollout.rewarded, rollout.real
+    stats = {"reward/task": Stat.of(rollout.rewards, rewarded)}
+    for name, raw in rollout.task_rewards.items():
+        stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
+    stats["reward/shaped"] = Stat.of(shaped.sum(-1), rollout.trained)
+    stats["reward/missing"] = Stat.of(~rewarded, rollout.trained)
+    length = Stat.of(rollout.response_lengths, real)
+    stats |= {"length/mean": length, "length/max": length.maximum()}
+    stats["length/truncated"] = Stat.of(rollout.finish == Finish.LENGTH, real)
+    groups = group_statistics(scores, rollout.groups, rewarded)
+    first = rewarded & _first_of_group(rollout.groups, rewarded)
+    stats["groups/zero_variance"] = Stat.of(~groups.spread, first)
+    return stats
+
+
+def validation_metrics(rollout: Rollout) -> dict[str, Stat]:
+    """Rewards and lengths of completions that do not train."""
+    stats = {"val/reward/task": Stat.of(rollout.rewards, rollout.rewarded)}
+    for name, raw in rollout.task_rewards.items():
+        stats[f"val/reward/{name}"] = Stat.of(raw, ~raw.isnan())
+    return {**stats, "val/length/mean": Stat.of(rollout.response_lengths)}
+
+
+def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
+    index, number = group_index(groups)
+    place = torch.arange(len(groups), device=groups.device)
+    candidates = torch.where(population, place, len(groups))
+    first = torch.full_like(groups, len(groups))[:number].scatter_reduce_(0, index, candidates, "amin")
+    return place == first[index]
+
+
+def _check_finite(advantages: Tensor, rollout: Rollout) -> None:
+    if torch.isfinite(advantages).all():
+        return
+    row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
+    found, sample = float(advantages[row, position]), int(rollout.sample_ids[row])
+    raise ValueError(
+        f"expected finite rewards and advantages, got {found} for sample {sample} at position {position}: a bonus, "
+        "token reward or provided field of a callback is not finite"
+    )
+
+
+class Spy(Estimator):
+    """An estimator, and what it was given."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
+        self.seen: RewardSignal | None = None
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        """Estimates, and keeps the signal."""
+        self.seen = signal
+        return self.estimator(signal)

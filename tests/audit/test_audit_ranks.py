@@ -1,0 +1,81 @@
+"""The audit on two ranks: silent on clean runs, and what one rank finds stops all of them."""
+
+import sys
+import warnings
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from faults.faulty import DetachedKL
+from kit.ranks import STRATEGIES, run_ranks
+from kit.support import fit, tiny_module, tiny_prompts
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import LossTerm, LossView, RLCallback, distributed
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask, ReferenceKL, RewardNormalization
+
+
+class DetachedOnOneRank(DetachedKL):
+    """Trains nothing on the second rank."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return super().loss_term(view) if torch.distributed.get_rank() else ReferenceKL.loss_term(self, view)
+
+
+def forgetting_ranks(values: Tensor) -> Tensor:
+    """A sum over all ranks that is one of this rank alone."""
+    return values
+
+
+def audited(folder: Path, strategy: str, kind: str) -> None:
+    """A run of two rollouts, of which every rank writes down what the audit said."""
+    torch.set_num_threads(1)
+    corrections: list[RLCallback] = [NoEOSMask(), OPSM(1e-3), RewardNormalization("group", "none")]
+    if kind == "adaptive":
+        corrections = [AdaptiveKL(0.1, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
+    corrections += [DetachedOnOneRank(0.1, as_loss=True)] if kind == "on one rank" else []
+    module = tiny_module(
+        engine_logprobs=True, minibatches=2, epochs=2, token_budget=20, temperature=0.7,
+        advantages="reinforce_plus_plus" if kind == "adaptive" else "grpo",
+    )  # fmt: skip
+    said, sums = "", forgetting_ranks if kind == "own denominators" else distributed.global_sum
+    with warnings.catch_warnings(), patch.object(distributed, "global_sum", sums):
+        warnings.simplefilter("ignore")
+        try:
+            fit(
+                module, callbacks=[*corrections, SignalAudit(1, "raise")], data=tiny_prompts(8, 4),
+                default_root_dir=folder, strategy=STRATEGIES[strategy](), devices=2,
+            )  # fmt: skip
+        except RuntimeError as raised:
+            said = str(raised)
+    (folder / f"rank-{module.global_rank}.txt").write_text(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "kind", "named"),
+    [
+        ("ddp", "clean", ""),
+        ("ddp", "on one rank", "gradient_liveness: callback reference_kl.loss_term"),
+        ("ddp", "own denominators", "rank_denominators: reduction token_mean"),
+        pytest.param("ddp", "adaptive", "", marks=pytest.mark.long),
+        pytest.param("fsdp1", "clean", "", marks=pytest.mark.long),
+        ("fsdp2", "clean", ""),
+        pytest.param("fsdp2", "on one rank", "gradient_liveness", marks=pytest.mark.long),
+        pytest.param("zero3", "clean", "", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_are_audited_alike(tmp_path: Path, strategy: str, kind: str, named: str) -> None:
+    run_ranks(__file__, 2, tmp_path, strategy, kind)
+    said = [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert all(named in own if named else not own for own in said), said
+    saved = {path.name for path in (tmp_path / "audit").glob("*.pt")}
+    assert saved == ({"rollout-0-rank-1.pt"} if kind == "on one rank" else saved if named else set())
+
+
+if __name__ == "__main__":
+    audited(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,262 @@
+"""The ledger: what was sampled is what was used plus what each stage took, however the work is cut."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.support import (
+    callback_of,
+    fit,
+    ragged_rollout,
+    rollout_of,
+    tiny_module,
+    tiny_prompts,
+    view_of_rollout,
+    weights_of,
+)
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.optim import AdamW
+
+from lightning_rl import Contributions, Finish, RLCallback, Rollout, grpo
+from lightning_rl.advantages import resolve_advantages
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.audit.accounting import drawn_stages, update_stages
+from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
+from lightning_rl.corrections.stat import merged_moments
+from lightning_rl.recording.threaded_ranks import Lockstep
+from lightning_rl.rollouts.signal import excluding, with_signal
+from lightning_rl.signal.masked import own_sum
+
+UNITS = ("sequences", "tokens", "weight")
+
+
+def kept(seen: Rollout, odds: int) -> Tensor:
+    """A decision about rows that depends on nothing but the sample."""
+    return (seen.sample_ids * 7919 + odds) % 5 != 0
+
+
+def kept_tokens(seen: Rollout, odds: int) -> Tensor:
+    position = torch.arange(seen.response_ids.shape[1])
+    return (seen.sample_ids[:, None] * 31 + position * 17 + odds) % 7 != 0
+
+
+def everyone(odds: int = 0) -> list[RLCallback]:
+    """A callback for each way of taking something, two of some."""
+    return [
+        callback_of("filter", keep_groups=lambda seen: (seen.groups + odds) % 4 != 3),
+        callback_of("out", exclude=lambda seen: ~kept(seen, odds)),
+        callback_of("mask_a", reward_mask=lambda seen: kept(seen, odds + 1)),
+        callback_of("mask_b", reward_mask=lambda seen: kept(seen, odds + 2)),
+        callback_of("rows", sequence_mask=lambda view: kept(view, odds + 3)),
+        callback_of("tokens_a", token_mask=lambda view: kept_tokens(view, odds)),
+        callback_of("tokens_b", token_mask=lambda view: kept_tokens(view, odds + 1)),
+        callback_of("halved", token_weight=lambda view: torch.full_like(view.old_logprobs, 0.5)),
+        callback_of("raised", token_weight=lambda view: kept_tokens(view, odds + 2) * 1.25),
+    ]
+
+
+def drawn_rollout(seed: int = 0, rows: int = 24) -> Rollout:
+    """Scored samples as a round of the draw gives them, a few of them aborted or without a reward."""
+    whole = ragged_rollout(rows, seed=seed).replace(advantages=None, returns=None)
+    place = torch.arange(rows)
+    finish = torch.where(place % 11 == 5, Finish.ABORT, whole.finish.long()).to(torch.uint8)
+    alive = finish != Finish.ABORT
+    return whole.replace(finish=finish, trained=alive, rewarded=alive & (place % 13 != 7))
+
+
+def finished(drawn: Rollout, callbacks: list[RLCallback]) -> Rollout:
+    """The stages from the draw to the signal."""
+    contributions = Contributions(callbacks)
+    own = drawn.replace(rewarded=drawn.rewarded & contributions.reward_mask(drawn))
+    own = own.select(contributions.keep_groups(own))
+    return with_signal(excluding(own, contributions)[0], resolve_advantages(grpo), contributions, own_sum)[0]
+
+
+def figures(
+    drawn: list[Rollout], callbacks: list[RLCallback], *, cuts: int = 1, passes: int = 1, drift: float = 0.4
+) -> dict[str, float]:
+    """What the ledger logs if each rank draws a rollout and trains on it in ``cuts`` microbatches."""
+
+    def rank(own: Rollout) -> list[dict[str, Any]]:
+        ledger, module = SignalLedger(), tiny_module()
+        module.run.contributions = Contributions([*callbacks, ledger])
+        ledger.on_fit_start(cast(Trainer, None), module)  # it asks nothing of a Trainer
+        ledger.observe_drawn(own)
+        rollout = finished(own, callbacks)
+        ledger.observe(rollout)
+        seen = [dict(ledger.rollout_metrics(rollout))]
+        for part in torch.arange(len(rollout)).chunk(cuts) if cuts > 1 else [torch.arange(len(rollout))]:
+            rows = rollout.select(part[rollout.trained[part]]).sanitised()
+            moved = rows.required("old_logprobs") + drift * torch.sin(
+                rows.sample_ids[:, None] + torch.arange(float(rows.width))
+            )
+            seen += [dict(ledger.metrics(view_of_rollout(rows, moved.requires_grad_())))] * passes
+        return seen
+
+    ranks = Lockstep(len(drawn)).run([partial(rank, own) for own in drawn], threads=1)
+    parts: dict[str, list[Tensor]] = {}
+    for stats in (stats for own in ranks for stats in own):
+        for name, stat in stats.items():
+            parts.setdefault(name, []).append(stat.moments)
+    merged = {name: merged_moments(torch.stack(moments)) for name, moments in parts.items()}
+    return {
+        name: float(moments[1] * (moments[0] if name.endswith("/sampled") else 1)) for name, moments in merged.items()
+    }
+
+
+def stages(callbacks: list[RLCallback]) -> list[str]:
+    contributions = Contributions(callbacks)
+    return [*drawn_stages(contributions), *update_stages(contributions)]
+
+
+def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
+    drawn = rollout_of(
+        rewards=[1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0],
+        tokens=[[1, 1]] * 10, groups=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+        finish=[0, 0, 0, 0, Finish.ABORT, 0, 0, 1, 0, 0],
+        trained=[True] * 4 + [False] + [True] * 5, rewarded=[True] * 4 + [False] + [True] * 5,
+        old_logprobs=torch.full((10, 2), -1.0),
+    )  # fmt: skip
+    callbacks = [
+        callback_of("filter", keep_groups=lambda seen: seen.groups != 0),  # rows 0 and 1
+        NoEOSMask(),  # row 7, which leaves row 6 alone in its group
+        callback_of("first_row", sequence_mask=lambda view: view.sample_ids != 108),
+        callback_of("first_token", token_mask=lambda view: torch.tensor([False, True]).expand_as(view.valid_tokens)),
+        callback_of("weight", token_weight=lambda view: torch.full_like(view.old_logprobs, 0.75)),
+    ]
+    found = figures([drawn], callbacks, drift=0.0)
+    shares = {name.removeprefix("ledger/tokens/"): share for name, share in found.items() if "/tokens/" in name}
+    assert shares == {
+        "sampled": 20.0, "filter.keep_groups": 0.2, "aborted": pytest.approx(0.1), "unscored": 0.0,
+        "no_eos_mask.exclude": 0.0, "no_eos_mask.reward_mask": pytest.approx(0.1), "zero_advantage": pytest.approx(0.4),
+        "first_row.sequence_mask": pytest.approx(0.1), "first_token.token_mask": pytest.approx(0.05),
+        "weight.token_weight": 0.0, "clip": 0.0, "used": pytest.approx(0.05),
+    }  # fmt: skip
+    assert found["ledger/weight/weight.token_weight"] == pytest.approx(0.05 / 4)
+    assert found["ledger/weight/used"] == pytest.approx(0.05 * 0.75)
+    assert found["ledger/sequences/used"] == pytest.approx(0.1)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 50), odds=st.integers(0, 6))
+def test_what_was_sampled_is_what_was_used_plus_what_each_stage_took(seed: int, odds: int) -> None:
+    callbacks = everyone(odds)
+    found = figures([drawn_rollout(seed)], callbacks)
+    for unit in UNITS:
+        lost = sum(found[f"ledger/{unit}/{stage}"] for stage in stages(callbacks))
+        assert lost + found[f"ledger/{unit}/used"] == pytest.approx(1.0, abs=1e-12)
+
+
+def test_the_order_of_the_callbacks_changes_nothing() -> None:
+    drawn = drawn_rollout()
+    assert figures([drawn], everyone()[::-1]) == figures([drawn], everyone())
+
+
+@pytest.mark.parametrize(("cuts", "passes"), [(2, 1), (5, 1), (1, 3), (4, 2)])
+def test_the_cut_into_microbatches_and_the_number_of_passes_change_nothing(cuts: int, passes: int) -> None:
+    drawn = drawn_rollout()
+    found = figures([drawn], everyone(), cuts=cuts, passes=passes)
+    assert found == pytest.approx(figures([drawn], everyone()), abs=1e-12)
+
+
+@pytest.mark.parametrize("first", [3, 12, 21])
+def test_the_split_over_ranks_changes_nothing(first: int) -> None:
+    drawn = drawn_rollout()
+    halves = [drawn.select(torch.arange(first)), drawn.select(torch.arange(first, 24))]
+    assert figures(halves, everyone()) == pytest.approx(figures([drawn], everyone()), abs=1e-12)
+
+
+@pytest.mark.parametrize(("rewards", "clipped"), [([1.0, 0.0], 0.0), ([0.0, 1.0], 1.0)])
+def test_tokens_behind_the_clip_are_charged_to_it(rewards: list[float], clipped: float) -> None:
+    drawn = rollout_of(rewards=rewards, tokens=[[1], [1]], old_logprobs=torch.full((2, 1), -1.0))
+    found = figures([drawn], [], drift=3.0)  # times the sines of 100 and 101: the first ratio falls, the second rises
+    assert (found["ledger/tokens/clip"], found["ledger/weight/clip"]) == (clipped, clipped)
+    assert found["ledger/weight/used"] == 1 - clipped
+
+
+CORRECTIONS = [DynamicSampling(most_rounds=3), TruncatedIS(), IcePop(0.9, 1.1), OPSM(1e-3), NoEOSMask()]
+OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=3e-2), "engine_logprobs": True}
+quiet = pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
+
+
+@quiet
+def test_a_run_with_the_ledger_ends_with_the_same_weights() -> None:
+    modules = [tiny_module(**OPTIONS) for _ in range(2)]
+    fit(modules[0], callbacks=CORRECTIONS, data=tiny_prompts(12, 4))
+    fit(modules[1], callbacks=[SignalLedger(), *CORRECTIONS], data=tiny_prompts(12, 4))
+    one, other = map(weights_of, modules)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@quiet
+def test_every_logged_row_adds_up_and_the_table_shows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = CSVLogger(tmp_path)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        fit(
+            tiny_module(**OPTIONS), callbacks=[*CORRECTIONS, SignalLedger(2)], data=tiny_prompts(12, 4), logger=logger,
+            log_every_n_steps=4,
+        )  # fmt: skip
+    names, *rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
+    assert len(rows) == 3
+    logged: dict[str, float] = {}
+    for row in rows:
+        logged = {
+            name: float(value) for name, value in zip(names, row, strict=True) if name.startswith("ledger/") and value
+        }
+        for unit in UNITS:
+            shares = [
+                value for name, value in logged.items() if name.startswith(f"ledger/{unit}/") and "sampled" not in name
+            ]
+            assert sum(shares) == pytest.approx(1.0, abs=1e-9)
+    tables = [record.message for record in caplog.records if "dynamic_sampling.keep_groups" in record.message]
+    assert [table.split()[:2] for table in tables] == [["rollout", "0"], ["rollout", "2"]]
+    assert f"{100 * logged['ledger/weight/used']:.1f} %" == tables[-1].splitlines()[-1][-6:].strip()
+
+
+@quiet
+def test_the_audit_has_nothing_to_say_about_the_ledger() -> None:
+    audit = SignalAudit(1, "raise")
+    fit(tiny_module(**OPTIONS), callbacks=[NoEOSMask(), SignalLedger(), audit], data=tiny_prompts(8, 4))
+    assert audit.findings == []
+
+
+def test_a_checkpoint_within_a_rollout_holds_its_totals(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    ledgers = [SignalLedger(), SignalLedger()]
+    with pytest.warns(UserWarning, match="pre-optimization state"):
+        fit(
+            tiny_module(**OPTIONS), callbacks=[ledgers[0], saving], data=tiny_prompts(4, 4), max_steps=3,
+            enable_checkpointing=True,
+        )  # fmt: skip
+    saved = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    ledgers[1].load_state_dict(saved["callbacks"]["ledger"])
+    assert ledgers[1].totals == ledgers[0].totals
+    assert ledgers[1].totals.tokens > 1
+
+
+def test_a_frequency_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected every_n_rollouts >= 1, got 0"):
+        SignalLedger(0)
+
+
+def test_a_ledger_without_a_fit_says_so() -> None:
+    view = view_of_rollout(ragged_rollout(), torch.zeros(12, 7))
+    with pytest.raises(RuntimeError, match="no fit has begun"):
+        SignalLedger().metrics(view)
+
+
+def test_rollouts_that_were_generated_ahead_add_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        module = tiny_module(**{**OPTIONS, "max_staleness": 1})
+        fit(module, callbacks=[NoEOSMask(), TruncatedIS(), SignalLedger()], data=tiny_prompts(12, 4))
+    tables = [record.message for record in caplog.records if record.message.startswith("rollout ")]
+    assert [table.split()[1] for table in tables] == ["0", "1", "2"]
+    assert all(table.splitlines()[1].split()[:2] == ["sampled", "16"] for table in tables)

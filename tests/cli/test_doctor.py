@@ -1,0 +1,301 @@
+"""Each problem is found, with its fix, and a clean recipe has none."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from lightning.pytorch import Trainer
+from torch.optim import SGD, AdamW
+from typing_extensions import override
+
+from lightning_rl import PromptDataModule, Request, RLCallback, RLLightningModule, TransformersEngine
+from lightning_rl.callbacks import OPSM, ReferenceKL
+from lightning_rl.cli.doctor import versions as windows
+from lightning_rl.cli.doctor.command import examined
+from lightning_rl.cli.doctor.finding import Finding
+from lightning_rl.cli.doctor.memory import GIB, MemoryPlan, memory_plan, too_much
+from lightning_rl.cli.main import main
+from lightning_rl.cli.recipes import Reached
+
+CHATML = (
+    "{% for message in messages %}<s> {{ message.role }} {{ message.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+FORGETFUL = CHATML.replace("{{ message.content }}", "{{ message.content if loop.last else 'gone' }}")
+OTHER_END = CHATML.replace("</s>", "b")
+
+
+def trainer_of(*callbacks: RLCallback, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    return Trainer(**{**quiet, **options}, callbacks=list(callbacks))
+
+
+def module_of(**options: Any) -> RLLightningModule:
+    """A module with room for its answers to end."""
+    return tiny_module(**{"max_new_tokens": 32, **options})
+
+
+def found(
+    module: RLLightningModule | None = None, data: PromptDataModule | None = None, trainer: Trainer | None = None,
+    *, limit: float = 30.0,
+) -> list[Finding]:  # fmt: skip
+    given = Reached(trainer or trainer_of(), module or module_of(), data or tiny_prompts())
+    return examined(given, prompts=8, limit=limit)
+
+
+def problems(findings: list[Finding]) -> list[Finding]:
+    return [one for one in findings if one.severity != "fact"]
+
+
+def test_a_clean_recipe_has_facts_and_no_finding() -> None:
+    findings = found()
+    assert problems(findings) == []
+    assert {one.check for one in findings} == {
+        "versions", "batches", "eos", "memory", "samples", "reward", "groups", "engine",
+    }  # fmt: skip
+
+
+def broken(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(completions[row][99]) for row in range(len(prompts))]
+
+
+def constant(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+def mostly_nan(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    return [float("nan") if row % 2 else float(row) for row in range(len(prompts))]
+
+
+def bare(prompts: Sequence[Any]) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def short(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    return [1.0]
+
+
+def hanging(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    time.sleep(60)
+    return [0.0] * len(prompts)
+
+
+class Elsewhere(TransformersEngine):
+    """Samples from another distribution than it reports on."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
+        return [
+            type(one)(token_ids=one.token_ids, logprobs=None if one.logprobs is None else one.logprobs - 1.0,
+                      finish=one.finish, version=one.version)
+            for one in super()._draw(requests, logprobs=logprobs)
+        ]  # fmt: skip
+
+
+class Refusing(RLCallback):
+    """Cannot begin."""
+
+    name = "refusing"
+
+    @override
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        raise ValueError("expected a teacher, got none: pass teacher=")
+
+
+CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
+    "minibatches": (
+        lambda: found(module_of(minibatches=3)), "error", "batches", "do not divide by minibatches x ranks = 3 x 1",
+        "prompts_per_rollout=3 or 6",
+    ),
+    "left_over": (
+        lambda: found(data=tiny_prompts(10, 4)), "warning", "batches", "2 of 10 prompts are left over", "add or drop",
+    ),
+    "cut": (
+        lambda: found(module_of(epochs=2), trainer=trainer_of(max_steps=5)), "warning", "batches",
+        "max_steps=5 ends within a rollout", "max_steps=4",
+    ),
+    "foreign_eos": (
+        lambda: found(module_of(eos_token_ids=[1, 99])), "error", "eos", "id 99 ends responses", "eos_token_ids=",
+    ),
+    "template_end": (
+        lambda: found(module_of(tokenizer=templated(OTHER_END))), "error", "eos",
+        "the chat template ends an answer with 3 (b)", "eos_token_ids=[1, 3]",
+    ),
+    "template_prefix": (
+        lambda: found(module_of(tokenizer=templated(FORGETFUL))), "warning", "template",
+        "writes 1 messages otherwise once another follows", "a template that appends",
+    ),
+    "raising": (
+        lambda: found(module_of(rewards=broken, tokenizer=tiny_tokenizer())), "error", "reward",
+        "broken raised IndexError", "None where it does not apply",
+    ),
+    "signature": (
+        lambda: found(module_of(rewards=bare)), "error", "reward", "raised TypeError",
+        "reward(prompts, completions, *, completion_ids, **columns)",
+    ),
+    "hanging": (
+        lambda: found(module_of(rewards=hanging), limit=0.2), "error", "reward", "did not return within 0.2 s",
+        "a time-out of its own",
+    ),
+    "number": (
+        lambda: found(module_of(rewards=short)), "error", "reward", "returned 1 values for 32", "one value for each",
+    ),
+    "nan": (
+        lambda: found(module_of(rewards=mostly_nan)), "warning", "reward", "no finite number for 16 of 32",
+        "a finite number",
+    ),
+    "flat": (
+        lambda: found(module_of(rewards=constant)), "warning", "groups", "100% of the groups teach nothing",
+        "DynamicSampling()",
+    ),
+    "truncation": (
+        lambda: found(module_of(max_new_tokens=1)), "warning", "samples", "do not end within max_new_tokens=1",
+        "max_new_tokens=2 or more",
+    ),
+    "context": (
+        lambda: found(module_of(max_new_tokens=62)), "error", "setup", "expected prompts of at most 2 tokens",
+        "what the message says",
+    ),
+    "engine": (
+        lambda: found(module_of(engine=Elsewhere())), "error", "engine", "disagree by 1 nats",
+        "the engine must have taken the synced weights",
+    ),
+    "refused": (
+        lambda: found(trainer=trainer_of(Refusing())), "error", "setup", "ValueError: expected a teacher, got none",
+        "what the message says",
+    ),
+    "dead_knob": (
+        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM can never act", "as it says",
+    ),
+    "ranks": (
+        lambda: found(trainer=trainer_of(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",
+        "torchrun --nproc_per_node 2",
+    ),
+}  # fmt: skip
+
+
+def templated(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": ["b"]})
+    return tokenizer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_problem_is_found_with_its_fix(case: str) -> None:
+    look, severity, check, what, fix = CASES[case]
+    named = [one for one in problems(look()) if one.check == check]
+    assert [one.severity for one in named] == [severity], named
+    assert what in named[0].what
+    assert fix in named[0].fix
+
+
+def test_a_template_that_ends_answers_with_the_eos_is_fine() -> None:
+    assert problems(found(module_of(tokenizer=templated(CHATML)))) == []
+
+
+def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        windows, "requires", lambda _: ["torch>=99", "numpy<1", 'vllm>=0.32; extra == "vllm"', "nowhere"]
+    )
+    named = problems(found())[:-1]
+    assert [one.check for one in named] == ["versions"] * 3
+    assert named[0].what.startswith("expected torch >=99, got ")
+    assert [one.fix for one in named] == ["pip install 'torch>=99'", "pip install 'numpy<1'", "pip install 'nowhere'"]
+
+
+def built(**options: Any) -> MemoryPlan:
+    plans: list[MemoryPlan] = []
+
+    class Planning(RLCallback):
+        name = "planning"
+
+        @override
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            plans.append(memory_plan(pl_module, 3))
+            trainer.should_stop = True
+
+    corrections = [Planning(), *options.pop("callbacks", [])]
+    trainer_of(*corrections, limit_train_batches=1).fit(module_of(**options), tiny_prompts(4, 4))
+    return plans[0]
+
+
+def test_memory_follows_the_formulas() -> None:
+    plan = built(optimizer=partial(AdamW, lr=1e-3))
+    parameters = sum(weight.numel() for weight in tiny_policy().parameters())
+    assert plan.weights == plan.gradients == 4 * parameters
+    assert plan.optimizer == 8 * parameters
+    assert (plan.reference, plan.copy) == (0, 0)
+    assert plan.cache == 2 * 2 * 2 * 8 * 4 * 16 * (3 + 32)  # k and v, layers, heads, size, bytes, rows, tokens
+    assert plan.phases()["update"] == plan.weights + plan.optimizer + plan.gradients + plan.activations
+
+
+def test_memory_follows_the_options() -> None:
+    plain = built(optimizer=partial(SGD, lr=1e-3))
+    assert plain.optimizer == 0
+    assert built(callbacks=[ReferenceKL(as_loss=True)]).reference == plain.weights
+    assert built(activation_checkpointing=True).activations < plain.activations
+    assert built(token_budget=8192).activations > plain.activations
+
+
+def test_a_phase_that_does_not_fit_is_an_error_with_its_fix() -> None:
+    named = list(too_much({"generate": 10 * GIB, "score": 3 * GIB, "update": 20 * GIB}, 16 * GIB))
+    assert [one.what for one in named] == ["update needs about 20.00 GiB, the device has 16.00 GiB"]
+    assert "activation_checkpointing=True" in named[0].fix
+
+
+def test_the_command_exits_with_0_for_a_clean_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("from kit.support import fit, tiny_module\nfit(tiny_module(max_new_tokens=32))\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(recipe)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    assert said.splitlines()[-1] == "errors=0 warnings=0"
+    assert "parity_reward: mean" in said
+
+
+@pytest.mark.long
+def test_the_quickstart_is_clean(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
+    command = [sys.executable, "-m", "lightning_rl.cli", "doctor", str(recipe)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "errors=0 warnings=0"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_exits_with_1_if_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("from kit.support import fit, tiny_module\nfit(tiny_module(minibatches=3))\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(recipe)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "ERROR: 4 prompts do not divide" in said
+    assert "fix: prompts_per_rollout=3 or 6" in said
+
+
+def test_a_script_without_a_fit_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("1 + 1\n")
+    with pytest.raises(SystemExit, match=r"to call Trainer\.fit, but it ended without"):
+        main(["doctor", str(recipe)])
+
+
+def test_the_samples_reach_the_rewards_with_their_columns() -> None:
+    seen: list[Any] = []
+
+    def listening(prompts: Any, completions: Any, *, completion_ids: Any, answer: Any) -> list[float]:
+        seen.append((prompts, answer))
+        return parity_reward(prompts, completions, completion_ids=completion_ids)
+
+    rows = [{"prompt": [2, 3], "answer": str(place)} for place in range(8)]
+    assert problems(found(module_of(rewards=listening), PromptDataModule(rows, 4, shuffle=False))) == []
+    assert seen[0][1] == [str(place) for place in range(8) for _ in range(4)]

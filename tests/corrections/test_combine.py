@@ -1,0 +1,292 @@
+"""Contributions: combined in the order of the names, checked one by one, refused by name."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from kit.support import callback_of, ragged_rollout, run_step, view_of_rollout
+from torch import Tensor
+
+from lightning_rl import Contributions, LossTerm, LossView, RLCallback, Rollout, Stat
+from lightning_rl.callbacks import OPSM
+
+AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics", "observe_update"}
+METHODS = [method for method in RLCallback.METHODS if method != "forward_context"]
+
+
+def view() -> LossView:
+    rollout = ragged_rollout()
+    draw = torch.Generator().manual_seed(5)
+    clean = rollout.map(
+        lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor.clone()
+    )
+    return view_of_rollout(clean, torch.randn(rollout.response_ids.shape, generator=draw).requires_grad_())
+
+
+def seen_by(method: str) -> Rollout:
+    return view() if method in AT_LOSS else ragged_rollout().map(lambda tensor, _axes, _pad: tensor.clone())
+
+
+def call(contributions: Contributions, method: str, seen: Any) -> Any:
+    """The combined form of one contribution method."""
+    combined = {"sequence_mask": "policy_factor", "token_mask": "policy_factor", "token_weight": "policy_factor"}
+    return getattr(contributions, combined.get(method, {"loss_term": "loss_terms"}.get(method, method)))(seen)
+
+
+def right(method: str, name: str, seed: int = 0) -> Callable[[Any], Any]:
+    """A contribution of the right shape and type, different for each seed."""
+
+    def body(seen: Any) -> Any:
+        draw = torch.Generator().manual_seed(seed)
+        rows, tokens = torch.rand(len(seen), generator=draw), torch.rand(seen.response_ids.shape, generator=draw)
+        return {
+            "reward_mask": rows > 0.3,
+            "reward_bonus": rows,
+            "keep_groups": seen.groups != seed,
+            "exclude": rows > 0.7,
+            "provide": {f"extras/{name}": rows},
+            "token_reward": tokens,
+            "sequence_mask": rows > 0.3,
+            "token_mask": tokens > 0.3,
+            "token_weight": tokens + 0.5,
+            "loss_term": LossTerm(per_token=tokens * 1.0, coef=0.1 * seed),
+            "rollout_metrics": {f"{name}/figure": Stat.of(rows)},
+            "metrics": {f"{name}/figure": Stat.of(rows)},
+            "observe": None,
+            "observe_drawn": None,
+            "observe_update": None,
+        }[method]
+
+    return body
+
+
+def flat(found: Any) -> list[Any]:
+    """Every tensor and plain value of a combined contribution, for bitwise comparison."""
+    if isinstance(found, Tensor):
+        return found.nan_to_num(nan=7.5).tolist() if found.is_floating_point() else found.tolist()
+    if isinstance(found, Rollout):
+        return [(name, flat(tensor)) for name, tensor in found.tensors()]
+    if isinstance(found, Stat):
+        return flat(found.moments)
+    if isinstance(found, LossTerm):
+        return [flat(found.per_token), found.coef]
+    if isinstance(found, dict):
+        return [(name, flat(value)) for name, value in sorted(found.items())]
+    return [flat(part) for part in found] if isinstance(found, (tuple, list)) else [found]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_order_of_the_list_never_matters_bit_for_bit(method: str) -> None:
+    names = ["delta", "alpha", "charlie", "bravo"]
+    callbacks = [callback_of(name, **{method: right(method, name, seed)}) for seed, name in enumerate(names, 1)]
+    seen = seen_by(method)
+    results = [flat(call(Contributions(order), method, seen)) for order in itertools.permutations(callbacks)]
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("method", "fold"),
+    [
+        ("reward_mask", torch.logical_and),
+        ("keep_groups", torch.logical_and),
+        ("exclude", torch.logical_or),
+        ("reward_bonus", torch.add),
+        ("token_reward", torch.add),
+        ("token_mask", torch.logical_and),
+        ("token_weight", torch.mul),
+    ],
+)
+def test_two_callbacks_combine_as_documented(method: str, fold: Callable[[Tensor, Tensor], Tensor]) -> None:
+    bodies = [right(method, "alpha", 1), right(method, "bravo", 2)]
+    callbacks = [callback_of(name, **{method: body}) for name, body in zip(["alpha", "bravo"], bodies, strict=True)]
+    seen = seen_by(method)
+    found = call(Contributions(callbacks), method, seen)
+    combined = found[0] if isinstance(found, tuple) else found
+    expected = fold(bodies[0](seen), bodies[1](seen))
+    assert torch.equal(combined, expected.to(combined.dtype))
+    assert expected.float().std() > 0
+
+
+def test_nobody_contributes_nothing() -> None:
+    nobody, rollout = Contributions(), ragged_rollout()
+    assert (
+        nobody.reward_mask(rollout).all() and nobody.keep_groups(rollout).all() and not nobody.exclude(rollout)[0].any()
+    )
+    assert nobody.reward_bonus(rollout) is None and nobody.token_reward(rollout) is None
+    assert nobody.policy_factor(view()) == (None, {}) and nobody.loss_terms(view()) == []
+    assert nobody.metrics(view()) == nobody.rollout_metrics(rollout) == {}
+    assert all(nobody.offering(method) == () for method in RLCallback.METHODS)
+
+
+@pytest.mark.parametrize("field", ["groups", "valid_tokens", "rewards", "task_rewards/task", "old_logprobs"])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_edit_in_place_is_caught_with_callback_method_and_field(method: str, field: str) -> None:
+    def edits(seen: Rollout) -> Any:
+        found = right(method, "vandal")(seen)
+        dict(seen.tensors())[field][0] = dict(seen.tensors())[field][1].clone()
+        return found
+
+    innocent = callback_of("alpha", **{method: right(method, "alpha")})
+    with pytest.raises(RuntimeError, match=rf"^{method} of vandal wrote in place to {field}:"):
+        call(Contributions([callback_of("vandal", **{method: edits}), innocent]), method, seen_by(method))
+
+
+def test_an_edit_of_the_detached_log_probabilities_is_caught_too() -> None:
+    def edits(seen: LossView) -> Tensor:
+        seen.logprobs.detach().mul_(2)
+        return seen.valid_tokens
+
+    with pytest.raises(RuntimeError, match="token_mask of vandal wrote in place to logprobs"):
+        Contributions([callback_of("vandal", token_mask=edits)]).policy_factor(view())
+
+
+WRONG: list[tuple[str, Callable[[Rollout], Any], str]] = [
+    ("reward_mask", lambda seen: seen.rewards, r"a bool tensor \[12\], got float32 \[12\]"),
+    ("reward_mask", lambda seen: seen.valid_tokens, r"a bool tensor \[12\], got bool \[12, 7\]"),
+    ("reward_bonus", lambda seen: seen.rewarded, r"a float tensor \[12\], got bool \[12\]"),
+    ("reward_bonus", lambda seen: seen.rewards[:1], r"a float tensor \[12\], got float32 \[1\]"),
+    ("keep_groups", lambda seen: seen.groups, r"a bool tensor \[12\], got int64 \[12\]"),
+    ("exclude", lambda seen: seen.rewarded[:, None], r"a bool tensor \[12\], got bool \[12, 1\]"),
+    ("token_reward", lambda seen: seen.rewards, r"a float tensor \[12, 7\], got float32 \[12\]"),
+    ("token_reward", lambda seen: seen.response_ids, r"a float tensor \[12, 7\], got int64 \[12, 7\]"),
+    ("sequence_mask", lambda seen: seen.valid_tokens, r"a bool tensor \[12\], got bool \[12, 7\]"),
+    ("token_mask", lambda seen: seen.trained, r"a bool tensor \[12, 7\], got bool \[12\]"),
+    ("token_mask", lambda seen: seen.valid_tokens.float(), r"a bool tensor \[12, 7\], got float32 \[12, 7\]"),
+    ("token_weight", lambda seen: seen.valid_tokens, r"a float tensor \[12, 7\], got bool \[12, 7\]"),
+    ("token_weight", lambda seen: seen.rewards[:, None], r"a float tensor \[12, 7\], got float32 \[12, 1\]"),
+    ("loss_term", lambda seen: LossTerm(per_token=seen.rewards, coef=1.0), r"a float tensor \[12, 7\], got float32"),
+]
+
+
+@pytest.mark.parametrize(("method", "body", "message"), WRONG)
+def test_a_wrong_shape_or_type_is_refused_with_method_and_callback(
+    method: str, body: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"expected {method} of sloppy to return {message}"):
+        call(Contributions([callback_of("sloppy", **{method: body})]), method, seen_by(method))
+
+
+def test_a_weight_with_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight without gradient, but token_weight of leaky carries one"):
+        Contributions([callback_of("leaky", token_weight=lambda seen: seen.logprobs.exp())]).policy_factor(view())
+
+
+def test_bonuses_and_provided_tensors_are_detached() -> None:
+    def tracked(seen: Rollout) -> Tensor:
+        return seen.rewards.clone().requires_grad_()
+
+    contributions = Contributions(
+        [callback_of("a", reward_bonus=tracked, provide=lambda seen: {"extras/x": tracked(seen)})]
+    )
+    bonus = contributions.reward_bonus(ragged_rollout())
+    assert bonus is not None and not bonus.requires_grad
+    assert not contributions.provide(ragged_rollout()).extras["x"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("row", (12,)), ("extras/", (12,)), ("extras/row", (11,)), ("token_extras/row", (12, 6))]
+)
+def test_a_provided_tensor_without_field_or_of_another_shape_names_the_callback(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    provider = callback_of("alpha", provide=lambda _: {name: torch.zeros(shape)})
+    with pytest.raises(ValueError, match=rf'expected provide of alpha .* got "{name}" \[{shape[0]}'):
+        Contributions([provider]).provide(ragged_rollout())
+
+
+def test_a_contribution_that_is_no_tensor_names_method_and_callback() -> None:
+    forgetful = callback_of("forgetful", reward_bonus=lambda _: None)
+    with pytest.raises(TypeError, match="expected reward_bonus of forgetful to return a tensor, got NoneType"):
+        Contributions([forgetful]).reward_bonus(ragged_rollout())
+
+
+def test_a_name_under_which_the_core_logs_is_refused() -> None:
+    with pytest.raises(ValueError, match='expected another name than "policy"'):
+        Contributions([callback_of("policy")])
+
+
+def test_masks_log_what_they_reject_of_the_population_before_rejection() -> None:
+    seen = view().replace(trained=torch.arange(12) > 1)
+    first = callback_of("first", sequence_mask=lambda seen: seen.groups != 1)
+    second = callback_of("second", token_mask=lambda _: torch.arange(7).expand(12, 7) > 2)
+    weight = callback_of("weight", token_weight=lambda seen: torch.where(seen.valid_tokens, 2.0, torch.nan))
+    factor, stats = Contributions([weight, second, first]).policy_factor(seen)
+    assert float(stats["first/rejected"].value()) == pytest.approx(3 / 10)
+    counted = seen.valid_tokens[:, :3].sum() / seen.valid_tokens.sum()
+    assert float(stats["second/rejected_tokens"].value()) == pytest.approx(float(counted))
+    assert float(stats["weight/weight_mean"].value()) == 2 and float(stats["weight/ess"].value()) == 1
+    assert factor is not None
+    kept = seen.valid_tokens & (seen.groups != 1)[:, None] & (torch.arange(7) > 2)
+    assert torch.equal(factor[seen.valid_tokens], kept[seen.valid_tokens] * 2.0)
+
+
+def test_names_must_be_there_and_unique() -> None:
+    with pytest.raises(ValueError, match="expected RLCallback to set the class attribute `name`"):
+        Contributions([RLCallback()])
+    with pytest.raises(ValueError, match=r'expected unique names, got "opsm" twice: use .named\("another"\) on one'):
+        Contributions([OPSM(), OPSM(0.5)])
+    assert [c.name for c in Contributions([OPSM(), OPSM(0.5).named("a")]).callbacks] == ["a", "opsm"]
+
+
+def test_a_named_twin_is_a_copy_with_its_own_state_and_leaves_the_original_alone() -> None:
+    original = OPSM(0.5)
+    twin = original.named("opsm_tight")
+    assert (original.name, twin.name, twin.delta, OPSM.name) == ("opsm", "opsm_tight", 0.5, "opsm")
+    assert (original.state_key, twin.state_key) == ("opsm", "opsm_tight")
+
+
+def test_a_named_twin_logs_under_its_own_name() -> None:
+    logged = run_step(view(), callbacks=[OPSM(0.5), OPSM(0.1).named("opsm_tight")]).metrics
+    assert {"opsm/drift", "opsm/rejected", "opsm_tight/drift", "opsm_tight/rejected"} <= set(logged)
+
+
+@pytest.mark.parametrize("method", ["metrics", "rollout_metrics"])
+def test_a_metric_under_a_foreign_name_is_refused(method: str) -> None:
+    thief = callback_of("thief", **{method: lambda _: {"reward/task": Stat.single(1.0)}})
+    with pytest.raises(ValueError, match='expected thief to log under "thief/", got reward/task'):
+        call(Contributions([thief]), method, seen_by(method))
+
+
+def test_provided_tensors_are_a_disjoint_union() -> None:
+    rollout = ragged_rollout().replace(extras={"there": torch.zeros(12)})
+    alpha = callback_of("alpha", provide=lambda seen: {"extras/row": seen.rewards, "extras/wide": torch.zeros(12, 7)})
+    per_token = {"token_extras/teacher": torch.zeros(12, 7), "token_extras/routes": torch.zeros(12, 7, 2)}
+    bravo = callback_of("bravo", provide=lambda _: per_token)
+    found = Contributions([bravo, alpha]).provide(rollout)
+    assert set(found.extras) == {"there", "row", "wide"} and set(found.token_extras) == {"teacher", "routes"}
+    assert set(rollout.extras) == {"there"} and not rollout.token_extras
+    for taken in ("row", "there"):
+        again = callback_of("zulu", provide=lambda seen, taken=taken: {f"extras/{taken}": seen.rewards})
+        with pytest.raises(
+            ValueError, match=f'expected "extras/{taken}" from one callback, but zulu provides it as well'
+        ):
+            Contributions([alpha, again]).provide(rollout)
+
+
+def test_contexts_are_nested_in_the_order_of_the_names_and_all_left() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def context(name: str) -> Iterator[None]:
+        seen.append(f"+{name}")
+        try:
+            yield
+        finally:
+            seen.append(f"-{name}")
+
+    callbacks = [callback_of(name, forward_context=lambda _, name=name: context(name)) for name in ("b", "a")]
+    with Contributions(callbacks).forward_context(ragged_rollout()):
+        seen.append("forward")
+    assert seen == ["+a", "+b", "forward", "-b", "-a"]
+
+
+def test_a_callback_offers_what_its_class_overrides() -> None:
+    assert OPSM().contributes == {"sequence_mask", "metrics"}
+    assert RLCallback().contributes == frozenset()
+    contributions = Contributions([OPSM()])
+    assert [type(c) for c in contributions.offering("sequence_mask")] == [OPSM] and not contributions.offering(
+        "exclude"
+    )

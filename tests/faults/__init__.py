@@ -1,0 +1,1 @@
+"""Quiet faults and the command that puts each into a fit: ``python -m tests.faults``."""

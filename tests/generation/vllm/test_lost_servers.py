@@ -1,0 +1,168 @@
+"""Servers that die in a rollout: nothing is lost or drawn twice, and one that comes back has the current weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.scripted_server import KEY, Answer, ScriptedServer, servers
+from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
+from torch import Tensor
+
+from lightning_rl import Canary, CanaryError, EngineError, RLLightningModule, Rollout, VLLMServerEngine
+from lightning_rl.generation.vllm import pool
+from lightning_rl.interrupts import INTERRUPTED
+
+HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "POLL", 0.02)
+    monkeypatch.setattr(pool, "BACKOFF", 0.01)
+
+
+def run(
+    *urls: str, seen: list[Rollout], ckpt_path: Path | None = None, patience: float = 20, **options: Any
+) -> RLLightningModule:
+    """Three rollouts of sixteen samples each; the servers' scripts decide what is drawn, by the seed of the request."""
+    module = tiny_module(engine=VLLMServerEngine(urls, api_key=KEY, canary=False, patience=patience))
+    fit(module, callbacks=[recorder(seen)("seen")], data=tiny_prompts(12, 4), ckpt_path=ckpt_path, **options)
+    return module
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensor]:
+    server = ScriptedServer(**HOLDS)
+    with servers(server):
+        seen: list[Rollout] = []
+        weights = weights_of(run(server.url, seen=seen))
+    check_samples(seen)
+    return weights
+
+
+def check_samples(seen: list[Rollout], versions: range = range(3)) -> None:
+    """Each sample of each rollout once, of the weights of its rollout."""
+    assert [rollout.sample_ids.tolist() for rollout in seen] == [list(range(v * 16, v * 16 + 16)) for v in versions]
+    for rollout, version in zip(seen, versions, strict=True):
+        assert (rollout.policy_version[rollout.action_mask] == version).all()
+
+
+def check_equal(module: RLLightningModule, undisturbed: dict[str, Tensor]) -> None:
+    assert all(torch.equal(weight, undisturbed[name]) for name, weight in weights_of(module).items())
+
+
+class Deadly:
+    """A script that kills its server at the n-th request, when others are in flight."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.server = ScriptedServer(self, **HOLDS)
+
+    def __call__(self, _: dict[str, Any], answer: Answer) -> Answer:
+        """Answers, perhaps to nobody."""
+        if len(self.server.requests) >= self.at:
+            self.server.kill()
+        return answer
+
+
+def test_a_server_that_is_killed_in_a_rollout_leaves_its_requests_to_another(
+    undisturbed: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    deadly, other, seen = Deadly(11), ScriptedServer(**HOLDS), []
+    with servers(deadly.server, other):
+        module = run(deadly.server.url, other.url, seen=seen)
+    check_samples(seen)
+    check_equal(module, undisturbed)
+    assert len(deadly.server.requests) >= 11
+    assert [r.message for r in caplog.records if r.message.startswith(f"lost {deadly.server.url}: no answer")]
+
+
+@pytest.fixture
+def reviving() -> Iterator[tuple[Deadly, list[ScriptedServer]]]:
+    """A server that is killed, and comes back at the same port with weights of its own, as after a restart."""
+    revived: list[ScriptedServer] = []
+
+    class Reviving(Deadly):
+        def __call__(self, body: dict[str, Any], answer: Answer) -> Answer:
+            """The same, and is back at once."""
+            last = len(self.server.requests) == self.at
+            answer = super().__call__(body, answer)
+            if last:
+                revived.append(ScriptedServer(port=self.server.port, **HOLDS))
+            return answer
+
+    deadly = Reviving(21)
+    with servers(deadly.server):
+        yield deadly, revived
+    for server in revived:
+        server.kill()
+
+
+def test_a_server_that_comes_back_has_the_current_weights_before_it_generates(
+    undisturbed: dict[str, Tensor], reviving: tuple[Deadly, list[ScriptedServer]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (deadly, revived), seen = reviving, []
+    module = run(deadly.server.url, seen=seen)
+    check_samples(seen)
+    check_equal(module, undisturbed)
+    (server,) = revived
+    assert server.loads and server.loads[0] == deadly.server.loads[-1], "those of the rollout that it comes back into"
+    assert [r.message for r in caplog.records].count(f"{server.url} is back, with the current weights") >= 1
+
+
+def test_without_any_server_the_run_ends_with_a_checkpoint_that_resumes(
+    undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    deadly, seen = Deadly(21), []
+    with (
+        servers(deadly.server),
+        pytest.raises(EngineError, match=r"expected one of 1 servers to be ready within 0.3 s"),
+    ):
+        run(deadly.server.url, seen=seen, patience=0.3, default_root_dir=tmp_path)
+    check_samples(seen, range(1))
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 1
+    server, resumed = ScriptedServer(**HOLDS), []
+    with servers(server):
+        module = run(server.url, seen=resumed, ckpt_path=tmp_path / INTERRUPTED)
+    check_samples(resumed, range(1, 3))
+    check_equal(module, undisturbed)
+
+
+def test_a_server_that_comes_back_with_something_else_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def lies(body: dict[str, Any], answer: Answer) -> Answer:
+        assert isinstance(answer, dict)
+        shifted = [None, *({token: {"logprob": -1.5} for token in known} for known in answer["prompt_logprobs"][1:])]
+        return {**answer, "prompt_logprobs": shifted}
+
+    first, policy = ScriptedServer(**HOLDS), tiny_policy()
+    engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=0.5)
+    with servers(first):
+        engine.start(policy, None)
+        engine.expect(policy.named_parameters())
+        engine.load_weights(policy.named_parameters(), 0)
+        assert engine.score_copies([2, 3, 4]).keys() == {first.url}
+    second = ScriptedServer(lies, port=first.port, **HOLDS)
+    with servers(second), pytest.raises(EngineError, match=r"say what another server says .* differ by up to 1.2"):
+        engine.score([[2, 3, 4]])
+    assert second.loads and second.label == "loading"
+    engine.close()
+
+
+def test_each_server_is_measured_by_the_canary(caplog: pytest.LogCaptureFixture) -> None:
+    one, two, policy = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS), tiny_policy()
+    with servers(one, two):
+        engine = VLLMServerEngine([one.url, two.url], api_key=KEY)
+        engine.start(policy, None)
+        engine.expect(policy.named_parameters())
+        engine.load_weights(policy.named_parameters(), 0)
+        assert engine.canary is not None
+        measured = engine.canary.measure(engine, vocabulary=16, temperature=1.0, room=64)
+        assert measured.values.keys() == {one.url, two.url}
+        fixed = measured.values[one.url].fixed
+        trainer = type(measured.values[one.url])(fixed, measured.values[one.url].drawn)
+        measured.values[two.url].fixed[3] += 0.2  # pyright: ignore[reportIndexIssue]
+        with pytest.raises(CanaryError, match=f"expected the engine at {two.url} to have the weights of version 0"):
+            engine.canary.judge(measured, trainer, exact=True)
+        engine.close()

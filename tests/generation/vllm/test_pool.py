@@ -1,0 +1,132 @@
+"""The fleet and its calls: backoff, balance, answers that no server should give, calls that are cut short."""
+
+import threading
+from typing import Any
+
+import pytest
+from kit.scripted_server import ScriptedServer, servers
+
+from lightning_rl import EngineError
+from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.vllm.endpoint import Endpoint, Label
+from lightning_rl.generation.vllm.http import Calls, Cancelled, Client, Unanswered
+from lightning_rl.generation.vllm.pool import Fleet
+
+
+def a_fleet(*urls: str, **options: Any) -> Fleet:
+    endpoints = [Endpoint(url, None, 5) for url in urls or ("http://127.0.0.1:9", "http://127.0.0.1:10")]
+    return Fleet(endpoints, lambda _: None, **{"patience": 0.1, **options})
+
+
+def test_pauses_double_up_to_a_bound_and_begin_anew_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool.time, "monotonic", lambda: 100.0)
+    lost = a_fleet()
+    member = lost.members[0]
+    pauses = []
+    for _ in range(8):
+        lost.lost(member, Unanswered("gone"))
+        pauses.append(member.due - 100)
+    assert pauses == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
+    lost.answered(member)
+    assert member.losses == 8, "an answer to a request from before does not count"
+    lost.found(member)
+    lost.answered(member)
+    assert member.losses == 0
+
+
+def test_the_fewest_outstanding_tokens_come_next() -> None:
+    lending, calls = a_fleet(), Calls()
+    first, second = lending.members
+    for member in (first, second):
+        lending.found(member)
+    with lending.lend(30, calls) as one, lending.lend(10, calls) as two, lending.lend(15, calls) as three:
+        assert (one, two, three) == (first, second, second)
+        with lending.lend(1, calls) as four:
+            assert four is second
+    assert first.outstanding == second.outstanding == 0
+
+
+def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> None:
+    empty = a_fleet()
+    empty.lost(empty.members[1], Unanswered("it caught fire"))
+    with pytest.raises(EngineError, match=r"127.0.0.1:9: it was not asked yet; http://127.0.0.1:10: it caught fire\)"):
+        empty.wait_for_one()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+def test_who_waits_for_a_server_can_be_cut_short(how: str) -> None:
+    empty, begun, ended = a_fleet(patience=60), threading.Event(), list[type]()
+
+    def waits(_: int, calls: Calls) -> None:
+        begun.set()
+        try:
+            empty.wait_for_one(calls)
+        except Cancelled as error:
+            ended.append(type(error))
+            raise
+
+    def fails(number: int, calls: Calls) -> None:
+        if number == 0:
+            waits(number, calls)
+        assert begun.wait(20)
+        if how == "closed":
+            empty.close()
+        raise ValueError("as expected")
+
+    with pytest.raises((ValueError, Cancelled)):
+        empty.each(fails, [0, 1])
+    assert ended == [Cancelled]
+
+
+def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None:
+    answers: dict[str, Any] = {"/version": b"{", "/weight_info": {"weight_version": "a/b/c"}, "/health": 418}
+    server = ScriptedServer()
+    honest = server.answer
+    server.answer = lambda path, body: answers.get(path, honest(path, body))  # pyright: ignore[reportAttributeAccessIssue]
+    with servers(server):
+        endpoint = Endpoint(server.url, None, 5)
+        with pytest.raises(Unanswered, match=r"expected JSON from http://.*/version, got {"):
+            endpoint.describe()
+        with pytest.raises(ValueError, match=r"expected http://.*/health to take the call, got status 418: refused"):
+            endpoint.check_health()
+        answers["/version"] = {"release": 1}
+        with pytest.raises(
+            Unanswered, match=r"expected an answer from http://.* that vLLM gives, got KeyError: 'version'"
+        ):
+            endpoint.describe()
+        assert endpoint.label() is None
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "https:/x"])
+def test_a_url_is_checked_at_construction(url: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a URL such as http://127.0.0.1:8000, got"):
+        Client(url)
+
+
+@pytest.mark.parametrize("text", ["default", "loading", "a/b/c", "a/1", "", "a/1/2/3"])
+def test_a_label_that_no_trainer_gave_is_none(text: str) -> None:
+    assert Label.read(text) is None
+    assert Label.read(str(Label("ab12", 3, 7))) == Label("ab12", 3, 7)
+
+
+def test_cut_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
+    gate, said = threading.Event(), list[type]()
+    server = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408)
+    with servers(server):
+        client, calls = Client(server.url, "secret"), Calls()
+
+        def call() -> None:
+            body = {"sampling_params": {"max_tokens": 1}, "token_ids": [1]}
+            try:
+                client.call("POST", "/inference/v1/generate", body, timeout=20, calls=calls)
+            except (Unanswered, Cancelled) as error:
+                said.append(type(error))
+
+        for end in (client.calls.cut, calls.cancel):
+            asking = threading.Thread(target=call)
+            asking.start()
+            server.until(lambda known: len(known.requests) == len(said) + 1)
+            end()
+            asking.join()
+        gate.set()
+    assert said == [Unanswered, Cancelled]

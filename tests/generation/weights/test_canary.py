@@ -1,0 +1,233 @@
+"""The canary over the embedded engine with a copy of the weights: clean syncs, faults, ranks that fail together."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl import Canary, CanaryError, FakeEngine, TransformersEngine
+from lightning_rl.distributed import collectives
+from lightning_rl.generation import Engine, EngineState
+from lightning_rl.generation.weights.canary import Measured, Values, canary_of
+from lightning_rl.generation.weights.stream import Stream
+from lightning_rl.generation.weights.sync import synchronise
+from lightning_rl.policy import PolicyModel
+
+
+class Watched:
+    """A policy and an engine with a copy of it."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0, **options: Any) -> None:
+        self.model, self.version = model, 0
+        self.policy = PolicyModel(model, None, temperature=temperature, packed=True)
+        self.engine = TransformersEngine(canary=Canary(**options))
+        self.engine.start(copy.deepcopy(model), None)
+
+    def sync(self, change: Callable[[Stream], Stream] = iter) -> tuple[float, float] | None:
+        """One sync, in which ``change`` may do harm on the way to the engine."""
+        self.version += 1
+        take = self.engine._take  # noqa: SLF001
+        self.engine._take = lambda weights: take(change(weights))  # noqa: SLF001
+        try:
+            return synchronise(
+                self.engine, self.model.named_parameters(), self.version, self.policy, packed=True, watching=nullcontext
+            )
+        finally:
+            del self.engine._take  # noqa: SLF001
+
+    def step(self, scale: float = 1e-3) -> dict[str, Tensor]:
+        """Moves every weight; returns the old ones."""
+        old = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        draw = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight += (torch.randn(weight.shape, generator=draw) * scale).to(weight.dtype)
+        return old
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_clean_syncs_are_clean(dtype: torch.dtype, temperature: float) -> None:
+    run = Watched(tiny_policy(dtype=dtype), temperature)
+    for _ in range(10):
+        found = run.sync()
+        assert found is not None and found[1] <= found[0]
+        assert found[0] < (0.5 if dtype == torch.bfloat16 else 2e-5)
+        run.step()
+    assert run.policy.temperature == temperature
+
+
+def changing(weights: dict[str, Tensor]) -> Callable[[Stream], Iterator[tuple[str, Tensor]]]:
+    return lambda stream: ((name, weights.get(name, weight)) for name, weight in stream)
+
+
+def test_every_fault_has_a_message_of_its_own() -> None:
+    run = Watched(tiny_model("llama", dtype=torch.float32))
+    run.sync()
+    run.sync()
+    older = run.step()
+    zero = {"model.layers.1.self_attn.q_proj.weight": torch.zeros(32, 32)}
+    with pytest.raises(CanaryError, match=r"not the trainer's: .*; the first part that differs is layers.1$"):
+        run.sync(changing(zero))
+    run.sync()
+    middle = run.step()
+    with pytest.raises(CanaryError, match=r"bit for bit those of version 4, while the trainer's moved by up to"):
+        run.sync(changing(middle))
+    run.sync()
+    run.step()
+    with pytest.raises(CanaryError, match=r"version 7, but it is stale: its log-probabilities are those of version 2"):
+        run.sync(changing(older))
+    head = {"lm_head.weight": older["lm_head.weight"]}
+    with pytest.raises(CanaryError, match=r"every layer agrees, so it is the final norm or the head$"):
+        run.sync(changing(head))
+    nan = {"model.norm.weight": torch.full((32,), torch.nan)}
+    with pytest.raises(CanaryError, match=r"differ by up to nan"):
+        run.sync(changing(nan))
+    assert run.engine.state is EngineState.AWAKE
+    run.sync()
+    assert run.engine.state is EngineState.SYNCED
+
+
+def test_a_policy_that_moves_within_rounding_needs_no_engine_that_moves() -> None:
+    run = Watched(tiny_policy(dtype=torch.bfloat16))
+    run.sync()
+    run.sync(changing(run.step(0.0)))
+    engine = Values(torch.zeros(3), torch.zeros(2))
+    canary, measured = Canary(), Measured({"": engine}, [], [], 1)
+    for move in (0.0, 1e-5):
+        canary.judge(measured, Values(torch.full((3,), move), torch.zeros(2)), exact=True, checksums=(int(move > 0),))
+    with pytest.raises(CanaryError, match="bit for bit"):
+        canary.judge(measured, Values(torch.full((3,), 5e-5), torch.zeros(2)), exact=True, checksums=(2,))
+
+
+def test_coarse_dtypes_are_calibrated_on_the_mean() -> None:
+    def judged(canary: Canary, difference: float, number: int) -> None:
+        noise = Values(torch.randn(64, generator=torch.Generator().manual_seed(number)), torch.zeros(1))
+        trainer = Values(noise.fixed + difference, noise.drawn + difference)
+        canary.judge(Measured({"": noise}, [], [], number), trainer, exact=False, checksums=(number,))
+
+    canary = Canary(factor=4.0)
+    judged(canary, 0.02, 0)
+    judged(canary, 0.07, 1)
+    with pytest.raises(CanaryError, match=r"0.09 on average, where rounding explains 0.08 on average"):
+        judged(canary, 0.09, 2)
+    with pytest.raises(CanaryError, match=r"0.6 on average, where rounding explains 0.5 on average"):
+        judged(Canary(), 0.6, 0)
+
+
+@pytest.mark.parametrize("options", [{"tokens": 1}, {"cache_every": 0}, {"threshold": 0.0}, {"factor": 1.0}], ids=str)
+def test_arguments_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected tokens >= 2, cache_every >= 1, threshold > 0 and factor > 1"):
+        Canary(**options)
+
+
+def test_a_policy_that_generates_itself_needs_no_canary_and_others_can_do_without() -> None:
+    model = tiny_policy()
+    for engine in (TransformersEngine(), FakeEngine(lambda _: [1])):
+        engine.start(model, None)
+        policy = PolicyModel(model, None, temperature=1.0, packed=True)
+        weights = model.named_parameters()
+        assert synchronise(engine, weights, 0, policy, packed=True, watching=nullcontext) is None
+    assert TransformersEngine(canary=None).canary is None and TransformersEngine(canary=False).canary is None
+    given = Canary(tokens=7)
+    assert canary_of(given) is given and isinstance(canary_of(given=True), Canary)
+
+
+def test_an_engine_that_only_generates_is_compared_by_what_it_draws() -> None:
+    class OnlyDraws(TransformersEngine):
+        scores = False
+
+    run = Watched(tiny_policy())
+    run.engine = OnlyDraws()
+    run.engine.start(copy.deepcopy(run.model), None)
+    run.sync()
+    old = run.step()
+    with pytest.raises(CanaryError, match="bit for bit"):
+        run.sync(changing(old))
+    with pytest.raises(NotImplementedError, match="FakeEngine only generates"):
+        FakeEngine(lambda _: [1]).score([[1, 2]])
+
+
+def test_each_copy_of_the_weights_is_compared_with_its_own_past() -> None:
+    def measured(version: int, **moves: float) -> Measured:
+        fixed = {name: torch.full((3,), move) for name, move in moves.items()}
+        return Measured(
+            {name: Values(row, torch.full((2,), float(version))) for name, row in fixed.items()}, [], [], version
+        )
+
+    def trainer(version: int) -> Values:
+        return Values(torch.full((3,), float(version)), torch.full((2,), float(version)))
+
+    canary = Canary()
+    canary.judge(measured(1, a=1.0, b=1.0), trainer(1), exact=True, checksums=(1,))
+    canary.judge(measured(2, a=2.0, c=2.0), trainer(2), exact=True, checksums=(2,))
+    with pytest.raises(CanaryError, match="expected the engine at a to move with the weights of version 3"):
+        canary.judge(measured(3, b=3.0, a=2.0), trainer(3), exact=True, checksums=(3,))
+    with pytest.raises(
+        CanaryError, match=r"the engine at c to have the weights of version 4, but .* those of version 2"
+    ):
+        canary.judge(measured(4, c=2.0 + 3e-5), trainer(4), exact=True, checksums=(4,))
+
+
+def test_a_rank_whose_neighbour_failed_raises_and_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tiny_policy())
+    run.sync()
+    monkeypatch.setattr(collectives, "gathered_objects", lambda mine: [mine, True])
+    with pytest.raises(RuntimeError, match=r"expected a sync on every rank, but it failed on \[1\]"):
+        run.sync()
+    assert run.engine.state is EngineState.AWAKE
+
+
+def test_a_prompt_longer_than_a_block_proves_the_reset() -> None:
+    class Cached(TransformersEngine):
+        block = 16
+        cached: frozenset[tuple[int, ...]] = frozenset()
+        resets = True
+
+        def cached_tokens(self, ids: Any) -> int:
+            known = tuple(ids) in self.cached
+            self.cached |= {tuple(ids)}
+            return 16 if known else 0
+
+        def _take(self, weights: Any) -> None:
+            super()._take(weights)
+            if self.resets:
+                self.cached = frozenset()
+
+    model = tiny_policy()
+    engine = Cached(canary=Canary(cache_every=1))
+    engine.start(copy.deepcopy(model), None)
+    policy = PolicyModel(model, None, temperature=1.0, packed=True)
+    for version in range(3):
+        synchronise(engine, model.named_parameters(), version, policy, packed=True, watching=nullcontext)
+    (prompt,) = engine.cached
+    assert len(prompt) == 25
+    engine.resets = False
+    with pytest.raises(CanaryError, match="sync to version 3 to reset the prefix cache, but 16 tokens of a prompt"):
+        synchronise(engine, model.named_parameters(), 3, policy, packed=True, watching=nullcontext)
+
+
+def test_its_time_is_logged_and_a_fault_ends_the_run() -> None:
+    class Copying(TransformersEngine):
+        """Decodes with a copy, as under a sharding strategy, and forgets to move after the second sync."""
+
+        syncs = 0
+
+        def start(self, model: PreTrainedModel, tokenizer: Any) -> None:
+            super().start(copy.deepcopy(model), tokenizer)
+
+        def _take(self, weights: Any) -> None:
+            self.syncs += 1
+            super()._take(weights if self.syncs < 3 else ())
+
+    module = tiny_module(engine=Copying())
+    with pytest.raises(CanaryError, match=r"version 2, but its log-probabilities are bit for bit those of version 1"):
+        fit(module, data=tiny_prompts(16, 4))
+    rows: Engine = module.engine
+    assert rows.state is EngineState.ASLEEP and module.global_step == 2

@@ -1,0 +1,1 @@
+"""What tests share: tiny policies, scripted servers, processes as ranks."""

@@ -1,0 +1,23 @@
+"""Rows: every logged figure of a run, step by step."""
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_rl import RLCallback
+
+
+class Rows(RLCallback):
+    """Keeps every logged figure that does not measure time, over all ranks."""
+
+    name = "rows"
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        values = pl_module.run.metrics.values()
+        self.rows.append(
+            {key: value for key, value in values.items() if "time/" not in key and "per_second" not in key}
+        )

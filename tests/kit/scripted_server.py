@@ -1,0 +1,182 @@
+"""ScriptedServer: answers VLLMServerEngine as a vLLM server would, from a script, with faults and kills."""
+
+import json
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.generation.weights.files import read_weights
+
+KEY, VOCABULARY = "secret", 16
+Answer = dict[str, Any] | bytes | int
+HOLDS: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM", "vocabulary": VOCABULARY, "limit": 64, "block": 8, "dtype": "float32",
+    "speaks": False, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+}  # fmt: skip
+
+
+class ScriptedServer:
+    """One server on loopback, in threads of this process.
+
+    Args:
+        script: from a request and the answer that a healthy server would give to the answer that is given: JSON, raw
+            bytes, or a status. It runs in a thread for each request, so it may wait.
+        holds: what the server says of itself, where it differs from :data:`HOLDS`.
+        release: of vLLM.
+        port: to listen at; 0 for any that is free.
+
+    Attributes:
+        label: of the weights.
+        weights: that were loaded last.
+        loads: folders that were loaded, in order.
+        requests: bodies of the requests that were answered or are being answered.
+        calls: every call, by its path without query.
+        error: what a load says instead of loading.
+        cut: how many clients hung up before their answer.
+    """
+
+    def __init__(
+        self, script: Callable[[dict[str, Any], Answer], Answer] = lambda _, answer: answer, *, port: int = 0,
+        release: str = "0.32.0", **holds: Any,
+    ) -> None:  # fmt: skip
+        self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
+        self.label, self.error, self.cut, self.healthy = "default", "", 0, True
+        self.weights: dict[str, Tensor] = {}
+        self.loads: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.open: set[socket.socket] = set()
+        self.asked = threading.Condition()
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self), bind_and_activate=False)
+        self._http.daemon_threads, self._http.block_on_close = True, False
+        self._http.server_bind()
+        self._http.server_activate()
+        self.port = self._http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Ends as a process does that is killed: nobody gets an answer any more."""
+        if self._thread.is_alive():
+            self._http.shutdown()
+            self._http.server_close()
+            self._thread.join()
+        for connection in list(self.open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def until(self, condition: Callable[["ScriptedServer"], bool]) -> None:
+        """Waits for something to be true of this server."""
+        with self.asked:
+            assert self.asked.wait_for(lambda: condition(self), 20), "the condition did not come true"
+
+    def noted(self, path: str) -> None:
+        """Remembers a call that was answered."""
+        with self.asked:
+            self.calls.append(path)
+            self.asked.notify_all()
+
+    def answer(self, path: str, body: Any) -> Answer:
+        """What a healthy server says."""
+        if path == "/version":
+            return {"version": self.release}
+        if path == "/weight_info":
+            return {"weight_version": self.label}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        if path == "/collective_rpc":
+            return {"results": [self._rpc(body["method"], body["args"])]}
+        if path == "/inference/v1/generate":
+            with self.asked:
+                self.requests.append(body)
+                self.asked.notify_all()
+            return self.script(body, self._generated(body))
+        return {"success": True} if self.healthy else 503
+
+    def _rpc(self, method: str, arguments: list[Any]) -> dict[str, Any]:
+        if method == "lightning_rl_describe":
+            return self.holds
+        if self.error:
+            return {"error": self.error}
+        if method == "lightning_rl_load":
+            self.weights = dict(read_weights(Path(arguments[0])))
+            self.loads.append(arguments[0])
+        return {}
+
+    def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
+        asked, ids = body["sampling_params"], body["token_ids"]
+        number = asked["max_tokens"]
+        tokens = [(asked.get("seed", 0) + place) % VOCABULARY for place in range(number)]
+        content = [{"token_id": token, "logprob": -1.0 - token / 100} for token in tokens]
+        return {
+            "choices": [{
+                "token_ids": tokens, "finish_reason": "length", "stop_reason": None,
+                "logprobs": None if asked.get("logprobs") is None else {"content": content},
+                "weight_versions": [{"version": self.label, "start": 0, "end": number}],
+            }],
+            "prompt_logprobs": [None, *({str(token): {"logprob": -token / 10}} for token in ids[1:])],
+            "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
+        }  # fmt: skip
+
+
+def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        @override
+        def setup(self) -> None:
+            super().setup()
+            server.open.add(self.connection)
+
+        @override
+        def finish(self) -> None:
+            server.open.discard(self.connection)
+            with suppress(OSError):
+                super().finish()
+
+        @override
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._answer(json.loads(body) if body else None)
+
+        def _answer(self, body: Any) -> None:
+            path = urlsplit(self.path).path
+            locked = path.startswith("/inference")
+            allowed = not locked or self.headers.get("Authorization") == f"Bearer {KEY}"
+            answer = server.answer(path, body) if allowed else 401
+            status, text = (answer, b"refused") if isinstance(answer, int) else (200, answer)
+            if select.select([self.connection], [], [], 0)[
+                0
+            ]:  # a client that waits sends nothing, one that left an end
+                server.cut += 1
+            with suppress(OSError):
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text if isinstance(text, bytes) else json.dumps(text).encode())
+            server.noted(self.path)
+
+    return Handler
+
+
+@contextmanager
+def servers(*scripted: ScriptedServer) -> Iterator[None]:
+    """Ends servers whatever happens."""
+    try:
+        yield
+    finally:
+        for server in scripted:
+            server.kill()

@@ -1,0 +1,128 @@
+"""Runs whose result may not depend on the strategy or the number of ranks, and what is kept of them.
+
+Run as a script it is one rank: ``cases.py FOLDER STRATEGY CASE ...`` saves what each case gave to FOLDER.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.optim import SGD
+from typing_extensions import override
+
+from kit.ranks import STRATEGIES
+from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
+from lightning_rl import FakeEngine, Request, RLCallback
+from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
+
+Result = dict[str, Any]
+
+
+class Watch(RLCallback):
+    """Keeps every logged figure that does not measure time, and the weights at the end, over all ranks."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.weights: dict[str, Tensor] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        values = pl_module.run.metrics.values()
+        timed = {key for key in values if "time/" in key or "per_second" in key}
+        self.rows.append({key: value for key, value in values.items() if key not in timed})
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        weights = pl_module.parallel.full_parameters(pl_module.policy)
+        self.weights = {name: weight.double().cpu().clone() for name, weight in weights}
+
+
+def lora_policy(dtype: torch.dtype, **options: Any) -> nn.Module:
+    """The tiny policy with adapters that are not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = get_peft_model(tiny_policy(dtype=dtype, **options), LoraConfig(r=2, target_modules=targets))  # pyright: ignore[reportArgumentType]
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    return model.to(dtype)
+
+
+def uneven(request: Request) -> Sequence[int]:
+    """Responses of very different lengths, so that ranks need different numbers of microbatches."""
+    length = request.max_new_tokens if request.sample_id % 8 == 3 else 1 + request.sample_id % 3
+    return [2 + (request.sample_id + place) % 12 for place in range(length - 1)] + [1]
+
+
+def truncated_on_one_rank(request: Request) -> Sequence[int]:
+    """Every sample of odd prompts is cut off: under NoEOSMask("drop_tokens") whole ranks have nothing to train."""
+    if (request.sample_id // 4) % 2:
+        return [5] * request.max_new_tokens
+    return uneven(request)
+
+
+def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
+    """Two rollouts of eight optimizer steps; ``trainer`` says where."""
+    torch.set_num_threads(1)
+    watch = Watch()
+    corrections: list[RLCallback] = [OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
+    options: dict[str, Any] = {"policy": partial(tiny_policy, dtype=dtype)}
+    mask = NoEOSMask()
+    if case == "critic":
+        options |= {"advantages": "gae", "critic": "shared"}
+    if case == "own critic":
+        options |= {"advantages": "gae", "critic": partial(tiny_policy, 1, dtype=dtype)}
+    if case == "lora":
+        options |= {"policy": partial(lora_policy, dtype)}
+    if case == "uneven":
+        options |= {"engine": FakeEngine(uneven)}
+    if case == "masked":
+        options |= {"engine": FakeEngine(truncated_on_one_rank)}
+        mask = NoEOSMask("drop_tokens")
+    if case in FAMILIES:
+        options |= {"policy": partial(tiny_model, case, dtype=dtype)}
+    if case == "replayed":
+        options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
+        corrections.append(RouterReplay())
+    if case == "one microbatch":
+        options |= {"token_budget": 10_000}
+    if case == "checkpointing":
+        options |= {"activation_checkpointing": True}
+    settings = {"optimizer": partial(SGD, lr=0.05), "minibatches": 2, "epochs": 2, "token_budget": 20}
+    module = tiny_module(**{**settings, "engine_logprobs": True, **options})
+    fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
+    return {"rows": watch.rows, "weights": watch.weights}
+
+
+CASES: tuple[str, ...] = (
+    "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing",
+)  # fmt: skip
+EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
+
+
+def dtype_of(strategy: str) -> torch.dtype:
+    """What a strategy is compared in."""
+    return torch.float64 if strategy in EXACT else torch.float32
+
+
+def main(folder: Path, ranks: int, strategies: Sequence[str], cases: Sequence[str]) -> None:
+    """One rank of several runs in one process group."""
+    for strategy in strategies:
+        for case in cases:
+            make: Callable[[], Any] = STRATEGIES[strategy]
+            result = run(case, dtype_of(strategy), devices=ranks, strategy=make())
+            if torch.distributed.get_rank() == 0:
+                torch.save(result, folder / f"{strategy} {case}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4].split(","))

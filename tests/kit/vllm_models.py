@@ -1,0 +1,81 @@
+"""Models that vLLM's CPU kernels take, and what the trainer says about the same tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kit.support import tiny_model
+from lightning_rl import Completion, Engine, Request, VLLMEngine
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+Starter = Callable[..., VLLMEngine]
+EOS, VOCABULARY = 1, 151
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256, "initializer_range": 0.15,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64},  # first: vLLM makes the group of the experts with its first engine
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "llama": {},
+    "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 16},
+}
+
+
+def a_model(name: str = "qwen2", seed: int = 0, **options: Any) -> PreTrainedModel:
+    """A model of one of :data:`FAMILIES`, float32, far from uniform."""
+    family = name.removesuffix("-tied")
+    options = {"dtype": torch.float32, "tie_word_embeddings": False, **SHAPE, **FAMILIES[name], **options}
+    return tiny_model(family, seed, **options)
+
+
+def synced(engine: AnyEngine, model: PreTrainedModel, version: int = 0) -> AnyEngine:
+    """The engine with the weights of a model."""
+    engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version)
+    return engine
+
+
+def moved(model: PreTrainedModel, scale: float, seed: int = 0) -> None:
+    """Every weight takes a random step."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += (torch.randn(parameter.shape, generator=draw) * scale).to(parameter.dtype)
+
+
+def requests_for(prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
+    """One request for each prompt, with seeds of their own."""
+    known: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.7, **options}
+    return [Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, **known) for n, ids in enumerate(prompts)]
+
+
+def prompts_of(number: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    """Prompts of random ids and lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (number,), generator=draw).tolist()
+    return [torch.randint(2, VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: PreTrainedModel, request: Request, completion: Completion) -> Tensor:
+    """Log-probability of each token of a completion by teacher forcing of one sequence."""
+    ids = torch.tensor(completion.token_ids)
+    whole = torch.cat([torch.tensor(request.prefix_ids), ids])
+    logits = model(input_ids=whole[None], use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1].float()
+    return (logits / (request.temperature or 1.0)).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def worst(model: PreTrainedModel, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
+    """Largest difference between engine and trainer over all tokens."""
+    largest = 0.0
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.logprobs is not None and completion.logprobs.dtype == torch.float32
+        assert len(completion.logprobs) == len(completion.token_ids)
+        expected = trainer_logprobs(model, request, completion)
+        largest = max(largest, float((completion.logprobs - expected).abs().max()))
+    return largest

@@ -1,0 +1,277 @@
+"""Rollouts that are generated while the policy trains on earlier ones: whose weights draw them, and what is known."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from kit.support import callback_of, fit, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
+from torch import Tensor
+from torch.optim import AdamW
+from typing_extensions import override
+
+from lightning_rl import (
+    FakeEngine,
+    RLCallback,
+    RLLightningModule,
+    Rollout,
+    TransformersEngine,
+)
+from lightning_rl.audit import AuditError, SignalAudit
+from lightning_rl.audit.recorded import RecordedEngine
+from lightning_rl.callbacks import DynamicSampling, OffPolicyIS, RolloutKL, TruncatedIS
+from lightning_rl.generation import Completion, Request
+
+WAIT = 60.0  # seconds after which a test that would hang fails
+
+
+def module_of(max_staleness: int = 1, **options: Any) -> RLLightningModule:
+    return tiny_module(**{"max_staleness": max_staleness, "engine_logprobs": True, **options})
+
+
+def versions_of(rollouts: Iterable[Rollout]) -> list[list[int]]:
+    """The versions that occur in each rollout."""
+    return [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in rollouts]
+
+
+def in_background() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+class Steps(RLCallback):
+    """Counts optimizer steps, keeps their metrics, and lets another thread wait for one."""
+
+    name = "steps"
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._made = threading.Condition()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        with self._made:
+            self.rows.append(pl_module.run.metrics.values())
+            self._made.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        """Returns once so many steps have been made."""
+        with self._made:
+            assert self._made.wait_for(lambda: len(self.rows) >= number, WAIT), f"no step {number} was made"
+
+
+class Late(TransformersEngine):
+    """Ahead of the trainer, it draws only once the policy has made an optimizer step away from what it was given."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self.steps, self.held = steps, list[tuple[dict[str, Tensor], dict[str, Tensor]]]()
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        before = self.copied()
+        if in_background():
+            self.steps.wait_for(self.version + 1)
+            self.held.append((before, self.copied()))
+        return super()._draw(requests, logprobs=logprobs)
+
+    def copied(self) -> dict[str, Tensor]:
+        """The weights that it decodes with, now."""
+        assert self._model is not None
+        return {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+
+
+def test_the_optimizer_moves_no_weights_under_a_running_generation() -> None:
+    rollouts, steps = list[Rollout](), Steps()
+    engine = Late(steps)
+    fit(module_of(engine=engine), callbacks=[TruncatedIS(), steps, recorder(rollouts)("seen")])
+    assert len(engine.held) == 3, "the first of four rollouts is drawn by the trainer's thread"
+    for before, after in engine.held:
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    (first, _), (second, _), _ = engine.held
+    assert any(not torch.equal(second[name], weight) for name, weight in first.items()), "the policy trained"
+    assert versions_of(rollouts) == [[0], [0], [1], [2]]
+
+
+def test_samples_have_the_log_probabilities_of_the_weights_that_their_version_names() -> None:
+    rollouts, weights, steps = list[Rollout](), list[dict[str, Tensor]](), Steps()
+    module = module_of(engine=Late(steps))
+    taking = callback_of("taking", observe=lambda _: weights.append(weights_of(module)))
+    fit(module, callbacks=[TruncatedIS(), steps, taking, recorder(rollouts)("seen")])
+    for rollout in rollouts[1:]:
+        ((version,),) = versions_of([rollout])
+        policy = tiny_policy()
+        policy.load_state_dict({name.removeprefix("policy.model."): w for name, w in weights[version].items()})
+        for row, length in enumerate(rollout.response_lengths.tolist()):
+            prompt = rollout.prompt_ids[row, : rollout.prompt_lengths[row]]
+            response = rollout.response_ids[row, :length]
+            with torch.no_grad():
+                logits = policy(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+            torch.testing.assert_close(rollout.required("rollout_logprobs")[row, :length], expected)
+
+
+class Busy(TransformersEngine):
+    """Draws everything three times, so that it takes longer than a step."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        return [super(Busy, self)._draw(requests, logprobs=logprobs) for _ in range(3)][-1]
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], list[type[RLCallback]]]] = {
+    "grpo": ({"minibatches": 2}, [TruncatedIS, RolloutKL]),
+    "ppo": ({"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}, [TruncatedIS]),
+    "reinforce": ({"loss": "reinforce"}, [OffPolicyIS]),
+    "remax": ({"advantages": "remax", "group_size": 1}, [TruncatedIS]),
+    "dynamic-sampling": ({}, [TruncatedIS, DynamicSampling]),
+    "filters": ({"top_p": 0.9, "top_k": 8}, [TruncatedIS]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*groups are missing after:UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_which_thread_is_faster_changes_no_bit(name: str) -> None:
+    options, corrections = OPTIONS[name]
+    found: list[dict[str, Tensor]] = []
+    for engine in (TransformersEngine(), Busy(), Late(Steps())):
+        module, steps = module_of(engine=engine, **options), Steps()
+        if isinstance(engine, Late):
+            engine.steps = steps
+        fit(module, callbacks=[*(correction() for correction in corrections), steps], max_steps=6, max_epochs=4)
+        found.append(weights_of(module))
+    for other in found[1:]:
+        assert [name for name, weight in found[0].items() if not torch.equal(other[name], weight)] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*groups are missing after:UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_sample_is_lost_or_drawn_twice(name: str) -> None:
+    (options, corrections), rollouts = OPTIONS[name], list[Rollout]()
+    module, data = module_of(**options), tiny_prompts()
+    fit(
+        module, callbacks=[*(correction() for correction in corrections), recorder(rollouts)("seen")], data=data,
+        max_epochs=2,
+    )  # fmt: skip
+    ids = torch.cat([rollout.sample_ids for rollout in rollouts])
+    assert len(rollouts) == 8 and len(ids.unique()) == len(ids)
+    if DynamicSampling not in corrections:
+        assert sorted(ids.tolist()) == list(range(2 * 16 * module.group_size)), "every prompt of both epochs, once"
+        assert data.cursor == 2 * 16, "nothing is drawn that nobody trains on"
+
+
+def test_staleness_is_measured_for_each_token() -> None:
+    steps = Steps()
+    fit(module_of(minibatches=2), callbacks=[TruncatedIS(), steps], data=tiny_prompts(12, 4))
+    found = [(row["staleness/mean"], row["staleness/max"]) for row in steps.rows]
+    assert found[::2] == [(0, 0), (1, 1), (1, 1)] and all("time/wait" in row for row in steps.rows[::2])
+
+
+def test_without_staleness_nothing_runs_in_another_thread_and_nothing_is_copied() -> None:
+    module = module_of(0)
+    drawn = list[bool]()
+    draw = TransformersEngine._draw  # noqa: SLF001
+
+    class Watched(TransformersEngine):
+        @override
+        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            drawn.append(in_background())
+            return draw(self, requests, logprobs=logprobs)
+
+    module.engine = Watched()
+    fit(module)
+    assert module.run.replica is None and drawn == [False] * 4
+
+
+class Paused(FakeEngine):
+    """Takes weights while it generates; a response has the version that it began under, or says an earlier one."""
+
+    syncs_while_generating = True
+
+    def __init__(self, steps: Steps, *, late: int = 0) -> None:
+        super().__init__(lambda request: [2 + request.sample_id % 5] * 4 + [1])
+        self.steps, self.late = steps, late
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        version = self.version
+        if in_background():
+            version -= self.late
+            self.steps.wait_for(version + 1)
+        return [replace(found, version=version) for found in super()._draw(requests, logprobs=logprobs)]
+
+
+def test_an_engine_that_takes_weights_while_it_generates_may_be_further_ahead() -> None:
+    rollouts, steps = list[Rollout](), Steps()
+    fit(module_of(2, engine=Paused(steps)), callbacks=[TruncatedIS(), steps, recorder(rollouts)("seen")], max_epochs=2)
+    assert len(rollouts) == 8 and versions_of(rollouts)[:2] == [[0], [0]]
+    for cycle, (version,) in enumerate(versions_of(rollouts)):
+        assert cycle - 2 <= version <= cycle
+    assert max(row["staleness/max"] for row in steps.rows) <= 2
+
+
+def test_a_token_that_is_too_old_names_row_and_version() -> None:
+    steps = Steps()
+    with pytest.raises(
+        RuntimeError, match=r"rollout 1 from weights at most 1 rollouts old .* version -1 at row 0 \(sample 16\), resp"
+    ):
+        fit(module_of(engine=Paused(steps, late=1)), callbacks=[TruncatedIS(), steps])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_what_draws_ahead_has_the_precision_of_the_run(precision: Any) -> None:
+    steps = Steps()
+    module = module_of(engine=Late(steps), optimizer=partial(AdamW, lr=1e-3))
+    fit(module, callbacks=[TruncatedIS(), steps], precision=precision)
+    replica, policy = module.run.replica, module.required_policy.model
+    assert replica is not None
+    dtypes = [
+        {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        for model in (replica, policy)
+    ]
+    assert dtypes[0] == dtypes[1]
+    exact = precision in ("32-true", "64-true")
+    assert abs(steps.rows[0]["kl/rollout"]) < (1e-9 if exact else 1e-2)
+    assert all(abs(row["kl/rollout"]) < 1e-2 for row in steps.rows), "drift of one small optimizer step"
+
+
+def test_the_thread_has_autocast_and_number_of_threads_of_the_trainer() -> None:
+    seen = list[tuple[bool, bool, torch.dtype, int]]()
+
+    class Looks(TransformersEngine):
+        @override
+        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_num_threads()
+            seen.append((in_background(), *state))
+            return super()._draw(requests, logprobs=logprobs)
+
+    fit(module_of(engine=Looks()), callbacks=[TruncatedIS()], precision="bf16-mixed", data=tiny_prompts(8, 4))
+    assert set(seen) == {(False, True, torch.bfloat16, 1), (True, True, torch.bfloat16, 1)}
+
+
+def test_the_audit_knows_every_sample_and_allows_versions_within_the_bound() -> None:
+    checks = ["sampled_is_trained", "versions", "sample_conservation", "weight_sync", "on_policy_identity"]
+    steps, known, drawn_for = Steps(), list[int](), RecordedEngine.drawn_for
+
+    def counted(self: RecordedEngine, seed: int, cycle: int) -> Any:
+        found = drawn_for(self, seed, cycle)
+        known.append(len({request.sample_id for batch in found for request, _ in batch}))
+        return found
+
+    audit = SignalAudit(1, "raise", checks)
+    with patch.object(RecordedEngine, "drawn_for", counted):
+        fit(module_of(engine=Late(steps)), callbacks=[TruncatedIS(), audit, steps], max_epochs=2)
+    assert known == [16] * 8 and audit.findings == []
+
+
+def test_the_audit_finds_versions_that_no_sync_had(tmp_path: Path) -> None:
+    audit, steps = SignalAudit(1, "raise", ["versions"]), Steps()
+    with pytest.raises(AuditError, match=r"Paused: expected version 0 to 1 at every sampled token, observed \[-1\]"):
+        fit(
+            module_of(2, engine=Paused(steps, late=1)), callbacks=[TruncatedIS(), steps, audit],
+            default_root_dir=tmp_path,
+        )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Two ranks under DDP make the same optimizer steps as one device."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.rows import Rows
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import SGD
+
+from lightning_rl.callbacks import (
+    OPSM,
+    AdaptiveKL,
+    EntropyBonus,
+    NoEOSMask,
+    ReferenceKL,
+    RewardNormalization,
+    RolloutKL,
+)
+
+CORRECTIONS: dict[str, Any] = {
+    "fixed": lambda: [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)],
+    "adaptive": lambda: [
+        RewardNormalization(clip=1.0),
+        AdaptiveKL(0.1, target=0.01, horizon=20),
+        EntropyBonus(0.02, target=2.2, step=0.01),
+    ],
+}
+ADVANTAGES = {"fixed": "grpo", "adaptive": "reinforce_plus_plus"}
+
+
+def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
+    """A float64 run of two rollouts with K = 4, whose weights, figures and states rank 0 saves."""
+    torch.set_num_threads(1)
+    rows = Rows()
+    module = tiny_module(
+        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05), engine_logprobs=True,
+        minibatches=2, epochs=2, token_budget=20, advantages=ADVANTAGES[kind],
+    )  # fmt: skip
+    fit(module, callbacks=[*CORRECTIONS[kind](), rows], data=tiny_prompts(8, 4), **trainer)
+    if module.global_rank == 0:
+        states = {callback.name: callback.state_dict() for callback in module.run.contributions.callbacks}
+        torch.save((weights_of(module), rows.rows, states), folder / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_two_ranks_equal_one_device(tmp_path: Path, kind: str) -> None:
+    run(tmp_path, "one", kind)
+    subprocess.run([sys.executable, __file__, tmp_path, kind], check=True, capture_output=True, timeout=300)
+    weights, rows, states = torch.load(tmp_path / "one")
+    others, other_rows, other_states = torch.load(tmp_path / "two")
+    assert max(float((others[name] - weight).abs().max()) for name, weight in weights.items()) < 1e-12
+    assert len(rows) == len(other_rows) == 8
+    for row, other in zip(rows, other_rows, strict=True):
+        assert other == pytest.approx(row, rel=1e-6, abs=1e-9)
+    assert states.keys() == other_states.keys()
+    assert all(other_states[name] == pytest.approx(state, rel=1e-9) for name, state in states.items())
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), "two", sys.argv[2], devices=2, strategy=DDPStrategy(process_group_backend="gloo"))

@@ -1,0 +1,338 @@
+"""Checks at setup: each error says who, what, and what to do about it."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from kit.support import callback_of
+
+from lightning_rl import GAE, ClippedSurrogate, Contributions, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
+from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, ReMax
+from lightning_rl.callbacks import (
+    OPSM,
+    DynamicSampling,
+    EntropyBonus,
+    IcePop,
+    NoEOSMask,
+    OffPolicyIS,
+    OverlongPenalty,
+    ReferenceKL,
+    RewardNormalization,
+    RolloutKL,
+    TruncatedIS,
+)
+from lightning_rl.compatibility import (
+    Needs,
+    check_entropy,
+    check_estimator,
+    check_pipelining,
+    check_positive,
+    check_ratios,
+    check_reads,
+    check_sizes,
+    check_whole,
+    check_whole_rollouts,
+)
+from lightning_rl.corrections.base import Ratio
+from lightning_rl.losses import resolve_loss
+
+
+def reads(*callbacks: RLCallback, **given: Any) -> Needs:
+    """The check under settings in which nothing is missing."""
+    settings: dict[str, Any] = {
+        "loss": ClippedSurrogate(),
+        "estimator": PerRow(grpo),
+        "engine": FakeEngine(lambda _: []),
+        "engine_logprobs": True,
+        "critic": False,
+        "steps_per_rollout": 4,
+    }
+    settings |= given
+    return check_reads(Contributions(callbacks), settings.pop("loss"), settings.pop("estimator"), **settings)
+
+
+def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
+    callback = callback_of(name, observe=lambda _: None)
+    callback.reads, callback.reads_at_loss = early, late
+    return callback
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+@pytest.mark.parametrize("field", ["ref_logprob", "extra/teacher", "state"])
+def test_reading_an_unknown_field_names_reader_field_and_the_known_ones(field: str, how: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf'expected Reader to read a field of Rollout, got "{field}"; known: .*ref_logp'
+    ):
+        reads(reader(early=(field,)) if how == "early" else reader(late=(field,)))
+
+
+def test_entries_of_dict_fields_may_be_read() -> None:
+    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(rollout_logprobs=True, old_logprobs=True)
+
+
+@pytest.mark.parametrize("given", [{"estimator": GAE()}, {}], ids=["estimator", "callback"])
+def test_reading_values_without_a_critic_names_reader_and_setting(given: dict[str, Any]) -> None:
+    callbacks = [] if given else [reader(late=("values",))]
+    who = "GAE" if given else "Reader"
+    with pytest.raises(ValueError, match=f'{who} reads "values", but there is no critic: pass critic= to the module'):
+        reads(*callbacks, **given)
+    assert reads(*callbacks, critic=True, **given).old_logprobs
+
+
+@pytest.mark.parametrize("make", [RolloutKL, OffPolicyIS, lambda: OPSM(against="rollout")])
+def test_engine_log_probabilities_that_are_switched_off_or_missing_are_an_error(make: Callable[[], RLCallback]) -> None:
+    name = type(make()).__name__
+    with pytest.raises(
+        ValueError, match=f'{name} reads "rollout_logprobs", but FakeEngine .*: set engine_logprobs=True'
+    ):
+        reads(make(), engine_logprobs=False)
+    silent = FakeEngine(lambda _: [], returns_logprobs=False)
+    for asked in (None, True, False):
+        with pytest.raises(ValueError, match=f"{name} reads .* none: use an engine that returns log-probabilities"):
+            reads(make(), engine=silent, engine_logprobs=asked)
+
+
+def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_readers() -> None:
+    with pytest.warns(UserWarning, match="engine_logprobs switched on, because OffPolicyIS, RolloutKL reads"):
+        assert reads(RolloutKL(), OffPolicyIS(), engine_logprobs=None).rollout_logprobs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reads(RolloutKL(), engine_logprobs=True).rollout_logprobs
+        assert not reads(NoEOSMask(), engine_logprobs=None).rollout_logprobs
+        assert not reads(engine_logprobs=False).rollout_logprobs
+        assert reads(engine_logprobs=True).rollout_logprobs  # asked for, though nobody reads them
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "steps", "old", "ref"),
+    [
+        pytest.param([], 1, False, False, id="one-step-needs-no-old-pass"),
+        pytest.param([], 2, True, False, id="several-steps-need-one"),
+        pytest.param([ReferenceKL(as_loss=True)], 1, False, True, id="reference-at-loss"),
+        pytest.param([reader(early=("old_logprobs",))], 1, True, False, id="old-read-once-per-rollout"),
+        pytest.param([reader(late=("ref_logprobs",))], 1, False, True, id="reference-read-late"),
+    ],
+)
+def test_passes_run_only_where_somebody_reads_them(
+    callbacks: list[RLCallback], steps: int, old: bool, ref: bool
+) -> None:
+    assert reads(*callbacks, steps_per_rollout=steps) == Needs(
+        rollout_logprobs=True, old_logprobs=old, ref_logprobs=ref
+    )
+
+
+def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step() -> None:
+    found = reads(ReferenceKL(), steps_per_rollout=1, estimator=GAE(), critic=True)
+    assert found.old_logprobs and found.ref_logprobs
+
+
+def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> None:
+    with pytest.warns(UserWarning, match=r'OPSM can never act: use OPSM\(against="rollout"\), or take more steps'):
+        reads(OPSM(), steps_per_rollout=1)
+    with pytest.warns(UserWarning, match=r"Reader can never act, or take more steps \(minibatches=, epochs=\)"):
+        reads(reader(late=("old_logprobs",)), steps_per_rollout=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reads(OPSM(), steps_per_rollout=2)
+        reads(ReferenceKL(as_loss=True, unbiased=True), steps_per_rollout=1)  # its ratio of 1 has a gradient
+        reads(OPSM(against="rollout"), steps_per_rollout=1)
+
+
+def weigher(name: str, ratio: Ratio | None, alternative: str | None = None) -> RLCallback:
+    callback = callback_of(name, token_weight=lambda view: view.advantages)
+    callback.ratio, callback.alternative = ratio, alternative
+    return callback
+
+
+def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> None:
+    message = (
+        "OffPolicyIS carries the ratio current/rollout and ClippedSurrogate current/old, so the current policy would "
+        "count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_ratios(Contributions([OffPolicyIS()]), ClippedSurrogate())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "side"),
+    [
+        ([("current", "rollout"), ("current", "old")], "current policy .* twice as numerator: leave one of them out$"),
+        (
+            [("current", "rollout"), ("old", "rollout")],
+            "rollout policy .* twice as denominator: leave one of them out$",
+        ),
+        ([("old", "rollout"), ("old", "rollout")], "old policy .* twice as numerator: leave one of them out$"),
+    ],
+)
+def test_weights_may_not_count_a_policy_twice_among_themselves(ratios: list[Ratio], side: str) -> None:
+    callbacks = [weigher(f"weight{number}", ratio) for number, ratio in enumerate(ratios)]
+    with pytest.raises(ValueError, match=f"Weight1 carries the ratio .* and Weight0 .*{side}"):
+        check_ratios(Contributions(callbacks), Reinforce())
+
+
+def test_legal_chains_pass() -> None:
+    check_ratios(Contributions([OffPolicyIS()]), Reinforce())
+    check_ratios(Contributions([weigher("truncated", ("old", "rollout"))]), ClippedSurrogate())
+    check_ratios(Contributions([weigher("plain", None), weigher("other", None)]), ClippedSurrogate())
+    check_ratios(Contributions([OffPolicyIS()]), resolve_loss(lambda view: -view.logprobs))
+    check_ratios(Contributions([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
+
+
+@pytest.mark.parametrize("estimator", [grpo, rloo])
+def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
+    name, estimator = estimator.__name__, PerRow(estimator)
+    with pytest.raises(
+        ValueError, match=rf"ReferenceKL gives a reward .* advantages={name} .*ReferenceKL\(as_loss=True\)"
+    ):
+        check_estimator(Contributions([ReferenceKL()]), estimator, critic=False)
+    check_estimator(Contributions([ReferenceKL(as_loss=True)]), estimator, critic=False)
+    check_estimator(Contributions([ReferenceKL()]), GAE(), critic=True)
+    own = callback_of("own", token_reward=lambda rollout: rollout.values)
+    with pytest.raises(
+        ValueError, match=r"Own gives .* for each row: use an estimator that works per token such as GAE"
+    ):
+        check_estimator(Contributions([own]), estimator, critic=False)
+
+
+COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalised()]
+COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], PerRow(partial(grpo, unbiased=False))]
+COMPARING += [Normalised(mean="none", std="group"), Normalised(mean="group", std="none")]
+
+
+@pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
+def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
+    with pytest.raises(ValueError, match=rf"advantages={estimator.name} compares .* use group_size=2 or more, or an"):
+        check_estimator(Contributions(), estimator, critic=False, group_size=1)
+    check_estimator(Contributions(), estimator, critic=False, group_size=2)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [PerRow(reinforce), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalised(mean="batch", std="batch"), GAE()],
+    ids=lambda estimator: estimator.name,
+)
+def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
+    check_estimator(Contributions(), estimator, critic="values" in estimator.reads, group_size=1)
+
+
+def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -> None:
+    with pytest.raises(
+        ValueError, match=r"advantages=ReMax .* greedy answer, which RewardNormalization .* use one without the other"
+    ):
+        check_estimator(Contributions([RewardNormalization()]), ReMax(), critic=False)
+    check_estimator(Contributions([OverlongPenalty(9, 4)]), ReMax(), critic=False)
+    check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False)
+
+
+def test_two_entropy_bonuses_are_refused_by_both_names() -> None:
+    for coef in (0.1, -0.1):
+        with pytest.raises(ValueError, match=f"got entropy_coef={coef} and EntropyBonus: leave one out"):
+            check_entropy(Contributions([EntropyBonus()]), coef)
+    check_entropy(Contributions([EntropyBonus()]), 0.0)
+    check_entropy(Contributions([NoEOSMask()]), 0.1)
+
+
+def test_a_critic_that_nobody_reads_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
+    ):
+        check_estimator(Contributions(), PerRow(grpo), critic=True)
+    check_estimator(Contributions(), GAE(), critic=True)
+
+
+@pytest.mark.parametrize("number", [0, -1.0, float("nan")])
+def test_numbers_that_are_not_positive_are_refused_by_name(number: float) -> None:
+    with pytest.raises(ValueError, match=f"expected beta > 0, got {number}"):
+        check_positive(alpha=1, beta=number)
+    check_positive(alpha=1, beta=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "minibatches", "ranks", "fits"), [(8, 2, 2, True), (8, 3, 1, False), (8, 2, 3, False)]
+)
+def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches: int, ranks: int, fits: bool) -> None:
+    if fits:
+        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+        return
+    with pytest.raises(ValueError, match=f"minibatches x ranks, got {prompts} for {minibatches} x {ranks}"):
+        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+
+
+def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
+    check_whole_rollouts(12, 4)
+    with pytest.raises(ValueError, match=r"a multiple of 4 tickets \(minibatches x epochs\), got 13"):
+        check_whole_rollouts(13, 4)
+
+
+@pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
+def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
+    with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
+        check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=1)
+    check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=2)
+    check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)
+
+
+def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
+    """The check with an engine that has some attributes."""
+    generating = FakeEngine(lambda _: [])
+    vars(generating).update(engine)
+    check_pipelining(
+        Contributions(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "message"),
+    [
+        ({"sleeps": True}, 1, r"an engine that stays awake .*: use FakeEngine\(sleeps=False\), or max_staleness=0"),
+        (
+            {"collective": True},
+            1,
+            r"an engine for each rank, .*: use FakeEngine\(tensor_parallel_size=1\), or max_stal",
+        ),
+        ({}, 2, "expected max_staleness=1 with FakeEngine, got 2: it cannot take weights while it .* use 1, or an"),
+    ],
+    ids=["sleeps", "is-shared", "cannot-sync-meanwhile"],
+)
+def test_an_engine_that_cannot_generate_ahead_is_refused_with_the_fix(
+    engine: dict[str, Any], number: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipelining(TruncatedIS(), max_staleness=number, **engine)
+    pipelining(max_staleness=0, **engine)
+    pipelining(TruncatedIS(), max_staleness=2, syncs_while_generating=True)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "loss", "cure"),
+    [
+        ([], ClippedSurrogate(), "TruncatedIS"),
+        ([OPSM()], ClippedSurrogate(), "TruncatedIS"),
+        ([RolloutKL()], Reinforce(), "OffPolicyIS"),
+    ],
+)
+def test_samples_of_earlier_weights_without_a_correction_warn_and_name_one(
+    callbacks: list[RLCallback], loss: Any, cure: str
+) -> None:
+    with pytest.warns(
+        UserWarning, match=rf"max_staleness=1 .* nothing corrects for it: add {cure}\(\) to the callback"
+    ):
+        pipelining(*callbacks, loss=loss)
+
+
+@pytest.mark.parametrize("correction", [TruncatedIS(), IcePop(), OPSM(against="rollout")])
+def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correction: RLCallback) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipelining(correction)
+        pipelining(OffPolicyIS(), loss=Reinforce())
+        pipelining(max_staleness=0)
+
+
+@pytest.mark.parametrize("number", [-1, 0.5, True])
+def test_a_staleness_that_is_no_whole_number_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected max_staleness to be a whole number of at least 0, got {number}"):
+        check_whole(max_staleness=number)
+    check_whole(max_staleness=0)

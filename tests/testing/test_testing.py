@@ -1,0 +1,225 @@
+"""The kit: every export of the library passes it, and wrong code fails with the property that it breaks."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.faulty import DetachedKL, TokenwiseOPSM, Unmasked, by_position, over_everyone, over_the_batch
+from faults.faulty_steps import OverPadding, Random, Repelling, by_row, wrong_way
+from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import Estimator, LossTerm, LossView, PolicyLoss, RLCallback, Stat
+from lightning_rl.testing import PropertyError, check_advantage, check_callback, check_loss, check_reward
+
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def variants_in_long(examples: Iterable[str]) -> list[Any]:
+    """Names of examples; another configuration of the same thing waits for `make test-long`."""
+    return [pytest.param(name, marks=pytest.mark.long) if "-" in name else name for name in examples]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", variants_in_long(ESTIMATOR_EXAMPLES))
+def test_every_estimator_passes(name: str) -> None:
+    check_advantage(ESTIMATOR_EXAMPLES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", variants_in_long(LOSS_EXAMPLES))
+def test_every_loss_passes(name: str) -> None:
+    check_loss(LOSS_EXAMPLES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(correction_examples())))
+def test_every_correction_passes(number: int) -> None:
+    check_callback(correction_examples()[number])
+
+
+def right_length(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
+    """A reward without a fault."""
+    return [None if not completion else min(len(completion), 10) / 10 for completion in completions]
+
+
+def test_a_plain_reward_passes() -> None:
+    check_reward(right_length)
+
+
+def test_columns_are_drawn_from_their_examples() -> None:
+    def exact(prompts: Any, completions: Sequence[str], *, completion_ids: Any, answer: Sequence[str]) -> list[float]:
+        assert set(answer) <= {"4", "7"} and len(completion_ids) == len(answer)
+        return [float(given == wanted) for given, wanted in zip(completions, answer, strict=True)]
+
+    check_reward(exact, answer=["4", "7"], completions=["4", "7", "8"])
+
+
+def first_word(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(completion.split()[0] == "4") for completion in completions]
+
+
+def best_of_the_batch(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(len(completion) == max(map(len, completions))) for completion in completions]
+
+
+def for_the_first(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    return [1.0]
+
+
+def sorting(prompts: Any, completions: list[str], **_: Any) -> list[float]:
+    completions.sort()
+    return [0.0 for _ in completions]
+
+
+def infinite(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    return [float("inf") if not completion else 0.0 for completion in completions]
+
+
+def drawn(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    return torch.rand(len(completions)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("reward", "broken"),
+    [
+        (first_word, "reward_accepts"), (best_of_the_batch, "reward_order"), (by_row, "reward_order"),
+        (for_the_first, "reward_values"), (infinite, "reward_values"), (sorting, "reward_inputs"),
+        (drawn, "reward_repeats"),
+    ],
+)  # fmt: skip
+def test_a_wrong_reward_fails_with_its_property(reward: Any, broken: str) -> None:
+    with pytest.raises(PropertyError) as raised:
+        check_reward(reward)
+    assert raised.value.property == broken
+
+
+def times_group_size(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Centres over groups, and scales with their size, rows without reward included."""
+    sizes = torch.stack([(groups == group).sum() for group in groups])
+    means = torch.stack([scores[(groups == group) & rewarded].nan_to_num().sum() for group in groups])
+    return torch.where(rewarded, scores - means / sizes, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("advantages", "broken"),
+    [
+        (over_everyone, {"excluded_rows"}),
+        (over_the_batch, {"group_isolation"}),
+        (by_position, {"row_order", "group_isolation", "excluded_rows"}),
+        pytest.param(OverPadding(), {"padding_width"}, marks=pytest.mark.long),
+        pytest.param(times_group_size, {"excluded_rows"}, marks=pytest.mark.long),
+    ],
+)
+def test_wrong_advantages_fail_with_their_property(advantages: Any, broken: set[str]) -> None:
+    with pytest.raises(PropertyError) as raised:
+        check_advantage(advantages)
+    assert raised.value.property in broken
+
+
+def detached(view: LossView) -> Tensor:
+    return -(view.logprobs.detach() - view.required("old_logprobs")).exp() * view.required("advantages")
+
+
+def in_place(view: LossView) -> Tensor:
+    return -view.required("advantages").mul_(2.0) * view.logprobs
+
+
+def mean_of_the_microbatch(view: LossView) -> Tensor:
+    advantages = view.required("advantages")
+    return -(view.logprobs - view.required("old_logprobs")).exp() * (advantages - advantages.mean())
+
+
+def already_reduced(view: LossView) -> Tensor:
+    return (-view.logprobs * view.required("advantages")).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "broken"),
+    [
+        (detached, {"gradient_liveness"}),
+        (in_place, {"loss_fits"}),
+        pytest.param(already_reduced, {"loss_fits"}, marks=pytest.mark.long),
+        (wrong_way, {"loss_direction"}),
+        (mean_of_the_microbatch, {"partition", "loss_direction"}),
+    ],
+)
+def test_a_wrong_loss_fails_with_its_property(loss: Callable[[LossView], Tensor], broken: set[str]) -> None:
+    with pytest.raises(PropertyError) as raised:
+        check_loss(loss)
+    assert raised.value.property in broken
+
+
+class Widening(RLCallback):
+    """A term that divides by the width of the batch."""
+
+    name = "widening"
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=(view.logprobs - view.required("old_logprobs")).square() / view.width, coef=0.1)
+
+
+class ForeignName(RLCallback):
+    """Logs under a name that is not its own."""
+
+    name = "foreign"
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        return {"policy/mine": Stat.of(view.entropy, view.valid_tokens)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callback", "broken"),
+    [
+        (DetachedKL(0.1, as_loss=True), {"gradient_liveness"}),
+        pytest.param(Repelling(0.1, as_loss=True), {"distances_pull_back"}, marks=pytest.mark.long),
+        pytest.param(TokenwiseOPSM(0.05), {"sequence_decisions"}, marks=pytest.mark.long),
+        (Unmasked(), {"metric_populations"}),
+        (Random(), {"contributions_fit"}),
+        pytest.param(ForeignName(), {"contributions_fit"}, marks=pytest.mark.long),
+        (Widening(), {"partition"}),
+    ],
+)
+def test_a_wrong_correction_fails_with_its_property(callback: RLCallback, broken: set[str]) -> None:
+    with pytest.raises(PropertyError) as raised:
+        check_callback(callback)
+    assert raised.value.property in broken
+
+
+def test_a_failure_says_what_is_broken_and_shows_the_smallest_batch() -> None:
+    with pytest.raises(AssertionError) as raised:
+        check_reward(by_row)
+    said = str(raised.value)
+    assert said.startswith("reward by_row breaks the property reward_order.\nThe reward of a completion depends on")
+    assert said.count("'completion': ") == 2, "two rows are the fewest that show it"
+    assert "What to do: score each row by itself" in said
+
+
+def test_without_hypothesis_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("lightning_rl.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-rl\[testing\]'"):
+        __import__("lightning_rl.testing")
+
+
+def test_the_examples_of_the_page_pass() -> None:
+    blocks = [part.partition("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    tests: dict[str, Any] = {}
+    exec("\n".join(blocks), tests)  # the page is ours
+    called = [test() for name, test in tests.items() if name.startswith("test_")]
+    assert len(called) == 4
+
+
+def test_the_kit_accepts_what_a_module_accepts() -> None:
+    assert all(isinstance(one, Estimator) for one in ESTIMATOR_EXAMPLES.values())
+    assert all(isinstance(one, PolicyLoss) for one in LOSS_EXAMPLES.values())
