@@ -205,9 +205,8 @@ def test_a_signal_saves_what_is_in_flight_and_the_run_goes_on_from_there(tmp_pat
 def test_an_engine_that_hangs_is_given_up_with_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "PATIENCE", 0.01)
     engine = Gated(fails=OSError("given up"))
-    with pytest.raises(
-        TimeoutError, match=r"expected rollout 1 within 0.01 seconds, .* raise lightning_rl\.rollouts\.prefetch"
-    ):
+    message = r"expected rollout 1 within 0.01 seconds, .* raise lightning_rl\.rollouts\.prefetch"
+    with pytest.raises(TimeoutError, match=message):
         run(engine=engine)
     (thread,) = in_flight()
     engine.gate.set()
