@@ -1,6 +1,5 @@
 """PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
 
-import hashlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, lay_out, packed_attention
 from lightning_rl.rollout import Finish, Rollout
@@ -126,11 +126,7 @@ class Scorer:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all weights, equal exactly if they are. They are frozen, so it is computed once."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, parameter in self.model.named_parameters():
-            digest.update(name.encode())
-            digest.update(parameter.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return fingerprint(self.model.named_parameters())
 
     def shard(self, split: Callable[[nn.Module, list[nn.Module]], nn.Module]) -> None:
         """Splits the weights over the ranks; their hash is taken before."""

@@ -20,7 +20,7 @@ from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.data import Ticket
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy.fingerprint import hashed
+from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.recording.configuration import Configuration
 from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.serialize import described
@@ -142,7 +142,7 @@ class _Open:
 
     def begin_step(self, ticket: Ticket) -> None:
         """Notes what the weights are before a step."""
-        weights = hashed(self.module.parallel.full_parameters(self.module.required_policy))
+        weights = fingerprint(self.module.parallel.full_parameters(self.module.required_policy))
         empty = {"states": None, "scale": 1.0, "parts": {}, "grad_norm": None, "made": False}
         self.steps.append({"ticket": ticket.index, "weights": weights, **empty})
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl import distributed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Layout, Outputs, PolicyModel
-from lightning_rl.policy.fingerprint import hashed
+from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.recording.configuration import Configuration
 from lightning_rl.recording.recording import Recording
@@ -44,7 +44,7 @@ def rescored(module: RLLightningModule, recording: Recording) -> Rescored:
         recording: of this rank.
     """
     policy, steps = module.required_policy, recording.header["steps"]
-    weights = hashed(module.parallel.full_parameters(policy))
+    weights = fingerprint(module.parallel.full_parameters(policy))
     number = next((number for number, step in enumerate(steps) if step["weights"] == weights), None)
     if number is None:
         return Rescored(weights)
