@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Objective
+from lightning_rl.checkpointing import Interrupts
 from lightning_rl.compatibility import (
     check_coefficients,
     check_counts,
@@ -32,7 +33,6 @@ from lightning_rl.compatibility import (
 from lightning_rl.corrections import Contributions, LossView, RLCallback
 from lightning_rl.data import Prompt, Ticket, TicketLoader
 from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
-from lightning_rl.interrupts import Interrupts
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
 from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
@@ -178,7 +178,8 @@ class RLLightningModule(RunModule):
     def configure_callbacks(self) -> list[Callback]:
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
         check_flags(self.trainer)
-        return [] if any(isinstance(known, Interrupts) for known in callbacks_of(self.trainer)) else [Interrupts()]
+        known = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
+        return [] if known else [Interrupts(close=RLLightningModule.close_engine)]
 
     @override
     def setup(self, stage: str) -> None:

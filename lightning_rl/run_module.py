@@ -4,27 +4,25 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import Estimator
+from lightning_rl.checkpointing import write_pretrained
 from lightning_rl.data import PromptBatch, PromptDataModule, prompt_stream_of
 from lightning_rl.distributed import Parallel
 from lightning_rl.generation import Engine, TokenFilter
 from lightning_rl.generation.weights.sync import synchronise
 from lightning_rl.metrics import RunningStats
 from lightning_rl.policy import PolicyModel
-from lightning_rl.policy.build import ModelSource, build_model
-from lightning_rl.policy.lora import merged, unwrapped
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.collect import Collector
 from lightning_rl.rollouts.sample import Drawer
@@ -104,28 +102,10 @@ class RunModule(LightningModule):
         Every rank calls it; rank 0 writes. Adapters are merged into the weights, and the tokenizer lies beside them.
         The value head, which no Hugging Face class has, is ``folder/critic/value_head.safetensors``.
         """
-        weights: dict[str, Tensor] = {}
-        for name, weight in self.parallel.full_parameters(self.required_policy):
-            if self.global_rank == 0:
-                weights[name] = weight.cpu().clone()
-        if self.global_rank == 0:
-            self._write(Path(folder), weights)
+        weights = self.parallel.full_parameters(self.required_policy)
+        write_pretrained(Path(folder), weights, self.sources, self.tokenizer, writing=self.global_rank == 0)
         if distributed.world_size() > 1:
             dist.barrier()
-
-    def _write(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        parts = {"model": (folder, "policy"), "critic": (folder / "critic", "critic")}
-        for prefix, (place, source) in parts.items():
-            own = {name.removeprefix(f"{prefix}."): w for name, w in weights.items() if name.startswith(f"{prefix}.")}
-            if own:
-                built = build_model(cast(ModelSource, self.sources[source]))
-                _load(unwrapped(built) if prefix == "model" else built.base_model, own)
-                merged(built).save_pretrained(place)
-        if "value_head.weight" in weights:
-            (folder / "critic").mkdir(parents=True, exist_ok=True)
-            save_file({"weight": weights["value_head.weight"]}, folder / "critic" / "value_head.safetensors")
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -246,10 +226,3 @@ class RunModule(LightningModule):
             device=self.device,
             max_staleness=self.max_staleness,
         )
-
-
-def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    own = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in weights.items():
-            own[name].copy_(weight)

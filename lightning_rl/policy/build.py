@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.policy.lora import unwrapped
+from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
 
@@ -31,7 +31,7 @@ def build_policy(
     Raises:
         ValueError: if either check fails; the message says what to change.
     """
-    model = unwrapped(build_model(policy))
+    model = base_model_of(build_model(policy))
     backbone = None if critic is None else model if critic == "shared" else build_model(critic)
     check_dropout(model)
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed)

@@ -7,8 +7,6 @@ gradient of the loss with respect to ``logprobs``. ``rollout-000012.json`` holds
 """
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lightning_rl.files import write_atomically
 from lightning_rl.rollout import Rollout
 
 FORMAT = 1
-PART = ".part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,8 @@ class Recording:
         header, stem = self.header, stem_of(self.header["cycle"], self.header["rank"], self.header["world_size"])
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         text = json.dumps({"format": FORMAT, **header}, indent=1, allow_nan=False)
-        _whole(folder / f"{stem}.safetensors", lambda part: save_file(tensors, part))
-        _whole(folder / f"{stem}.json", lambda part: part.write_text(text, encoding="utf-8"))
+        write_atomically(folder / f"{stem}.safetensors", lambda part: save_file(tensors, part))
+        write_atomically(folder / f"{stem}.json", lambda part: part.write_text(text, encoding="utf-8"))
         return folder / f"{stem}.json"
 
     @staticmethod
@@ -93,11 +91,3 @@ class Recording:
 def stem_of(cycle: int, rank: int, world_size: int) -> str:
     """Name of a recording's files without the suffix."""
     return f"rollout-{cycle:06d}" + (f"-rank{rank}" if world_size > 1 else "")
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    part = path.with_name(path.name + PART)
-    write(part)
-    with part.open("rb") as written:
-        os.fsync(written.fileno())
-    part.replace(path)
