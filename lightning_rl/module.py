@@ -1,7 +1,7 @@
 """RLLightningModule: the stages of a rollout as hooks of a LightningModule, and nothing that bends the signal."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -47,7 +47,7 @@ from lightning_rl.policy.build import (
     longest_prompt,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
-from lightning_rl.rewards import Reward, Rewards
+from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollouts.held import Held
 from lightning_rl.rollouts.prefetch import tickets_left
 from lightning_rl.rollouts.sample import Drawer, dealt
@@ -69,8 +69,7 @@ class RLLightningModule(RunModule):
     Args:
         policy: name or path of a causal language model, or a callable that builds one.
         rewards: ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, one or several,
-            or a mapping from names to them.
-        reward_weights: what each reward is multiplied with; 1 by default, 0 to log only.
+            or a mapping from names to them, or to (reward, weight): 1 by default, 0 to log only.
         advantages: an Estimator, a function of (scores, groups, rewarded), or a known name.
         loss: a PolicyLoss, a function of a LossView, or a known name.
         reduction: how tokens are weighed: a function or a known name.
@@ -111,9 +110,8 @@ class RLLightningModule(RunModule):
     def __init__(
         self,
         policy: ModelSource,
-        rewards: Reward | Sequence[Reward] | Mapping[str, Reward],
+        rewards: RewardSource,
         *,
-        reward_weights: Sequence[float] | None = None,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
         reduction: Reduction | str = "token_mean",
@@ -154,7 +152,7 @@ class RLLightningModule(RunModule):
         if isinstance(value_loss, type) or not callable(value_loss):
             raise ValueError(f"expected value_loss to be a ValueLoss or a function, got {value_loss!r}")
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
-        self.rewards = Rewards([rewards] if callable(rewards) else rewards, reward_weights)
+        self.rewards = Rewards(rewards)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
         self.reduction = resolve_reduction(reduction, max_new_tokens)
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler

@@ -3,8 +3,7 @@
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rewards import Rewards
+from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rollout import KEPT, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, MOST_BATCHES, FEW = 2, 48, 64, 16
@@ -25,30 +24,6 @@ LEAST = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
 
 
 Drawn = tuple[Request, Completion]
-
-
-class RewardCall(NamedTuple):
-    """One call of one reward function; what is not plain is left out of saved files.
-
-    Attributes:
-        name: of the function.
-        completion_ids: as it was given them.
-        values: as it gave them.
-        seconds: how long it took.
-        prompts: as it was given them.
-        completions: as it was given them.
-        columns: as it was given them.
-        function: itself.
-    """
-
-    name: str
-    completion_ids: Sequence[Sequence[int]]
-    values: Sequence[float | None]
-    seconds: float
-    prompts: Sequence[Any] = ()
-    completions: Sequence[str] = ()
-    columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
-    function: Callable[..., Any] | None = None
 
 
 class PlainForward(NamedTuple):

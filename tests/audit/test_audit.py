@@ -105,7 +105,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], list[RLCallback]]]] = {
     "teacher as a reward": ({"advantages": "reinforce_plus_plus"}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)]),
     "batch normalisation": ({"advantages": Normalised(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
     "group and batch": ({"advantages": Normalised(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
-    "rows without reward": ({"rewards": [sparse, parity_reward], "reward_weights": [1.0, 0.0]}, list),
+    "rows without reward": ({"rewards": {"sparse": sparse, "parity_reward": (parity_reward, 0.0)}}, list),
     "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches": 2}, list),
     "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches": 2}, list),
     "kl-cov": ({"loss": KLCov(fraction=0.3, coef=0.5), "minibatches": 2, "token_budget": 24}, list),
