@@ -19,10 +19,10 @@ PromptSource = Path | str | Sequence[Any]
 class Ticket:
     """Admits to one optimizer step: number of the rollout, step within it, and number of the ticket in the run."""
 
-    __slots__ = ("cycle", "index", "step")
+    __slots__ = ("index", "rollout", "step")
 
-    def __init__(self, cycle: int, step: int, index: int) -> None:
-        self.cycle = cycle
+    def __init__(self, rollout: int, step: int, index: int) -> None:
+        self.rollout = rollout
         self.step = step
         self.index = index
 
@@ -59,8 +59,8 @@ class TicketLoader:
     def __iter__(self) -> Iterator[Ticket]:
         """The next tickets. The body runs at the first ``next``, so after a possible ``load_state_dict``."""
         for _ in range(self.epoch_length):
-            cycle, step = divmod(self.index, self.steps_per_rollout)
-            ticket = Ticket(cycle, step, self.index)
+            rollout, step = divmod(self.index, self.steps_per_rollout)
+            ticket = Ticket(rollout, step, self.index)
             self.index += 1
             yield ticket
 
@@ -197,7 +197,7 @@ class PromptDataModule(LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keys the global generators to the ticket: after the loader and before every other hook of the batch."""
         if isinstance(batch, Ticket):
-            self._module.key_generators(batch)  # pyright: ignore[reportCallIssue]
+            self._module.seed_generators(batch)  # pyright: ignore[reportCallIssue]
         return batch
 
     @override

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_rl import distributed
 from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import Shown, merged_moments, shown_value
+from lightning_rl.distributed import ALONE, Collectives
 
 SHOWN_ON_THE_BAR = ("reward/task",)
 
@@ -27,8 +27,8 @@ class RunningStats(Metric):
     full_state_update = False
     moments: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, collectives: Collectives = ALONE) -> None:
+        super().__init__(process_group=collectives.rows, distributed_available_fn=lambda: collectives.ranks > 1)
         self.keys: tuple[str, ...] = ()
         self.shown: tuple[Shown, ...] = ()
         self.published = self.restored = False
@@ -56,7 +56,6 @@ class RunningStats(Metric):
 
     def figures(self) -> dict[str, float]:
         """The figure of each key that has a population, over all ranks. A collective."""
-        self.process_group = distributed.GROUPS.rows
         self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
         rows = self.compute().reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
         values = {key: shown_value(row, shown) for key, shown, row in zip(self.keys, self.shown, rows, strict=True)}
@@ -78,8 +77,8 @@ class RunningStats(Metric):
 class MetricLog:
     """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.groups = {name: RunningStats().to(device) for name in ("rollout", "step", "microbatch", "counter")}
+    def __init__(self, device: torch.device | str = "cpu", collectives: Collectives = ALONE) -> None:
+        self.groups = {name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")}
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Joins statistics to one group; its keys are the same at every call."""
@@ -119,9 +118,11 @@ def monitored_keys(trainer: Trainer) -> set[str]:
     return {key for key in monitors if not key.startswith("val/")} | set(SHOWN_ON_THE_BAR)
 
 
-def global_values(stats: Mapping[str, Stat], device: torch.device | str = "cpu") -> dict[str, float]:
+def global_values(
+    stats: Mapping[str, Stat], device: torch.device | str = "cpu", collectives: Collectives = ALONE
+) -> dict[str, float]:
     """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
-    running = RunningStats().to(device)
+    running = RunningStats(collectives).to(device)
     running.update(stats)
     return running.figures()
 

@@ -33,7 +33,7 @@ class PhaseTimes:
             torch.cuda.synchronize(device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def taken(self) -> dict[str, Stat]:
+    def stats(self) -> dict[str, Stat]:
         """``time/<phase>`` of every phase since the last call, in seconds."""
         stats = Stat.singles({f"time/{name}": torch.tensor(seconds) for name, seconds in self._seconds.items()})
         self._seconds = {}

@@ -138,7 +138,7 @@ class SignalAudit(RLCallback):
         if found:
             save(evidence, found, path)
         text = "\n".join(str(finding) for finding in found) + (f"\nIt lies in {path}." if found else "")
-        said = [str(own) for own in distributed.gathered_objects(text) if own]
+        said = [str(own) for own in distributed.process_objects(text) if own]
         self._count(begin)
         if said and self.mode == "raise":
             raise AuditError("\n".join(said))

@@ -215,5 +215,5 @@ def _row(what: str, found: str) -> None:
 
 
 def _say(text: str) -> None:
-    if distributed.world_size() == 1 or torch.distributed.get_rank() == 0:
+    if distributed.process_count() == 1 or torch.distributed.get_rank() == 0:
         sys.stdout.write(f"{text}\n")
