@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.distributed import failing_together, process_objects, process_count
+from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Completion, Engine, EngineError, EngineState, Request
 from lightning_rl.generation.vllm.dispatch import Dispatch
 from lightning_rl.generation.vllm.endpoint import Endpoint
