@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl import distributed
+from lightning_rl.distributed import process_maximum
 from lightning_rl.files import PART, write_atomically
 from lightning_rl.generation import EngineError
 from lightning_rl.policy.build import ModelSource, build_model
@@ -80,7 +80,7 @@ class Interrupts(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        received = distributed.any_process(self.received, torch.device(pl_module.device))
+        received = process_maximum(self.received, torch.device(pl_module.device))
         if not received:
             return
         _save(trainer, signal.Signals(received).name)

@@ -15,7 +15,8 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.rollout import SAMPLING_MASK, Rollout
+from lightning_rl.rollout import KEPT as SAMPLING_MASK
+from lightning_rl.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per
         _warn_of_dead_knobs(algorithm.corrections)
 
 
-def names_to_record(corrections: Corrections, engine: Engine, sampling: Sampling) -> frozenset[str]:
+def extras_to_select(corrections: Corrections, engine: Engine, sampling: Sampling) -> frozenset[str]:
     """What the engine has to record about tokens that train.
 
     Raises:
@@ -74,7 +75,7 @@ def names_to_record(corrections: Corrections, engine: Engine, sampling: Sampling
     if sampling.filters:
         needed[SAMPLING_MASK] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
     for name, who in needed.items():
-        if name not in engine.capabilities.records:
+        if name not in engine.capabilities.extras:
             raise ValueError(
                 f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
                 f"engine=TransformersEngine(), or train without"

@@ -78,7 +78,9 @@ class MetricLog:
     """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
 
     def __init__(self, device: torch.device | str = "cpu", collectives: Collectives = ALONE) -> None:
-        self.groups = {name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")}
+        self.groups = {
+            name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
+        }
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Joins statistics to one group; its keys are the same at every call."""

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_rl import compatibility
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.checkpointing import Interrupts
+from lightning_rl.checkpointing import Interrupts, write_pretrained
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count
@@ -40,7 +40,7 @@ from lightning_rl.policy.build import (
     longest_prompt,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
-from lightning_rl.rewards import Reward, Rewards
+from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprobs import add_logprobs
 from lightning_rl.rollouts.prefetch import tickets_left
@@ -97,7 +97,7 @@ class RLLightningModule(LightningModule):
     def __init__(
         self,
         policy: ModelSource,
-        rewards: Reward | Sequence[Reward] | Mapping[str, Reward | tuple[Reward, float]],
+        rewards: RewardSource,
         *,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
@@ -129,7 +129,7 @@ class RLLightningModule(LightningModule):
         if not isinstance(value_loss, ValueLoss):
             raise ValueError(f"expected value_loss to be a ValueLoss, such as ValueLoss(coef=0.5), got {value_loss!r}")
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
-        self.rewards = Rewards([rewards] if callable(rewards) else rewards)
+        self.rewards = Rewards(rewards)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
         self.reduction, self.value_loss = resolve_reduction(reduction, sampling.max_new_tokens), value_loss
         self._optimizer, self._lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
@@ -206,7 +206,7 @@ class RLLightningModule(LightningModule):
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
         compatibility.check_flags(self.trainer)
         present = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
-        return [] if present else [Interrupts(close=self.close_engine)]
+        return [] if present else [Interrupts(close=RLLightningModule.close_engine)]
 
     @override
     def setup(self, stage: str) -> None:
@@ -220,9 +220,9 @@ class RLLightningModule(LightningModule):
         steps, engine = self.steps_per_rollout, self.engine
         compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
         self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
-        engine.record(frozenset())
+        engine.select_extras(frozenset())
         if stage == "fit":
-            engine.record(compatibility.names_to_record(corrections, engine, self.sampling))
+            engine.select_extras(compatibility.extras_to_select(corrections, engine, self.sampling))
             staleness = self.max_staleness
             compatibility.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
             compatibility.check_sizes(
@@ -347,7 +347,7 @@ class RLLightningModule(LightningModule):
                 minibatches=self.minibatches,
                 token_budget=self.token_budget,
                 packed=self.packing,
-                maximum=lambda counts: collectives.maximum(counts, self.device),
+                most=lambda counts: collectives.maximum(counts, self.device),
             )
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             rollout = add_logprobs(
@@ -372,7 +372,7 @@ class RLLightningModule(LightningModule):
             return None
         with self.run.times.phase("wait", self.device):
             if self.run.corrections.contributors("keep_groups"):
-                self.run.prefetcher.drain()  # groups that a filter drops are sampled again, so the engine has to be free
+                self.run.prefetcher.drain()  # the engine has to be free to sample again what a filter drops
             return self.run.prefetcher.take(number)
 
     def _prefetch(self, sampler: Sampler, ticket: Ticket, batch_idx: int) -> None:
@@ -441,7 +441,9 @@ class RLLightningModule(LightningModule):
             microbatches,
             lambda microbatch: policy(microbatch.layout),
             self.algorithm,
-            backward=lambda loss: self.manual_backward(loss * parallel.ranks),  # cancels the mean over ranks, here alone
+            backward=lambda loss: self.manual_backward(
+                loss * parallel.ranks
+            ),  # cancels the mean over ranks, here alone
             around=lambda last: parallel.accumulating(policy, last=last),
             collectives=parallel.collectives,
             trace=trace,
@@ -467,9 +469,7 @@ class RLLightningModule(LightningModule):
             scheduler.step()
         return norm, rate
 
-    def _measure(
-        self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None
-    ) -> None:
+    def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
         """Logs a step, and completes its trace."""
         step = gradient.metrics(
             self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.elapsed()
@@ -585,12 +585,8 @@ class RLLightningModule(LightningModule):
         Every rank calls it; rank 0 writes. Adapters are merged into the weights, and the tokenizer lies beside them.
         The value head, which no Hugging Face class has, is ``folder/critic/value_head.safetensors``.
         """
-        weights: dict[str, Tensor] = {}
-        for name, weight in self.parallel.full_parameters(self.required_policy):
-            if self.global_rank == 0:
-                weights[name] = weight.cpu().clone()
-        if self.global_rank == 0:
-            export_policy(Path(folder), weights, self.sources, self.tokenizer)
+        weights = self.parallel.full_parameters(self.required_policy)
+        write_pretrained(Path(folder), weights, self.sources, self.tokenizer, writing=self.global_rank == 0)
         if process_count() > 1:
             dist.barrier()
 

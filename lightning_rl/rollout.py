@@ -124,7 +124,9 @@ class Rollout:
             action_mask=sampled,
             valid_tokens=sampled,
             groups=torch.tensor(groups, dtype=torch.int64),
-            sample_ids=torch.arange(len(lengths)) if sample_ids is None else torch.tensor(sample_ids, dtype=torch.int64),
+            sample_ids=torch.arange(len(lengths))
+            if sample_ids is None
+            else torch.tensor(sample_ids, dtype=torch.int64),
             finish=ends,
             policy_version=torch.where(sampled, version, -1),
             trained=trained,

@@ -124,7 +124,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_1_25_a_mean_is_a_global_sum_over_a_global_count", "lightning_rl/corrections/stat.py",
      "joint = (count * mean).sum(0) / total.clamp(min=1)", "joint = mean.mean(0)"),
     ("test_2_01_a_base_that_is_nan_at_a_masked_token_spoils_no_gradient", "lightning_rl/algorithm.py",
-     "view = view.sanitised()", "view = view.sanitised() if view.ref_logprobs is None else view"),
+     "view = view.sanitize()", "view = view.sanitize() if view.ref_logprobs is None else view"),
     ("test_2_02_whitening_does_not_see_padding", "lightning_rl/signal/masked.py",
      "global_sum(mask.sum().double())", "global_sum(torch.ones_like(mask).sum().double())"),
     ("test_2_03_the_reward_of_a_masked_row_moves_no_other_row", "lightning_rl/rollouts/signal.py",

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rl.corrections import Contributions, LossView
+from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import Finish, Rollout
 
@@ -59,38 +59,40 @@ class Charges:
         self.taken[stage] = self.taken.get(stage, 0.0) + before - self.left()
 
 
-def drawn_stages(contributions: Contributions) -> list[str]:
+def drawn_stages(contributions: Corrections) -> list[str]:
     """The stages from the engine to the signal, in their order."""
-    filters = [f"{callback.name}.keep_groups" for callback in contributions.offering("keep_groups")]
-    excluding = [f"{callback.name}.exclude" for callback in contributions.offering("exclude")]
-    masks = [f"{callback.name}.reward_mask" for callback in contributions.offering("reward_mask")]
-    return [*filters, "aborted", *excluding, "unscored", *masks, "zero_advantage"]
+    filters = [f"{callback.name}.keep_groups" for callback in contributions.contributors("keep_groups")]
+    excluding = [f"{callback.name}.exclude" for callback in contributions.contributors("exclude")]
+    masks = [f"{callback.name}.reward_mask" for callback in contributions.contributors("reward_mask")]
+    return [*filters, "aborted", *exclude_rows, "unscored", *masks, "zero_advantage"]
 
 
-def update_stages(contributions: Contributions) -> list[str]:
+def update_stages(contributions: Corrections) -> list[str]:
     """The stages of an update, in their order."""
     methods = ("sequence_mask", "token_mask", "token_weight")
-    return [*(f"{one.name}.{method}" for method in methods for one in contributions.offering(method)), "clip"]
+    return [*(f"{one.name}.{method}" for method in methods for one in contributions.contributors(method)), "clip"]
 
 
-def charged_at_draw(part: Rollout, contributions: Contributions) -> tuple[Charges, Rollout]:
+def charged_at_draw(part: Rollout, contributions: Corrections) -> tuple[Charges, Rollout]:
     """What the filters of groups take of the samples of one round, and the same samples with their reward masks.
 
     Each mask is an extra of the rows, ``extras["ledger/<callback>.reward_mask"]``, as is ``extras["ledger/scored"]``.
     """
     masks = {SCORED: part.rewarded}
-    masks |= {f"ledger/{one.name}.reward_mask": one.reward_mask(part) for one in contributions.offering("reward_mask")}
+    masks |= {
+        f"ledger/{one.name}.reward_mask": one.reward_mask(part) for one in contributions.contributors("reward_mask")
+    }
     rewarded = part.rewarded
     for mask in masks.values():
         rewarded = rewarded & mask
     charges = _counted(part, part.action_mask)
     seen = part.replace(rewarded=rewarded)
-    for callback in contributions.offering("keep_groups"):
+    for callback in contributions.contributors("keep_groups"):
         charges.take_rows(f"{callback.name}.keep_groups", ~callback.keep_groups(seen))
     return charges, seen.replace(extras={**part.extras, **masks}).select(charges.rows)
 
 
-def charged_at_signal(rollout: Rollout, drawn: Rollout, contributions: Contributions) -> Charges:
+def charged_at_signal(rollout: Rollout, drawn: Rollout, contributions: Corrections) -> Charges:
     """What is taken of a finished rollout before its first update: rows, then tokens without an advantage.
 
     Args:
@@ -103,12 +105,12 @@ def charged_at_signal(rollout: Rollout, drawn: Rollout, contributions: Contribut
     row_of = {sample: row for row, sample in enumerate(drawn.sample_ids.tolist())}
     before = drawn.select(torch.tensor([row_of[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.int64))
     flags = {name: flag.to(rollout.groups.device) for name, flag in before.extras.items() if name.startswith("ledger/")}
-    for callback in contributions.offering("exclude"):
+    for callback in contributions.contributors("exclude"):
         charges.take_rows(f"{callback.name}.exclude", callback.exclude(before).to(charges.rows.device))
     idle = rollout.required("advantages") == 0
     without = (idle | ~rollout.valid_tokens).all(-1)
     charges.take_rows("unscored", without & ~flags[SCORED])
-    for callback in contributions.offering("reward_mask"):
+    for callback in contributions.contributors("reward_mask"):
         stage = f"{callback.name}.reward_mask"
         charges.take_rows(stage, without & ~flags[f"ledger/{stage}"])
     charges.take_rows("zero_advantage", without)
@@ -116,20 +118,20 @@ def charged_at_signal(rollout: Rollout, drawn: Rollout, contributions: Contribut
     return charges
 
 
-def charged_at_update(view: LossView, contributions: Contributions, loss: PolicyLoss) -> Charges:
+def charged_at_update(view: LossView, contributions: Corrections, loss: PolicyLoss) -> Charges:
     """What masks, weights and the loss itself take of a microbatch; the weight of a token is its advantage's size.
 
     Tokens are taken by the loss ("clip") if the policy loss has no gradient with respect to their log-probability.
     """
-    view = view.sanitised()
+    view = view.sanitize()
     size = view.required("advantages").double().abs()
     tokens = view.valid_tokens & (size > 0)
     charges = Charges(tokens, tokens.any(-1), torch.where(tokens, size, 0.0))
-    for callback in contributions.offering("sequence_mask"):
+    for callback in contributions.contributors("sequence_mask"):
         charges.take_rows(f"{callback.name}.sequence_mask", ~callback.sequence_mask(view))
-    for callback in contributions.offering("token_mask"):
+    for callback in contributions.contributors("token_mask"):
         charges.take_tokens(f"{callback.name}.token_mask", ~callback.token_mask(view))
-    for callback in contributions.offering("token_weight"):
+    for callback in contributions.contributors("token_weight"):
         charges.weigh(f"{callback.name}.token_weight", callback.token_weight(view))
     charges.take_tokens("clip", ~_reaches_policy(view, loss, charges.tokens))
     return charges

@@ -15,11 +15,11 @@ from lightning_rl.audit.finding import Finding
 from lightning_rl.audit.recorded import Drawn, PlainForward, RewardCall
 from lightning_rl.audit.subject import Subject
 from lightning_rl.audit.trace import LiveStep
-from lightning_rl.corrections import Contributions, LossView
+from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.policy import Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.signal import Spy, with_signal
+from lightning_rl.rollouts.signal import Spy, estimate_signal
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.selection import own_values
 from lightning_rl.update import accumulated, view_of
@@ -70,11 +70,11 @@ class Evidence:
     live: LiveStep | None = None
     edits: Sequence[Finding] = ()
 
-    def signal(self, rollout: Rollout, contributions: Contributions | None = None) -> tuple[Rollout, RewardSignal]:
+    def signal(self, rollout: Rollout, contributions: Corrections | None = None) -> tuple[Rollout, RewardSignal]:
         """The signal stage on another rollout of this run, on this rank alone."""
         spy = Spy(self.subject.estimator)
         with distributed.alone():
-            found, _ = with_signal(
+            found, _ = estimate_signal(
                 rollout.replace(advantages=None, returns=None), spy, contributions or self.subject.contributions,
                 own_sum,
             )  # fmt: skip
@@ -158,7 +158,7 @@ class Evidence:
 
     def step(
         self, partition: Sequence[Sequence[int]], rows: Rollout | None = None, *, drift: float = 0.3,
-        contributions: Contributions | None = None,
+        contributions: Corrections | None = None,
     ) -> StepFound:  # fmt: skip
         """The update stage on :attr:`rows`, cut into microbatches, without a model."""
         rollout, seen = self.rows if rows is None else rows, self.seen(drift)

@@ -22,7 +22,7 @@ def redone(evidence: Evidence, step: LiveStep) -> tuple[Tensor | None, dict[str,
     leaf = step.outputs.logprobs.detach().requires_grad_()
     objective = subject.objective()
     view = view_of(step.rows, step.outputs._replace(logprobs=leaf), entropy_gradient=objective.entropy_gradient)
-    view = evidence.prepared(view.sanitised())
+    view = evidence.prepared(view.sanitize())
     with distributed.alone():
         loss = objective(view, lambda reduction: weights_of_all(step, reduction).to(leaf.device))
     if not loss.total.requires_grad:

@@ -157,7 +157,7 @@ def reference_weights(module: RLLightningModule) -> Tensor:
 
 def forwards_plainly(module: RLLightningModule) -> bool:
     """Whether the policy's forward is a model's own one and the weights are all here."""
-    return not module.parallel.sharded and not module.run.contributions.offering("forward_context")
+    return not module.parallel.sharded and not module.run.contributions.contributors("forward_context")
 
 
 @torch.no_grad()

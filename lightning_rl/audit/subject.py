@@ -8,7 +8,7 @@ import torch
 
 from lightning_rl.advantages import Estimator, PerRow
 from lightning_rl.algorithm import Objective
-from lightning_rl.corrections import Contributions, RLCallback
+from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.corrections.provided import Provided
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, ClippedSurrogate, FunctionLoss, PolicyLoss, ValueFunction
 from lightning_rl.module import RLLightningModule
@@ -72,7 +72,7 @@ class Subject:
     loss: PolicyLoss = field(default_factory=ClippedSurrogate)
     reduction: Reduction = token_mean
     estimator: Estimator = field(default_factory=lambda: PerRow(reinforce))
-    contributions: Contributions = field(default_factory=Provided)
+    contributions: Corrections = field(default_factory=Provided)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     text: Callable[[Sequence[int]], str] | None = None
     entropy_coef: float = 0.0
@@ -96,7 +96,7 @@ class Subject:
             value_loss=module.value_loss, facts=facts,
         )  # fmt: skip
 
-    def objective(self, contributions: Contributions | None = None) -> Objective:
+    def objective(self, contributions: Corrections | None = None) -> Objective:
         """The loss, with its corrections or with others."""
         return Objective(
             loss=self.loss, reduction=self.reduction, contributions=contributions or self.contributions,
@@ -109,7 +109,7 @@ class Subject:
 
     def offering(self, *methods: str) -> list[tuple[RLCallback, str]]:
         """Every correction with each of the methods that it offers."""
-        return [(callback, method) for method in methods for callback in self.contributions.offering(method)]
+        return [(callback, method) for method in methods for callback in self.contributions.contributors(method)]
 
 
 def facts_of(module: RLLightningModule) -> Facts:

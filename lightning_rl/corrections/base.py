@@ -87,7 +87,7 @@ class LossTerm:
 class RLCallback(Callback):
     """Contributes to the training signal through any of the methods below, each of which returns a new value.
 
-    Nothing that comes in may be edited: the core checks and names the callback that did. Contributions of several
+    Nothing that comes in may be edited: the core checks and names the callback that did. Corrections of several
     callbacks combine with commutative operations in the order of their names, so the order of the list never matters.
 
     Attributes:

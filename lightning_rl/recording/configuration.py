@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.algorithm import Objective
-from lightning_rl.corrections import Contributions, RLCallback
+from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.losses import PolicyLoss, ValueFunction
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording.serialize import described, rebuilt
@@ -63,7 +63,7 @@ class Configuration:
             callbacks=tuple(c for c in callbacks if isinstance(c, RLCallback) and c.contributes & BENDING),
         )
 
-    def objective(self, contributions: Contributions) -> Objective:
+    def objective(self, contributions: Corrections) -> Objective:
         """The loss of an optimizer step, with the corrections given."""
         return Objective(
             loss=self.loss, reduction=self.reduction, contributions=contributions, entropy_coef=self.entropy_coef,

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.advantages import RewardSignal
-from lightning_rl.corrections import Contributions, LossView, RLCallback
+from lightning_rl.corrections import Corrections, LossView, RLCallback
 from lightning_rl.corrections.provided import Provided
 from lightning_rl.policy import Layout, Outputs, PolicyModel
 from lightning_rl.policy.plan import Plan, plan_of_rows
@@ -24,7 +24,7 @@ from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.serialize import rebuilt
 from lightning_rl.recording.threaded_ranks import Lockstep
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.rollouts.signal import Spy, excluding, with_signal
+from lightning_rl.rollouts.signal import Spy, estimate_signal, exclude_rows
 from lightning_rl.update import accumulated
 
 
@@ -70,7 +70,7 @@ class _Rejections(RLCallback):
 
     name = "rejections"
 
-    def __init__(self, contributions: Contributions) -> None:
+    def __init__(self, contributions: Corrections) -> None:
         self.contributions = contributions
         self.found: dict[int, Tensor] = {}  # by sample
 
@@ -105,7 +105,7 @@ def _restore(configuration: Configuration, states: Mapping[str, Any]) -> None:
             callback.load_state_dict(rebuilt(states[callback.name]))
 
 
-def _signal(recording: Recording, configuration: Configuration, contributions: Contributions) -> tuple[Rollout, Tensor]:
+def _signal(recording: Recording, configuration: Configuration, contributions: Corrections) -> tuple[Rollout, Tensor]:
     """The masks, then the signal, as the stages make them."""
     rollout = recording.rollout
     drawn = rollout.replace(
@@ -114,8 +114,8 @@ def _signal(recording: Recording, configuration: Configuration, contributions: C
     )  # fmt: skip
     drawn = drawn.replace(rewarded=drawn.rewarded & contributions.reward_mask(drawn))
     witness = Spy(configuration.estimator)
-    masked, _ = excluding(drawn, contributions)
-    found, _ = with_signal(masked, witness, contributions, distributed.global_sum)
+    masked, _ = exclude_rows(drawn, contributions)
+    found, _ = estimate_signal(masked, witness, contributions, distributed.global_sum)
     return found, cast(RewardSignal, witness.seen).shaped
 
 

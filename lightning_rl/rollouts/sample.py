@@ -16,7 +16,8 @@ from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
-from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Rollout, concatenate, pad_rows
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, Rollout, concatenate, pad_rows
+from lightning_rl.rollout import KEPT as SAMPLING_MASK
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
@@ -252,7 +253,7 @@ class Sampler:
             versions=[c.versions or (c.version,) * len(c.token_ids) for c in completions],
             dtype=self.dtype,
         )
-        recorded = self.engine.recorded
+        recorded = self.engine.extras
         extras = _pad_extras([c.token_extras for c in completions], rollout.response_lengths, recorded)
         masks = extras.get(SAMPLING_MASK)
         if masks is not None and not (holds(masks, rollout.response_ids) | ~rollout.action_mask).all():

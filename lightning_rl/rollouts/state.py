@@ -201,7 +201,7 @@ class RunState:
             )
         if mine is not None and reference is not None and reference != mine:
             raise ValueError(
-                f"expected the reference of the checkpoint ({reference}), got another one ({mine}): pass the reference= "
-                "and policy= that the run began with"
+                f"expected the reference of the checkpoint ({reference}), got another one ({mine}): pass the "
+                "reference= and policy= that the run began with"
             )
         self.loaded = ranks[rank]

@@ -16,7 +16,7 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
-    Contributions,
+    Corrections,
     KLCov,
     Normalised,
     RLCallback,
@@ -227,7 +227,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 def test_every_check_says_what_it_means_and_contributions_stay_legal() -> None:
     assert len(CHECKS) >= 40 and all(check.meaning.endswith(".") for check in CHECKS.values())
-    assert Contributions([SignalAudit()]).callbacks[0].name == "signal_audit"
+    assert Corrections([SignalAudit()]).callbacks[0].name == "signal_audit"
 
 
 def test_the_page_lists_every_check() -> None:

@@ -37,7 +37,7 @@ from lightning_rl import (
 )
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, ReferenceKL, RouterReplay
-from lightning_rl.corrections import Contributions
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_replay import Carried, Replay, expert_weights
@@ -85,7 +85,7 @@ def step_of(
     plan = plan_of_rows(rollout, [[list(rows) for rows in cut]], packed=options.get("packed", True))
     found = accumulated(
         rollout, plan.step(0), policy,
-        Objective(loss=loss or Reinforce(), reduction=token_mean, contributions=Contributions(callbacks)),
+        Objective(loss=loss or Reinforce(), reduction=token_mean, contributions=Corrections(callbacks)),
         global_sum=own_sum, around=lambda _last: nullcontext(), backward=lambda total: total.backward(),
     )  # fmt: skip
     gradient = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
@@ -275,7 +275,7 @@ def test_a_run_replays_the_engine_in_all_passes_but_the_reference() -> None:
         seen: list[Rollout] = []
         module = tiny_module(policy=moe, engine=engine, minibatches=2, engine_logprobs=True)
         fit(module, callbacks=[RouterReplay(), ReferenceKL(0.1, as_loss=True), recorder(seen)("seen")])
-        first = seen[0].sanitised()
+        first = seen[0].sanitize()
         old, ref, drawn = (first.required(f"{name}_logprobs") for name in ("old", "ref", "rollout"))
         assert torch.equal(old, ref) == same
         assert (float((drawn - old).abs().max()) < 1e-6) == same

@@ -17,7 +17,7 @@ import lightning_rl.rollouts.collect
 from lightning_rl import (
     Advantages,
     Completion,
-    Contributions,
+    Corrections,
     Estimator,
     LossTerm,
     LossView,
@@ -237,14 +237,14 @@ def in_bfloat16(logprobs: Tensor, *_: Any) -> Tensor:
     return logprobs.bfloat16().to(logprobs.dtype)
 
 
-def excluding_nobody(rollout: Rollout, contributions: Contributions) -> Any:
+def excluding_nobody(rollout: Rollout, contributions: Corrections) -> Any:
     """The stage that leaves rows out, without the corrections."""
     trained = rollout.trained & rollout.real
     valid = rollout.action_mask & trained[:, None]
     return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), {}
 
 
-def training_padding(rollout: Rollout, contributions: Contributions) -> Any:
+def training_padding(rollout: Rollout, contributions: Corrections) -> Any:
     """The same stage with every position of a response valid, sampled or not."""
     found, stats = EXCLUDING(rollout, contributions)
     return found.replace(valid_tokens=found.trained[:, None].expand_as(found.valid_tokens).clone()), stats

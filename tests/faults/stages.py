@@ -48,7 +48,7 @@ from faults.faulty import (
     without_gradient,
     without_rollout_logprobs,
 )
-from lightning_rl import GAE, Contributions, Rollout
+from lightning_rl import GAE, Corrections, Rollout
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.policy import PolicyModel, Scorer
 from lightning_rl.rollouts.sample import Drawer
@@ -122,7 +122,7 @@ STAGES: tuple[Fault, ...] = (
         "masks",
         "rewarded",
         callbacks=lambda: [NoEOSMask()],
-        patches=[after(Contributions, "reward_mask", lambda mask, *_: torch.ones_like(mask))],
+        patches=[after(Corrections, "reward_mask", lambda mask, *_: torch.ones_like(mask))],
     ),
     Fault(
         "old log-probabilities at temperature 1",
@@ -221,8 +221,8 @@ STAGES: tuple[Fault, ...] = (
         "row_order",
         "estimator",
         patches=[
-            after(lightning_rl.audit.evidence, "with_signal", other_rows),
-            after(lightning_rl.rollouts.collect, "with_signal", other_rows),
+            after(lightning_rl.audit.evidence, "estimate_signal", other_rows),
+            after(lightning_rl.rollouts.collect, "estimate_signal", other_rows),
         ],
     ),
     Fault(

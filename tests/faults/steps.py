@@ -86,7 +86,7 @@ MORE: tuple[Fault, ...] = (
     Fault(
         "masked values not cleaned", "loss_masked_values", "", callbacks=lambda: [KL()], options=STEPS,
         patches=[
-            patch.object(Rollout, "sanitised", lambda self: self),
+            patch.object(Rollout, "sanitize", lambda self: self),
             patch.object(lightning_rl.algorithm, "masked_fill_invalid", lambda values, mask: values * mask),
         ],
     ),

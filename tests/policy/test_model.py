@@ -12,7 +12,7 @@ from kit.support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rl import Contributions
+from lightning_rl import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.model import check_dropout, check_finite, check_scoring
@@ -148,10 +148,10 @@ def test_a_non_finite_output_raises_with_sample_and_position(what: str, field: s
 def test_non_finite_weights_stop_the_scoring_of_a_rollout() -> None:
     policy, rollout = PolicyModel(tiny_policy(), None, temperature=1.0, packed=True), ragged_rollout()
     plan = make_plan(rollout, minibatches=1, token_budget=1000)
-    scored(rollout, plan, policy, None, Contributions(), old=True)
+    scored(rollout, plan, policy, None, Corrections(), old=True)
     tuple(policy.model.parameters())[-1].data[3] = torch.nan
     with pytest.raises(FloatingPointError, match=r"\(sample \d+\), response position \d+: its weights"):
-        scored(rollout, plan, policy, None, Contributions(), old=True)
+        scored(rollout, plan, policy, None, Corrections(), old=True)
 
 
 @forms

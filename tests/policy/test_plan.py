@@ -20,7 +20,7 @@ def rows_of(plan: Plan) -> list[int]:
     return [row for microbatch in plan.microbatches() for row in microbatch.index.tolist()]
 
 
-def excluding(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+def exclude_rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
     trained = rollout.trained.clone()
     trained[list(rows)] = False
     return rollout.replace(trained=trained, valid_tokens=rollout.action_mask & trained[:, None])
@@ -49,7 +49,7 @@ def check(rollout: Rollout, plan: Plan, *, minibatches: int, budget: int, packed
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 @pytest.mark.parametrize("budget", [1, 9, 20, 1000])
 def test_every_trained_row_once_in_whole_groups_within_the_budget(packed: bool, minibatches: int, budget: int) -> None:
-    rollout = excluding(ragged_rollout(24), [0, 7, 9, 10, 11])
+    rollout = exclude_rows(ragged_rollout(24), [0, 7, 9, 10, 11])
     plan = make_plan(rollout, minibatches=minibatches, token_budget=budget, packed=packed)
     check(rollout, plan, minibatches=minibatches, budget=budget, packed=packed)
 
@@ -174,7 +174,7 @@ def test_fewer_groups_than_minibatches_leave_the_last_ones_empty() -> None:
 
 @pytest.mark.parametrize("rows", [0, 6], ids=["no-rows", "all-excluded"])
 def test_nothing_to_train_on_gives_padding_only(rows: int) -> None:
-    rollout = excluding(ragged_rollout(6), range(6)).select(torch.arange(rows))
+    rollout = exclude_rows(ragged_rollout(6), range(6)).select(torch.arange(rows))
     assert make_plan(rollout, minibatches=2, token_budget=100).rows() == [[], []]
     assert make_plan(rollout, minibatches=2, token_budget=100, most=lambda _: [2, 1]).rows() == [[[], []], [[]]]
 

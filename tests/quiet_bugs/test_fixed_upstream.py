@@ -15,7 +15,7 @@ from lightning_rl import (
     GAE,
     ClippedSurrogate,
     Completion,
-    Contributions,
+    Corrections,
     FakeEngine,
     Finish,
     Prompt,
@@ -80,7 +80,7 @@ def test_1_04_tool_tokens_do_not_shrink_the_gradient(reduction: Any) -> None:
 
 
 def test_1_05_the_gradient_is_that_of_the_whole_step_for_every_split_and_number_of_ranks() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     whole = one_step(rollout, WHOLE).gradient
     for cut in CUTS:
         assert_close(one_step(rollout, cut).gradient, whole)
@@ -114,7 +114,7 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     policy = PolicyModel(model, None, temperature=temperature, packed=True)
     reference = Scorer(model, temperature=temperature, packed=True)
     plan = make_plan(rollout, minibatches=1, token_budget=99)
-    found = scored(rollout, plan, policy, reference, Contributions(), old=True)
+    found = scored(rollout, plan, policy, reference, Corrections(), old=True)
     engines = found.required("rollout_logprobs")
     assert_close(found.required("old_logprobs"), engines)
     assert_close(found.required("ref_logprobs"), engines)
@@ -151,7 +151,7 @@ def test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_g
 
 
 def test_1_10_a_metric_of_correct_samples_joins_by_identity_and_not_by_position() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     rollout = rollout.replace(rewards=(torch.arange(12) % 3 == 1).double())
 
     def entropy(view: Any) -> dict[str, Stat]:

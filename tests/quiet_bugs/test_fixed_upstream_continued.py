@@ -77,7 +77,7 @@ def test_1_15_the_slope_along_a_coefficient_is_the_logged_term(estimator: str) -
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reduction", [token_mean, sequence_mean, prompt_mean])
 def test_1_16_neither_loss_nor_gradient_depends_on_the_size_of_a_microbatch(reduction: Any, loss: str) -> None:
-    rollout = ragged_rollout(dtype=torch.float64, seed=5).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64, seed=5).sanitize()
     options: dict[str, Any] = {"reduction": reduction, "loss": LOSSES[loss]}
     whole = one_step(rollout, WHOLE, **options)
     for cut in CUTS:
@@ -120,7 +120,7 @@ def test_1_20_padding_carries_exactly_the_fields_of_what_it_pads() -> None:
 
 
 def test_1_20_a_microbatch_without_a_valid_token_still_takes_part() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     masked = torch.arange(12)[:, None] >= 9
     rollout = rollout.replace(valid_tokens=rollout.valid_tokens & ~masked)
     whole, cut = (one_step(rollout, rows, OPSM(0.1)) for rows in (WHOLE, [range(9), range(9, 12), []]))
@@ -153,7 +153,7 @@ def test_1_21_a_pass_that_only_scores_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_1_22_a_log_probability_stands_where_its_token_stands(packed: bool) -> None:
-    rollout, model = ragged_rollout(dtype=torch.float64).sanitised(), tiny_policy(dtype=torch.float64)
+    rollout, model = ragged_rollout(dtype=torch.float64).sanitize(), tiny_policy(dtype=torch.float64)
     alone = torch.zeros_like(rollout.required("old_logprobs"))
     for row in range(len(rollout)):
         prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
@@ -168,7 +168,7 @@ def test_1_22_a_log_probability_stands_where_its_token_stands(packed: bool) -> N
 
 
 def test_1_23_gradients_of_microbatches_add_up() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     first, second, both = (
         one_step(rollout, cut, reduction=lambda valid, *_: valid.double()).gradient
         for cut in ([range(5)], [range(5, 12)], [range(5), range(5, 12)])

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl.audit.checks.registry import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Finding
-from lightning_rl.corrections import Contributions, LossTerm, LossView, Stat
+from lightning_rl.corrections import Corrections, LossTerm, LossView, Stat
 from lightning_rl.rollout import Rollout
 
 EARLY = ("reward_mask", "reward_bonus", "keep_groups", "exclude", "token_reward", "rollout_metrics")
@@ -22,10 +22,10 @@ def contributions_fit(evidence: Evidence) -> list[Finding]:
     it is asked twice.
     """
     found, contributions = [], evidence.subject.contributions
-    early, late = evidence.groups.sanitised(), evidence.view().sanitised()
+    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
     for combined in _combined(contributions):
         combined(late if combined.__name__ in ("policy_factor", "loss_terms", "metrics") else early)
-    for callback, method in evidence.subject.offering(*EARLY, *LATE):
+    for callback, method in evidence.subject.contributors(*EARLY, *LATE):
         seen = early if method in EARLY else late
         one, other = (_tensors(getattr(callback, method)(seen)) for _ in range(2))
         if len(one) != len(other) or not all(_same(a, b) for a, b in zip(one, other, strict=True)):
@@ -40,7 +40,7 @@ def contributions_fit(evidence: Evidence) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _combined(contributions: Contributions) -> list[Callable[[Any], object]]:
+def _combined(contributions: Corrections) -> list[Callable[[Any], object]]:
     """What the core makes of contributions, which refuses what does not fit."""
     early = [contributions.reward_mask, contributions.reward_bonus, contributions.keep_groups, contributions.exclude]
     late = [contributions.policy_factor, contributions.loss_terms, contributions.metrics]
@@ -62,7 +62,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 @check("loss_fits")
 def loss_fits(evidence: Evidence) -> list[Finding]:
     """The policy loss is one number for each token, and the loss edits nothing that it is shown."""
-    view = evidence.prepared(evidence.view().sanitised())
+    view = evidence.prepared(evidence.view().sanitize())
     before = _values(view)
     per_token = evidence.subject.loss(view)
     edited = [name for name, tensor in _values(view).items() if not _same(tensor, before[name])]

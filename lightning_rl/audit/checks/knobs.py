@@ -122,7 +122,7 @@ def _views(evidence: Evidence) -> Iterator[LossView]:
     """Views in which every two policies differ and rows are good and bad in turn."""
     rows = torch.arange(len(evidence.rows), device=evidence.rows.groups.device)
     for drift in DRIFTS:
-        view = evidence.view(drift=drift).sanitised()
+        view = evidence.view(drift=drift).sanitize()
         good = torch.where(rows % 2 == 0, drift, -drift).sign()[:, None]
         advantages = (good * (1.5 + pattern_of(view))).to(view.logprobs.dtype)
         shifted = view.logprobs.detach() + (drift * torch.cos(2.0 * (rows // 2)))[:, None].to(view.logprobs.dtype)
@@ -150,7 +150,7 @@ def _spread(rollout: Any, drift: float) -> Any:
 
 def _rollouts(evidence: Evidence) -> list[Rollout]:
     """The groups with rewards that all differ, and as if the policies did."""
-    groups = evidence.groups.sanitised()
+    groups = evidence.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
     return [_spread(groups.replace(rewards=groups.rewards + noise), 1.0)]
 

@@ -40,7 +40,9 @@ def owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
 def weighing_callbacks(evidence: Evidence) -> list[tuple[RLCallback, str]]:
     """Corrections that multiply the policy loss, with the method that does."""
     methods = ("sequence_mask", "token_mask", "token_weight")
-    return [(callback, method) for method in methods for callback in evidence.subject.contributions.offering(method)]
+    return [
+        (callback, method) for method in methods for callback in evidence.subject.contributions.contributors(method)
+    ]
 
 
 @check("partition")
@@ -125,7 +127,7 @@ def _rejections_that_shrink(evidence: Evidence) -> list[tuple[str, list[int], li
     for callback, method in weighing_callbacks(evidence):
         if method == "token_weight":
             continue
-        mask = getattr(callback, method)(view.sanitised())
+        mask = getattr(callback, method)(view.sanitize())
         kept = (mask[:, None].expand_as(view.valid_tokens) if mask.dim() == 1 else mask) & view.valid_tokens
         alone = evidence.step([list(range(len(evidence.rows)))], contributions=_only(callback, method))
         samples, positions = differing(
@@ -155,11 +157,11 @@ def loss_masked_values(evidence: Evidence) -> list[Finding]:
 @check("sequence_decisions")
 def sequence_decisions(evidence: Evidence) -> list[Finding]:
     """A mask that depends on the whole response decides the same for all of its tokens."""
-    view = evidence.view().sanitised()
+    view = evidence.view().sanitize()
     position = torch.arange(view.width, device=view.groups.device)
     both_signs = torch.sin(1.0 + 2.0 * view.sample_ids[:, None] + 3.0 * position).to(view.logprobs.dtype)
     view = view.replace(advantages=torch.where(view.valid_tokens, both_signs, 0.0))
-    for callback in evidence.subject.contributions.offering("token_mask"):
+    for callback in evidence.subject.contributions.contributors("token_mask"):
         mask = callback.token_mask(view)
         split = (mask & view.valid_tokens).any(-1) & (~mask & view.valid_tokens).any(-1)
         for row in split.nonzero()[:2, 0].tolist():

@@ -17,7 +17,7 @@ FEW_TOKENS, ALONE = 8, 1.5  # so few tokens cannot fall below the floor: then it
 @check("raw_kl")
 def raw_kl(evidence: Evidence) -> list[Finding]:
     """The KL metrics are those of the untouched log-probabilities, over the valid tokens and nothing else."""
-    view, found = evidence.view(drift=1.0).sanitised(), []
+    view, found = evidence.view(drift=1.0).sanitize(), []
     stats = algorithm.policy_metrics(view)
     for name, expected in _expected(view).items():
         moments = stats[name].moments.tolist() if name in stats else [0.0, 0.0]
@@ -57,8 +57,8 @@ def _populations(view: LossView) -> set[int]:
 @check("metric_populations")
 def metric_populations(evidence: Evidence) -> list[Finding]:
     """A correction measures all valid tokens or all trained rows, before anything is rejected, and no masked value."""
-    found, view = [], evidence.view().sanitised()
-    for callback in evidence.subject.contributions.offering("metrics"):
+    found, view = [], evidence.view().sanitize()
+    for callback in evidence.subject.contributions.contributors("metrics"):
         for name, stat in callback.metrics(view).items():
             if int(stat.moments[0]) not in _populations(view):
                 found.append((callback.name, name, f"a population of {int(stat.moments[0])}"))
@@ -87,8 +87,8 @@ def _same(ours: Stat, theirs: Stat) -> bool:
 def weights_keep_samples(evidence: Evidence) -> list[Finding]:
     """Importance weights leave an effective share of the tokens that is worth training on, and are never negative."""
     found, rollout = [], evidence.rows
-    view = evidence.view(drift=0.0).sanitised()
-    for callback in evidence.subject.contributions.offering("token_weight"):
+    view = evidence.view(drift=0.0).sanitize()
+    for callback in evidence.subject.contributions.contributors("token_weight"):
         weight = callback.token_weight(view)[view.valid_tokens].double()
         if not len(weight):
             continue

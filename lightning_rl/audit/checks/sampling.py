@@ -113,7 +113,7 @@ def sample_conservation(evidence: Evidence) -> list[Finding]:
     but those that a correction filters.
     """
     rollout, size = evidence.rollout, evidence.subject.facts.group_size
-    wanted, filters = evidence.subject.facts.groups, evidence.subject.contributions.offering("keep_groups")
+    wanted, filters = evidence.subject.facts.groups, evidence.subject.contributions.contributors("keep_groups")
     ids, groups = rollout.sample_ids[rollout.real], rollout.groups[rollout.real]
     counts = torch.unique(groups, return_counts=True)[1]
     problems = {
@@ -137,7 +137,7 @@ def masks(evidence: Evidence) -> list[Finding]:
     """``trained``: the real rows that nobody excludes; ``valid_tokens``: their sampled tokens; ``rewarded``: a part."""
     rollout, excluded = evidence.rollout, torch.zeros_like(evidence.rollout.trained)
     found = []
-    for callback in evidence.subject.contributions.offering("exclude"):
+    for callback in evidence.subject.contributions.contributors("exclude"):
         excluded = excluded | callback.exclude(rollout)
     if (rollout.trained & excluded).any():
         found.append(("trained", "no row that a correction excludes", rollout.trained & excluded))
@@ -148,7 +148,7 @@ def masks(evidence: Evidence) -> list[Finding]:
         rows = (rollout.valid_tokens != (rollout.action_mask & rollout.trained[:, None])).any(-1)
         found.append(("valid_tokens", "the sampled tokens of trained rows", rows))
     allowed = rollout.trained.clone()
-    for callback in evidence.subject.contributions.offering("reward_mask"):
+    for callback in evidence.subject.contributions.contributors("reward_mask"):
         allowed = allowed & callback.reward_mask(rollout)
     if (rollout.rewarded & ~allowed).any():
         found.append(("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed))

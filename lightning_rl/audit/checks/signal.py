@@ -21,7 +21,7 @@ WITHIN_GROUPS = (grpo, dr_grpo, rloo, maxrl)
 def looks_within_groups(evidence: Evidence) -> bool:
     """Whether estimator and bonuses look at one group at a time, as far as the library knows them."""
     estimator = evidence.subject.estimator
-    if any(callback.compares_rows for callback in evidence.subject.contributions.offering("reward_bonus")):
+    if any(callback.compares_rows for callback in evidence.subject.contributions.contributors("reward_bonus")):
         return False
     if isinstance(estimator, Normalised):
         return "batch" not in (estimator.mean, estimator.std)
@@ -30,8 +30,8 @@ def looks_within_groups(evidence: Evidence) -> bool:
 
 def culprit_of(evidence: Evidence, plain: Rollout, changed: Rollout) -> str:
     """Who made the signal differ: a correction whose own part differs, or the estimator."""
-    for callback, method in evidence.subject.offering("token_reward", "reward_bonus"):
-        one, other = getattr(callback, method)(plain.sanitised()), getattr(callback, method)(changed.sanitised())
+    for callback, method in evidence.subject.contributors("token_reward", "reward_bonus"):
+        one, other = getattr(callback, method)(plain.sanitize()), getattr(callback, method)(changed.sanitize())
         kept = plain.valid_tokens if one.dim() == 2 else plain.rewarded
         if not torch.allclose(one[kept].double(), other[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
             return f"callback {callback.name}.{method}"
@@ -215,8 +215,8 @@ def pure_contributions(evidence: Evidence) -> list[Finding]:
     """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
     found, methods = [], ("reward_mask", "reward_bonus", "exclude", "token_reward", "rollout_metrics")
     late = ("sequence_mask", "token_mask", "token_weight", "loss_term", "metrics")
-    for callback, method in evidence.subject.offering(*methods, *late):
-        seen = (evidence.groups if method in methods else evidence.view()).sanitised()
+    for callback, method in evidence.subject.contributors(*methods, *late):
+        seen = (evidence.groups if method in methods else evidence.view()).sanitize()
         copies = {name: tensor.detach().clone() for name, tensor in seen.tensors()}
         getattr(callback, method)(seen)
         edited = [name for name, tensor in seen.tensors() if not torch.equal(_plain(tensor), _plain(copies[name]))]
@@ -258,11 +258,11 @@ def reward_conservation(evidence: Evidence) -> list[Finding]:
     """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
     masked token, nothing counts twice.
     """
-    rollout = evidence.groups.sanitised()
+    rollout = evidence.groups.sanitize()
     seen = evidence.seen_signal
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
     tokens = torch.zeros_like(seen.shaped).double()
-    for callback, method in evidence.subject.offering("reward_bonus", "token_reward"):
+    for callback, method in evidence.subject.contributors("reward_bonus", "token_reward"):
         given = getattr(callback, method)(rollout).double()
         scores, tokens = (scores + given, tokens) if method == "reward_bonus" else (scores, tokens + given)
     expected = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)

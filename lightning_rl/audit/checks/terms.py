@@ -14,13 +14,13 @@ from lightning_rl.rollout import Rollout
 def gradient_liveness(evidence: Evidence) -> list[Finding]:
     """Every term of the loss reaches the policy: it has a gradient, and the logged term is what was differentiated."""
     found = []
-    for callback in evidence.subject.contributions.offering("loss_term"):
-        view = evidence.view(entropy_gradient=callback.trains_entropy).sanitised()
+    for callback in evidence.subject.contributions.contributors("loss_term"):
+        view = evidence.view(entropy_gradient=callback.trains_entropy).sanitize()
         leaf = view.entropy if callback.trains_entropy else view.logprobs
         per_token = callback.loss_term(view).per_token
         if len(view) and not _alive(torch.where(view.valid_tokens, per_token, 0.0), leaf):
             found.append((f"callback {callback.name}.loss_term", "a term with a gradient"))
-    view, prepares = evidence.view(drift=0.0).sanitised(), evidence.subject.loss.prepares  # where no clip holds it back
+    view, prepares = evidence.view(drift=0.0).sanitize(), evidence.subject.loss.prepares  # where no clip holds it back
     if (
         not prepares
         and bool((view.required("advantages") != 0).any())
@@ -48,7 +48,7 @@ def loss_direction(evidence: Evidence) -> list[Finding]:
     """Before anything has moved, a likelier token with a good advantage never makes the policy loss larger, nor one
     with a bad advantage smaller.
     """
-    view = evidence.prepared(evidence.view(evidence.on_policy, drift=0.0).sanitised())
+    view = evidence.prepared(evidence.view(evidence.on_policy, drift=0.0).sanitize())
     if not len(view):
         return []
     per_token = torch.where(view.valid_tokens, evidence.subject.loss(view), 0.0)
@@ -79,8 +79,8 @@ def terms_add_up(evidence: Evidence) -> list[Finding]:
     if not len(rows):
         return []
     objective, step = subject.objective(), evidence.whole_step
-    view = evidence.view(entropy_gradient=objective.entropy_gradient).sanitised()
-    terms = subject.contributions.offering("loss_term")
+    view = evidence.view(entropy_gradient=objective.entropy_gradient).sanitize()
+    terms = subject.contributions.contributors("loss_term")
     coefs = {f"{callback.name}/loss": callback.loss_term(view).coef for callback in terms}
     coefs |= {"loss/policy": 1.0} | ({"loss/entropy": subject.entropy_coef} if subject.entropy_coef else {})
     coefs |= {"loss/value": subject.value_coef} if evidence.has_critic and rows.returns is not None else {}
@@ -103,7 +103,7 @@ def terms_add_up(evidence: Evidence) -> list[Finding]:
 @check("ratio_counts_once")
 def ratio_counts_once(evidence: Evidence) -> list[Finding]:
     """Near a ratio of 1, loss times weights carries the current policy's probability at most once."""
-    view, step = evidence.view(drift=0.0).sanitised(), 0.01
+    view, step = evidence.view(drift=0.0).sanitize(), 0.01
     if evidence.subject.loss.prepares or not len(view):
         return []
     moved = view.replace(logprobs=(view.logprobs.detach() + step).requires_grad_())
@@ -112,7 +112,7 @@ def ratio_counts_once(evidence: Evidence) -> list[Finding]:
         return []
     found = []
     base = _exponent(evidence.subject.loss(view), evidence.subject.loss(moved), valid, step)
-    for callback in evidence.subject.contributions.offering("token_weight"):
+    for callback in evidence.subject.contributions.contributors("token_weight"):
         own = _exponent(callback.token_weight(view), callback.token_weight(moved), valid, step)
         if own > 0.5 and base > 0.5:
             found.append(
@@ -142,7 +142,7 @@ def distances_pull_back(evidence: Evidence) -> list[Finding]:
     rises with the log-probability, as a reward it punishes tokens that got likelier.
     """
     found, apart = [], 0.5
-    for callback, method in evidence.subject.offering("loss_term", "token_reward"):
+    for callback, method in evidence.subject.contributors("loss_term", "token_reward"):
         if callback.trains_entropy:
             continue
         force = _slope if method == "loss_term" else _reward
@@ -175,7 +175,7 @@ def _agreeing(evidence: Evidence) -> Rollout:
 
 def _slope(evidence: Evidence, callback: RLCallback, drift: float) -> float | None:
     """The mean slope of a loss term once all log-probabilities rose; None if it is no distance."""
-    view = evidence.view(_agreeing(evidence), drift=0.0).sanitised()
+    view = evidence.view(_agreeing(evidence), drift=0.0).sanitize()
     leaf = (view.logprobs.detach() + drift).requires_grad_()
     term = callback.loss_term(view.replace(logprobs=torch.where(view.valid_tokens, leaf, 0.0)))
     per_token = torch.where(view.valid_tokens, term.per_token, 0.0)
@@ -187,7 +187,7 @@ def _slope(evidence: Evidence, callback: RLCallback, drift: float) -> float | No
 
 def _reward(evidence: Evidence, callback: RLCallback, drift: float) -> float | None:
     """The sum of token rewards where the policy before the update was likelier; None if it is no distance."""
-    rows = _agreeing(evidence).sanitised()
+    rows = _agreeing(evidence).sanitize()
     if rows.old_logprobs is None:
         return None
     old = torch.where(rows.valid_tokens, rows.old_logprobs + drift, 0.0)
