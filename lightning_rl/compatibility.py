@@ -14,7 +14,7 @@ from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Contributions, LossView
 from lightning_rl.generation import Engine, TokenFilter
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.rollout import KEPT, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def recorded_names(contributions: Contributions, engine: Engine, keep: TokenFilt
     """
     needed = {name: type(callback).__name__ for callback in contributions.callbacks for name in callback.records}
     if keep:
-        needed[KEPT] = f"top_k={keep.top_k}, top_p={keep.top_p}, min_p={keep.min_p}"
+        needed[SAMPLING_MASK] = f"top_k={keep.top_k}, top_p={keep.top_p}, min_p={keep.min_p}"
     for name, who in needed.items():
         if name not in engine.records:
             raise ValueError(

@@ -44,7 +44,7 @@ from lightning_rl.policy.build import (
     build_reference,
     build_tokenizer,
     eos_ids_of,
-    longest_prompt,
+    max_prompt_length,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.rewards import Rewards, RewardSource
@@ -217,7 +217,7 @@ class RLLightningModule(RunModule):
             self.run.reference = AdapterOffScorer(self.required_policy, model)
         self.run.eos_ids = eos_ids_of(model, self.tokenizer, self.eos_token_ids, self.stop)
         vocabulary = model.config.get_text_config().vocab_size
-        self.prompt_stream.connect(self.tokenizer, longest_prompt(model, self.max_new_tokens), vocabulary)
+        self.prompt_stream.connect(self.tokenizer, max_prompt_length(model, self.max_new_tokens), vocabulary)
 
     def _built_policy(self) -> PolicyModel:
         built = build_policy(
@@ -281,7 +281,7 @@ class RLLightningModule(RunModule):
             raise
         self.run.ahead.collected(batch.cycle)
         self.rest()
-        self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
+        self.run.metrics.add("rollout", {**stats, **self.run.times.take()})
         log_monitored(self, global_values(stats, self.device))
 
     def _landed(self, cycle: int) -> Sampled | Sequence[Prompt] | None:
@@ -373,7 +373,7 @@ class RLLightningModule(RunModule):
             optim__lr=rate,
             tokens_per_second=tokens / self.run.times.elapsed(),
         )
-        self.run.metrics.add("step", measured | self.run.times.taken())
+        self.run.metrics.add("step", measured | self.run.times.take())
 
     def key_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""

@@ -11,6 +11,7 @@ from lightning_rl import distributed
 from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Contributions, Stat
 from lightning_rl.data import Prompt
+from lightning_rl.metrics import PhaseTimes
 from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.held import Held
@@ -18,7 +19,6 @@ from lightning_rl.rollouts.logprobs import scored
 from lightning_rl.rollouts.sample import Drawer
 from lightning_rl.rollouts.samples import Sampled
 from lightning_rl.rollouts.signal import excluding, with_signal
-from lightning_rl.timing import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Collector:
                 minibatches=self.minibatches,
                 token_budget=self.token_budget,
                 packed=self.packed,
-                most=partial(distributed.global_maximum, device=self.device),
+                max_over_ranks=partial(distributed.global_maximum, device=self.device),
             )
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             rollout = scored(rollout, plan, self.policy, self.reference, self.contributions, old=self.old)

@@ -16,7 +16,7 @@ from lightning_rl.generation import Completion, Engine, EngineError, Request, To
 from lightning_rl.generation.filters import NO_FILTER
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollout import GREEDY_SCORE, KEPT, ROUTES, Finish, Rollout, concatenate
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Finish, Rollout, concatenate
 from lightning_rl.rollouts.samples import Order, Sampled
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
@@ -220,7 +220,7 @@ class Drawer:
         prompt_extras = _recorded(
             [c.prompt_extras for c in completions], prompt_lengths, self.engine.recorded & {ROUTES}
         )
-        if KEPT in token_extras and not (holds(token_extras[KEPT], response) | ~actions).all():
+        if SAMPLING_MASK in token_extras and not (holds(token_extras[SAMPLING_MASK], response) | ~actions).all():
             raise ValueError(
                 f"expected {type(self.engine).__name__} to keep every token that it draws, got one it did not"
             )

@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from lightning_rl.compatibility import Needs
 from lightning_rl.corrections import Contributions, Stat
 from lightning_rl.data import Prompt
-from lightning_rl.metrics import MetricLog, RunningStats
+from lightning_rl.metrics import MetricLog, PhaseTimes, RunningStats
 from lightning_rl.policy import Scorer
 from lightning_rl.rollouts.held import Held
 from lightning_rl.rollouts.prefetch import Ahead
-from lightning_rl.timing import PhaseTimes
 
 MOST_NONFINITE_IN_A_ROW = 3
 
