@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Contributions, LossView
-from lightning_rl.generation import Engine, TokenFilter
+from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import KEPT, Rollout
 
@@ -56,8 +56,9 @@ def check_reads(
     if "values" in readers and not critic:
         raise ValueError(f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module')
     wants = readers.get("rollout_logprobs", [])
-    if wants and (engine_logprobs is False or not engine.returns_logprobs):
-        cure = "set engine_logprobs=True" if engine.returns_logprobs else "use an engine that returns log-probabilities"
+    if wants and (engine_logprobs is False or not engine.capabilities.returns_logprobs):
+        able = engine.capabilities.returns_logprobs
+        cure = "set engine_logprobs=True" if able else "use an engine that returns log-probabilities"
         raise ValueError(f'{wants[0]} reads "rollout_logprobs", but {type(engine).__name__} gives none: {cure}')
     if wants and engine_logprobs is None:
         warnings.warn(f"engine_logprobs switched on, because {', '.join(wants)} reads rollout_logprobs", stacklevel=2)
@@ -70,17 +71,17 @@ def check_reads(
     )
 
 
-def recorded_names(contributions: Contributions, engine: Engine, keep: TokenFilter) -> frozenset[str]:
+def recorded_names(contributions: Contributions, engine: Engine, sampling: Sampling) -> frozenset[str]:
     """What the engine has to record about tokens that train.
 
     Raises:
         ValueError: naming who needs what the engine cannot record.
     """
     needed = {name: type(callback).__name__ for callback in contributions.callbacks for name in callback.records}
-    if keep:
-        needed[KEPT] = f"top_k={keep.top_k}, top_p={keep.top_p}, min_p={keep.min_p}"
+    if sampling.filters:
+        needed[KEPT] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
     for name, who in needed.items():
-        if name not in engine.records:
+        if name not in engine.capabilities.extras:
             raise ValueError(
                 f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
                 f"engine=TransformersEngine(), or train without"
@@ -161,17 +162,17 @@ def check_pipelining(contributions: Contributions, loss: PolicyLoss, *, engine: 
     name = type(engine).__name__
     if max_staleness == 0:
         return
-    if engine.sleeps:
+    if engine.capabilities.sleeps:
         raise ValueError(
             f"expected an engine that stays awake while the policy trains, because max_staleness={max_staleness}, got "
             f"{name} that gives its memory back after each rollout: use {name}(sleeps=False), or max_staleness=0"
         )
-    if engine.collective:
+    if engine.capabilities.collective:
         raise ValueError(
             f"expected an engine for each rank, because max_staleness={max_staleness} generates while the ranks talk "
             f"to each other, got a {name} that they share: use {name}(tensor_parallel_size=1), or max_staleness=0"
         )
-    if max_staleness > 1 and not engine.syncs_while_generating:
+    if max_staleness > 1 and not engine.capabilities.syncs_while_generating:
         raise ValueError(
             f"expected max_staleness=1 with {name}, got {max_staleness}: it cannot take weights while it generates, so "
             "every rollout in flight would be waited for before each sync: use 1, or an engine on a server"

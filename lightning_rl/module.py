@@ -31,7 +31,7 @@ from lightning_rl.compatibility import (
 )
 from lightning_rl.corrections import Contributions, LossView, RLCallback
 from lightning_rl.data import Prompt, Ticket, TicketLoader
-from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
+from lightning_rl.generation import Engine, EngineError, Sampling, TransformersEngine, request_seed
 from lightning_rl.interrupts import Interrupts
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
 from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
@@ -160,7 +160,7 @@ class RLLightningModule(RunModule):
         self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, tuple(stop)
-        self.keep = TokenFilter(top_k=top_k, top_p=top_p, min_p=min_p)
+        self.keep = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
         self.eos_token_ids, self.max_staleness = eos_token_ids, max_staleness
         self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
         self.entropy_coef, self.value_coef, self.value_loss = entropy_coef, value_coef, value_loss
@@ -194,9 +194,9 @@ class RLLightningModule(RunModule):
             contributions, self.loss, self.estimator, engine=self.engine, engine_logprobs=self.engine_logprobs,
             critic=critic, steps_per_rollout=self.steps_per_rollout,
         )  # fmt: skip
-        self.engine.record(frozenset())
+        self.engine.select_extras(frozenset())
         if stage == "fit":
-            self.engine.record(recorded_names(contributions, self.engine, self.keep))
+            self.engine.select_extras(recorded_names(contributions, self.engine, self.keep))
             check_pipelining(contributions, self.loss, engine=self.engine, max_staleness=self.max_staleness)
             prompts, ranks = self.prompt_stream.prompts_per_rollout, self.parallel.ranks
             check_sizes(prompts_per_rollout=prompts, minibatches=self.minibatches, world_size=ranks)
@@ -225,7 +225,7 @@ class RLLightningModule(RunModule):
             self.sources["policy"], self.sources["critic"], temperature=self.temperature, packed=self.packing,
             checkpointing=self.activation_checkpointing,
         )  # fmt: skip
-        if (self.parallel.sharded or self.max_staleness) and isinstance(self.engine, TransformersEngine):
+        if (self.parallel.sharded or self.max_staleness) and self.engine.capabilities.shares_policy:
             replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(copy.deepcopy(built)))
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
         return built

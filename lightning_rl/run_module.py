@@ -19,8 +19,8 @@ from lightning_rl import distributed
 from lightning_rl.advantages import Estimator
 from lightning_rl.data import PromptBatch, PromptDataModule, prompt_stream_of
 from lightning_rl.distributed import Parallel
-from lightning_rl.generation import Engine, TokenFilter
-from lightning_rl.generation.weights.sync import synchronise
+from lightning_rl.generation import Engine, Sampling
+from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.metrics import RunningStats
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import ModelSource, build_model
@@ -48,7 +48,7 @@ class RunModule(LightningModule):
     minibatches: int
     max_staleness: int
     temperature: float
-    keep: TokenFilter
+    keep: Sampling
     max_new_tokens: int
     stop: tuple[str, ...]
     token_budget: int
@@ -177,7 +177,7 @@ class RunModule(LightningModule):
 
         Rollouts in flight are waited for, or their tokens would come from other weights than their version says.
         """
-        if not (self.engine.syncs_while_generating and version > self.engine.version):
+        if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
             self.run.ahead.settle()
         if not self.run.engine_started:
             if distributed.world_size() != self.trainer.world_size:
@@ -190,9 +190,9 @@ class RunModule(LightningModule):
             self.engine.start(self.run.replica or self.required_policy.model, self.tokenizer)
             self.run.engine_started = True
             self.engine.expect(self._policy_weights())
-        synchronise(
+        synchronize(
             self.engine, self._policy_weights(), version, self.required_policy, packed=self.packing,
-            watching=self._watching,
+            context=self._watching,
         )  # fmt: skip
 
     @contextmanager
@@ -202,7 +202,7 @@ class RunModule(LightningModule):
 
     def rest(self) -> None:
         """Lets an engine that shares the device with the trainer give its memory back until the next sync."""
-        if self.engine.sleeps:
+        if self.engine.capabilities.sleeps:
             self.engine.sleep()
 
     def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.corrections import Contributions, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import draws, failing_together, from_drawing, global_objects
-from lightning_rl.generation import Completion, Engine, EngineError, Request, TokenFilter, request_seed
-from lightning_rl.generation.filters import NO_FILTER
+from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import GREEDY_SCORE, KEPT, ROUTES, Finish, Rollout, concatenate
 from lightning_rl.rollouts.samples import Order, Sampled
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
+UNFILTERED = Sampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Drawer:
         dtype: of rewards and log-probabilities.
         generating: context to generate in, for the precision of the forward.
         greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
-        keep: which tokens may be drawn.
+        keep: top-k, top-p and min-p of the sampling.
     """
 
     engine: Engine
@@ -58,7 +58,7 @@ class Drawer:
     dtype: torch.dtype
     generating: Callable[[], AbstractContextManager[object]]
     greedy_baseline: bool = False
-    keep: TokenFilter = NO_FILTER
+    keep: Sampling = UNFILTERED
 
     def draw(
         self,
@@ -162,16 +162,19 @@ class Drawer:
         first_id: int = 0,
     ) -> list[Request]:
         """Requests for ``group_size`` samples of each prompt."""
+        sampling = replace(
+            self.keep,
+            temperature=self.temperature if temperature is None else temperature,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            eos_token_ids=tuple(self.eos_ids),
+        )
         return [
             Request(
                 prefix_ids=prompt.token_ids,
                 sample_id=first_id + prompt.index * group_size + j,
                 seed=request_seed(self.seed, cycle, first_id + prompt.index * group_size + j),
-                max_new_tokens=self.max_new_tokens,
-                temperature=self.temperature if temperature is None else temperature,
-                eos_ids=self.eos_ids,
-                stop=self.stop,
-                keep=NO_FILTER if temperature == 0 else self.keep,
+                sampling=sampling,
             )
             for prompt in prompts
             for j in range(group_size)
@@ -216,10 +219,8 @@ class Drawer:
         response, lengths = _padded([torch.tensor(row, dtype=torch.int64) for row in ids], torch.int64)
         prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
         actions = torch.arange(response.shape[1]) < lengths[:, None]
-        token_extras = _recorded([c.token_extras for c in completions], lengths, self.engine.recorded)
-        prompt_extras = _recorded(
-            [c.prompt_extras for c in completions], prompt_lengths, self.engine.recorded & {ROUTES}
-        )
+        token_extras = _recorded([c.token_extras for c in completions], lengths, self.engine.extras)
+        prompt_extras = _recorded([c.prompt_extras for c in completions], prompt_lengths, self.engine.extras & {ROUTES})
         if KEPT in token_extras and not (holds(token_extras[KEPT], response) | ~actions).all():
             raise ValueError(
                 f"expected {type(self.engine).__name__} to keep every token that it draws, got one it did not"

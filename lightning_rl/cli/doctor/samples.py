@@ -51,7 +51,7 @@ def sampled(module: RLLightningModule, number: int, limit: float) -> Samples:
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
     drawer = replace(
         module.collector().drawer, rewards=Rewards({"none": _nothing}), contributions=Contributions(),
-        logprobs=module.engine.returns_logprobs, greedy_baseline=False,
+        logprobs=module.engine.capabilities.returns_logprobs, greedy_baseline=False,
     )  # fmt: skip
     rollout = drawer.sample(prompts, 0)
     seconds = time.perf_counter() - begin
