@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.corrections import Contributions, LossView, Stat
 from lightning_rl.corrections.stat import disjoint
-from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction
+from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, ValueLoss
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.ratios import policy_ratio
@@ -82,7 +82,8 @@ class Objective:
             compared = partial(self.value_loss, view.current_values, view.values, view.returns)
             error = _checked(f"value loss {_name_of(self.value_loss)}", view, compared)
             parts["loss/value"] = _reduced(error, weights, valid)
-            total = total + self.value_coef * parts["loss/value"]
+            coef = self.value_loss.coef if isinstance(self.value_loss, ValueLoss) else 1.0
+            total = total + self.value_coef * coef * parts["loss/value"]
         parts = {"loss/total": total, **parts}
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
