@@ -56,7 +56,9 @@ def requests_of(number: int, keep: Sampling, **options: Any) -> list[Request]:
 def test_the_engine_draws_from_what_it_says_it_kept(keep: Sampling) -> None:
     model = tiny_policy(dtype=torch.float64)
     requests = requests_of(20, keep)
-    for request, completion in zip(requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True):
+    for request, completion in zip(
+        requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True
+    ):
         ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
         with torch.no_grad():
             scores = (model(input_ids=ids[None]).logits[0, asked - 1 : -1] / 0.8).log_softmax(-1)

@@ -43,9 +43,7 @@ def evaluate(
     leaves = {name: view.required(name).detach().requires_grad_() for name in LEAVES}
     view = view.replace(**leaves)
     known: dict[str, Any] = {"entropy_coef": 0.1, "value_coef": 0.5, **options}
-    objective = Objective(
-        loss=loss or Reinforce(), reduction=reduction, contributions=Corrections(callbacks), **known
-    )
+    objective = Objective(loss=loss or Reinforce(), reduction=reduction, contributions=Corrections(callbacks), **known)
     pieces = [(view, None)] if cut is None else [microbatch(view, rows) for rows in cut]
     if objective.loss.prepares and view.prepared is None:
         with torch.no_grad():
