@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import fit, ragged_rollout, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch import Callback
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.routed import check_that_it_falls, many_experts, mismatch
 from kit.support import (
     callback_of,

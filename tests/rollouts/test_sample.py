@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import parity_reward, tiny_tokenizer
 from torch import Tensor
 from typing_extensions import override
