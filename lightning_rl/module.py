@@ -33,6 +33,7 @@ from lightning_rl.compatibility import (
 from lightning_rl.corrections import Contributions, LossView, RLCallback
 from lightning_rl.data import Prompt, Ticket, TicketLoader
 from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
+from lightning_rl.inspection import stop_if_inspected
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
 from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
@@ -175,6 +176,7 @@ class RLLightningModule(RunModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
+        stop_if_inspected(self)
         check_flags(self.trainer)
         known = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
         return [] if known else [Interrupts(close=RLLightningModule.close_engine)]
