@@ -39,7 +39,7 @@ def inspection() -> Iterator[None]:
             del os.environ[name]
 
 
-def stop_if_inspected(module: LightningModule) -> None:
+def stop_in_inspection(module: LightningModule) -> None:
     """Raises :class:`StopRecipe` inside of an :func:`inspection`, before anything has been set up."""
     if INSPECTED in os.environ:
         stop = StopRecipe(module)

@@ -33,9 +33,9 @@ from lightning_rl.compatibility import (
 from lightning_rl.corrections import Contributions, LossView, RLCallback
 from lightning_rl.data import Prompt, Ticket, TicketLoader
 from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
-from lightning_rl.inspection import stop_if_inspected
+from lightning_rl.inspection import stop_in_inspection
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
-from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
+from lightning_rl.metrics import callbacks_of, global_values, log_for_monitors, log_row
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import Microbatch, PolicyModel, Scorer
 from lightning_rl.policy.build import (
@@ -176,7 +176,7 @@ class RLLightningModule(RunModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
-        stop_if_inspected(self)
+        stop_in_inspection(self)
         check_flags(self.trainer)
         known = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
         return [] if known else [Interrupts(close=RLLightningModule.close_engine)]
@@ -284,7 +284,7 @@ class RLLightningModule(RunModule):
         self.run.ahead.collected(batch.cycle)
         self.rest()
         self.run.metrics.add("rollout", {**stats, **self.run.times.take()})
-        log_monitored(self, global_values(stats, self.device))
+        log_for_monitors(self, global_values(stats, self.device))
 
     def _landed(self, cycle: int) -> Sampled | Sequence[Prompt] | None:
         """What was generated ahead for a rollout."""
@@ -373,7 +373,7 @@ class RLLightningModule(RunModule):
             self.parallel.ranks,
             norm=norm,
             optim__lr=rate,
-            tokens_per_second=tokens / self.run.times.elapsed(),
+            tokens_per_second=tokens / self.run.times.seconds(),
         )
         self.run.metrics.add("step", measured | self.run.times.take())
 

@@ -54,7 +54,7 @@ def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
         raise SystemExit(str(refused)) from refused
 
 
-def check_started(trainer: Trainer) -> None:
+def check_launch(trainer: Trainer) -> None:
     """Ends a command that a Trainer of several ranks would start again for each of them.
 
     Raises:
@@ -81,7 +81,7 @@ def run_until_fit(recipe: Recipe, callback: Callback, ckpt_path: Path | None = N
     Raises:
         SystemExit: if the Trainer would start the processes of several ranks itself.
     """
-    check_started(recipe.trainer)
+    check_launch(recipe.trainer)
     trainer, shown = recipe.trainer, (ModelSummary, ProgressBar)
     vars(trainer)["callbacks"] = [*(c for c in callbacks_of(trainer) if not isinstance(c, shown)), callback]
     trainer.loggers, trainer.num_sanity_val_steps = [], 0

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_rl import distributed
 from lightning_rl.cli.fingerprints import KINDS, Fingerprint, Fingerprints
 from lightning_rl.cli.output import say
-from lightning_rl.cli.recipes import check_started, load_recipe
+from lightning_rl.cli.recipes import check_launch, load_recipe
 from lightning_rl.metrics import callbacks_of
 
 Taken = dict[int, Fingerprint]
@@ -72,7 +72,7 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
         equal = True
         for step in range(first, len(whole)):
             resumed = _run(recipe, options, steps, resume_from=folder / f"{step}.ckpt")
-            differences = _gathered(_difference(whole, resumed, step))
+            differences = _of_all_ranks(_difference(whole, resumed, step))
             equal = equal and not differences
             marks = [min((d[1] for d in differences if d[0] == kind), default=None) for kind in KINDS]
             say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
@@ -89,7 +89,7 @@ def _run(
 ) -> Taken:
     loaded, fingerprints = load_recipe(recipe, options), Fingerprints()
     trainer = loaded.trainer
-    check_started(trainer)
+    check_launch(trainer)
     callbacks_of(trainer).extend([fingerprints] if save_to is None else [fingerprints, _SaveEach(save_to)])
     trainer.fit_loop.epoch_loop.max_steps = steps
     trainer.fit_loop.max_epochs = -1
@@ -119,7 +119,7 @@ def _detail(kind: str, ours: Fingerprint, theirs: Fingerprint) -> str:
     return f": other names, {sorted(ours.metrics.keys() ^ theirs.metrics.keys())}"
 
 
-def _gathered(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+def _of_all_ranks(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
     everyone = distributed.gathered_objects(differences)
     return [tuple(found) for own in everyone for found in own]  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
 
