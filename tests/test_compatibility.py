@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kit.support import callback_of
 
-from lightning_rl import GAE, ClippedSurrogate, Corrections, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
+from lightning_rl import GAE, ClippedSurrogate, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, ReMax
 from lightning_rl.callbacks import (
     OPSM,
@@ -35,6 +35,7 @@ from lightning_rl.compatibility import (
     check_whole,
     check_whole_rollouts,
 )
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.base import Ratio
 from lightning_rl.losses import resolve_loss
 
@@ -99,7 +100,7 @@ def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_
         assert reads(RolloutKL(), OffPolicyIS(), engine_logprobs=None).rollout_logprobs
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert reads(RolloutKL(), engine_logprobs=True).rollout_logprobs
+        assert reads(RolloutKL()).rollout_logprobs
         assert not reads(NoEOSMask(), engine_logprobs=None).rollout_logprobs
         assert not reads(engine_logprobs=False).rollout_logprobs
         assert reads(engine_logprobs=True).rollout_logprobs  # asked for, though nobody reads them
@@ -278,9 +279,7 @@ def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1,
     """The check with an engine that has some attributes."""
     generating = FakeEngine(lambda _: [])
     vars(generating).update(engine)
-    check_pipelining(
-        Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness
-    )
+    check_pipelining(Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness)
 
 
 @pytest.mark.parametrize(

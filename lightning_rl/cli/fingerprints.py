@@ -42,7 +42,7 @@ class Fingerprints(RLCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        held = cast(RunModule, pl_module).run.held
+        held = cast(RunModule, pl_module).run.current
         if held is not None:
             self.observe(held.rollout)
 

@@ -9,10 +9,12 @@ from kit.support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, 
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Rollout, concatenate, distributed
+from lightning_rl import GAE, Rollout, distributed
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
 from lightning_rl.compatibility import check_estimator
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import concatenate
 from lightning_rl.signal.advantages import grpo
 from lightning_rl.signal.corrections import adapted_coefficient
 from lightning_rl.signal.masked import GlobalSum, row_mean

@@ -13,7 +13,6 @@ import lightning_rl.callbacks
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Corrections,
     Finish,
     LossTerm,
     LossView,
@@ -22,7 +21,6 @@ from lightning_rl import (
     RLCallback,
     Rollout,
     Stat,
-    concatenate,
 )
 from lightning_rl.callbacks import (
     OPSM,
@@ -43,7 +41,9 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import concatenate
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 
 EXAMPLES: list[RLCallback] = [
     NoEOSMask(),

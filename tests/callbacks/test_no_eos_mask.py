@@ -10,11 +10,11 @@ from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Finish, Reinforce, Rollout, grpo, rloo, token_mean
+from lightning_rl import GAE, Finish, Reinforce, Rollout, grpo, rloo, token_mean
 from lightning_rl.advantages import PerRow, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.corrections import RLCallback
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import Corrections, RLCallback
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 
 STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
 

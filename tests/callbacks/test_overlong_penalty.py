@@ -6,9 +6,10 @@ import pytest
 import torch
 from kit.support import ragged_rollout
 
-from lightning_rl import Corrections, grpo
+from lightning_rl import grpo
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
+from lightning_rl.corrections import Corrections
 from lightning_rl.rollouts.signal import estimate_signal
 
 

@@ -9,8 +9,9 @@ from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, LossView, Reinforce
+from lightning_rl import GAE, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.corrections import Corrections
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.kl import Clamped, k1, k3
 

@@ -9,9 +9,11 @@ from kit.support import fit, in_lockstep, recorder, rollout_of, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import Corrections, RLCallback, Rollout, concatenate, distributed, reinforce
+from lightning_rl import RLCallback, Rollout, distributed, reinforce
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import concatenate
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum
 

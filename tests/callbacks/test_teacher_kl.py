@@ -22,9 +22,10 @@ from kit.support import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Reinforce, RLCallback, Rollout
+from lightning_rl import GAE, Reinforce, RLCallback, Rollout
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import ReferenceKL, TeacherKL
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel, make_plan
 from lightning_rl.policy.packing import Layout
 from lightning_rl.policy.teacher import Teacher

@@ -10,8 +10,9 @@ import torch
 from kit.support import callback_of, ragged_rollout, run_step, view_of_rollout
 from torch import Tensor
 
-from lightning_rl import Corrections, LossTerm, LossView, RLCallback, Rollout, Stat
+from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.callbacks import OPSM
+from lightning_rl.corrections import Corrections
 
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics", "observe_update"}
 METHODS = [method for method in RLCallback.METHODS if method != "forward_context"]

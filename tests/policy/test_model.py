@@ -12,7 +12,7 @@ from kit.support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rl import Corrections
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.model import check_dropout, check_finite, check_scoring

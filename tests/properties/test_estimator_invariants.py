@@ -11,8 +11,9 @@ from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, LossView, ReMax, RLCallback
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl import GAE, LossView, ReMax, RLCallback
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.signal.advantages import group_statistics
 from properties.batches import (
     WITNESS,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl import CISPO, DPPO, GSPO, Corrections, LossView, PolicyLoss, Reinforce, RLCallback
+from lightning_rl import CISPO, DPPO, GSPO, LossView, PolicyLoss, Reinforce, RLCallback
+from lightning_rl.corrections import Corrections
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.losses import outside_trust_region
 from lightning_rl.signal.ratios import sequence_ratio

@@ -15,7 +15,6 @@ from torch.testing import assert_close
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Corrections,
     FakeEngine,
     Finish,
     Reinforce,
@@ -45,10 +44,9 @@ from lightning_rl.callbacks import (
     truncated_is,
 )
 from lightning_rl.compatibility import check_reads
-from lightning_rl.corrections import LossView
+from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
 from lightning_rl.policy import make_plan
-from lightning_rl.rollouts.signal import excluding
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction

@@ -9,11 +9,11 @@ from kit.support import callback_of, ragged_rollout, rollout_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Finish, Rollout, grpo, reinforce, rloo
+from lightning_rl import GAE, Finish, Rollout, grpo, reinforce, rloo
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.corrections import RLCallback, Stat
-from lightning_rl.rollouts.signal import exclude_rows, validation_metrics, estimate_signal
+from lightning_rl.corrections import Corrections, RLCallback, Stat
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
 from lightning_rl.signal.returns import gae
 
 NAN, INF = math.nan, math.inf

@@ -50,7 +50,7 @@ def sampled(module: RLLightningModule, number: int, limit: float) -> Samples:
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
     drawer = replace(
-        module.collector().drawer, rewards=Rewards({"none": _nothing}), contributions=Corrections(),
+        module.collector().drawer, rewards=Rewards({"none": _nothing}), corrections=Corrections(),
         logprobs=module.engine.returns_logprobs, greedy_baseline=False,
     )  # fmt: skip
     rollout = drawer.sample(prompts, 0)
