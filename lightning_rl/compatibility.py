@@ -15,8 +15,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.rollout import KEPT as SAMPLING_MASK
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
-"""Metrics: torchmetrics that merge statistics over microbatches, steps and ranks, and the one method that logs them."""
+"""Metrics: statistics that merge over microbatches, steps and ranks, the time of each phase, and what logs them."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,6 +108,37 @@ class MetricLog:
         """The inverse of :meth:`state`."""
         for name, own in state.items():
             self.groups[name].load(own)
+
+
+class PhaseTimes:
+    """Seconds by phase, collected until they are taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Begins the time of an optimizer step, its rollout included; a validation before it does not count."""
+        self._started, self._seconds = time.perf_counter(), {}
+
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def phase(self, name: str, device: torch.device) -> Iterator[None]:
+        """Measures what happens inside."""
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, Stat]:
+        """``time/<phase>`` of every phase since the last call, in seconds."""
+        stats = Stat.singles({f"time/{name}": torch.tensor(seconds) for name, seconds in self._seconds.items()})
+        self._seconds = {}
+        return stats
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

@@ -37,7 +37,7 @@ from lightning_rl.policy.build import (
     build_reference,
     build_tokenizer,
     eos_ids_of,
-    longest_prompt,
+    max_prompt_length,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.rewards import Rewards, RewardSource
@@ -249,7 +249,7 @@ class RLLightningModule(LightningModule):
         eos_ids = eos_ids_of(model, self.tokenizer, self.sampling.eos_token_ids, self.sampling.stop)
         self.run.sampling = replace(self.sampling, eos_token_ids=tuple(eos_ids))
         vocabulary = model.config.get_text_config().vocab_size
-        self.prompt_stream.connect(self.tokenizer, longest_prompt(model, self.sampling.max_new_tokens), vocabulary)
+        self.prompt_stream.connect(self.tokenizer, max_prompt_length(model, self.sampling.max_new_tokens), vocabulary)
 
     def _build_policy(self) -> PolicyModel:
         built = build_policy(
@@ -312,7 +312,7 @@ class RLLightningModule(LightningModule):
             raise
         self.run.current, stats = self._finish(rollout, batch.rollout)
         self.rest()
-        stats = self.run.rollout_stats = {**sampled, **stats, **self.run.times.stats()}
+        stats = self.run.rollout_stats = {**sampled, **stats, **self.run.times.take()}
         self.run.metrics.add("rollout", stats)
         log_monitored(self, global_values(stats, self.device, self.parallel.collectives))
 
@@ -347,7 +347,7 @@ class RLLightningModule(LightningModule):
                 minibatches=self.minibatches,
                 token_budget=self.token_budget,
                 packed=self.packing,
-                most=lambda counts: collectives.maximum(counts, self.device),
+                max_over_ranks=lambda counts: collectives.maximum(counts, self.device),
             )
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             rollout = add_logprobs(
@@ -474,7 +474,7 @@ class RLLightningModule(LightningModule):
         step = gradient.metrics(
             self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.elapsed()
         )
-        logged = [*(("microbatch", stats) for stats in gradient.stats), ("step", step | self.run.times.stats())]
+        logged = [*(("microbatch", stats) for stats in gradient.stats), ("step", step | self.run.times.take())]
         for group, stats in logged:
             self.run.metrics.add(group, stats)
             if trace is not None:

@@ -16,8 +16,8 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
-ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/routes.py
-KEPT = "kept_tokens"  # in ``token_extras``: see policy/kept.py
+ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
+SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
 class Finish(IntEnum):

@@ -56,7 +56,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_1_06_a_penalty_at_a_masked_token_reaches_no_return", "lightning_rl/signal/rewards.py",
      "return masked_fill_invalid(token_rewards, valid_tokens) + scalar", "return token_rewards + scalar"),
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",
-     "_scored(self.model, states, layout, self.temperature)\n", "_scored(self.model, states, layout, 1.0)\n"),
+     "_score(self.model, states, layout, self.temperature)\n", "_score(self.model, states, layout, 1.0)\n"),
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",
      "PolicyModel(model, None, temperature=temperature, ", "PolicyModel(model, None, temperature=1.0, "),
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/generation/transformers.py",

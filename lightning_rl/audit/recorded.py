@@ -17,7 +17,7 @@ from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rewards import RewardCall, Rewards
-from lightning_rl.rollout import KEPT, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, MOST_BATCHES, FEW = 2, 48, 64, 16
 LEAST = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
@@ -190,8 +190,8 @@ def _plain_forwards(name: str, model: nn.Module, rows: Rollout, temperature: flo
         end = min(begin + PLAIN_TOKENS, response)
         targets = ids[row][prompt + begin : prompt + end, None]
         scores = logits[row, prompt + begin - 1 : prompt + end - 1].double()
-        if KEPT in rows.token_extras:
-            kept = from_bits(rows.token_extras[KEPT][row, begin:end], scores.shape[-1])
+        if SAMPLING_MASK in rows.token_extras:
+            kept = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
             scores = scores.masked_fill(~kept, -torch.inf)
         found.append(_plain(name, row, begin, scores, targets, temperature))
     return found

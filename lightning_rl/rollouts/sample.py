@@ -16,8 +16,7 @@ from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
-from lightning_rl.rollout import GREEDY_SCORE, ROUTES, Rollout, concatenate, pad_rows
-from lightning_rl.rollout import KEPT as SAMPLING_MASK
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Rollout, concatenate, pad_rows
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 

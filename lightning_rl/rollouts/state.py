@@ -13,12 +13,11 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Sampling
-from lightning_rl.metrics import MetricLog, RunningStats
+from lightning_rl.metrics import MetricLog, PhaseTimes, RunningStats
 from lightning_rl.policy import Plan, Scorer
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.timing import PhaseTimes
 from lightning_rl.update import ParameterTracer
 
 MAX_NONFINITE_IN_A_ROW = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rl.corrections import Corrections
-from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
+from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.model import check_dropout, check_finite, check_scoring
 from lightning_rl.rollouts.logprobs import scored
@@ -33,7 +33,7 @@ def with_critic(*, separate: bool, temperature: float = 1.0, packed: bool = True
 
 
 def values_of(policy: PolicyModel, *, packed: bool = True) -> Tensor:
-    values = policy(lay_out(ragged_rollout(), packed=packed)).values
+    values = policy(pack(ragged_rollout(), packed=packed)).values
     assert values is not None
     return values
 
@@ -70,12 +70,12 @@ def test_the_value_before_a_token_is_the_head_on_the_critics_hidden_state(separa
 def test_values_are_never_divided_by_the_temperature(separate: bool) -> None:
     cold, hot = (with_critic(separate=separate, temperature=temperature) for temperature in (0.5, 2.0))
     assert torch.equal(values_of(cold), values_of(hot))
-    layout = lay_out(ragged_rollout())
+    layout = pack(ragged_rollout())
     assert not torch.allclose(cold(layout).logprobs, hot(layout).logprobs)
 
 
 def test_a_new_critic_says_zero_and_no_critic_says_nothing() -> None:
-    model, layout = tiny_policy(), lay_out(ragged_rollout())
+    model, layout = tiny_policy(), pack(ragged_rollout())
     fresh = PolicyModel(model, model, temperature=1.0, packed=True)(layout).values
     assert fresh is not None and not fresh.any()
     assert PolicyModel(model, None, temperature=1.0, packed=True)(layout).values is None
@@ -111,7 +111,7 @@ def test_the_value_loss_reaches_the_policy_through_a_shared_critic_only(separate
 def test_the_reference_scores_like_the_policy_it_was_copied_from_and_is_frozen(packed: bool) -> None:
     policy = PolicyModel(tiny_policy(), None, temperature=0.7, packed=packed)
     reference = Scorer(copy.deepcopy(policy.model), temperature=0.7, packed=packed)
-    layout = lay_out(ragged_rollout(), packed=packed)
+    layout = pack(ragged_rollout(), packed=packed)
     found = reference.logprobs(layout)
     assert torch.equal(found, policy(layout).logprobs) and not found.requires_grad
     assert not any(parameter.requires_grad for parameter in reference.model.parameters())

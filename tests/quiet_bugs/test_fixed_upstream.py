@@ -29,7 +29,7 @@ from lightning_rl import (
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import IcePop, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import Corrections
-from lightning_rl.policy import PolicyModel, Scorer, lay_out, make_plan
+from lightning_rl.policy import PolicyModel, Scorer, make_plan, pack
 from lightning_rl.rollouts.logprobs import scored
 
 NAN = math.nan
@@ -132,13 +132,13 @@ def test_1_08_values_are_never_divided_by_the_temperature() -> None:
     policy.critic = Counting()
     policy.value_head.weight.data = torch.eye(32)[:1]
     rows = rollout_of([0.0], [[1, 1]], prompt_ids=[[2, 3]], prompt_lengths=[2])
-    assert policy(lay_out(rows)).values.tolist() == [[2.0, 3.0]]
+    assert policy(pack(rows)).values.tolist() == [[2.0, 3.0]]
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_gradient(packed: bool) -> None:
     rows = ragged_rollout(24, seed=2)
-    layout, valid = lay_out(rows, packed=packed), rows.valid_tokens
+    layout, valid = pack(rows, packed=packed), rows.valid_tokens
     last = rows.prompt_ids.gather(1, rows.prompt_lengths[:, None] - 1)
     previous = torch.cat([last, rows.response_ids], 1)[:, :-1]
     assert torch.equal(layout.input_ids.flatten()[layout.source], previous[valid]), "the token before each target"

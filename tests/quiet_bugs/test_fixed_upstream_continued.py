@@ -26,7 +26,7 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
 from lightning_rl.losses import GMPO, GSPO, LOSSES
-from lightning_rl.policy import PolicyModel, lay_out
+from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import concatenate
 from lightning_rl.rollouts.collect import staleness
@@ -143,10 +143,10 @@ def test_1_21_every_field_follows_its_sample() -> None:
 def test_1_21_a_pass_that_only_scores_leaves_nothing_behind() -> None:
     model, rollout = tiny_policy(dtype=torch.float64), ragged_rollout(dtype=torch.float64)
     policy = PolicyModel(model, None, temperature=1.0, packed=True)
-    before = model(input_ids=rollout.prompt_ids).logits, policy(lay_out(rollout)).logprobs
+    before = model(input_ids=rollout.prompt_ids).logits, policy(pack(rollout)).logprobs
     with torch.no_grad():
-        policy(lay_out(ragged_rollout(seed=1)))
-    after = policy(lay_out(rollout)).logprobs
+        policy(pack(ragged_rollout(seed=1)))
+    after = policy(pack(rollout)).logprobs
     assert torch.equal(after, before[1])
     assert torch.equal(model(input_ids=rollout.prompt_ids).logits, before[0])
 
@@ -161,7 +161,7 @@ def test_1_22_a_log_probability_stands_where_its_token_stands(packed: bool) -> N
         logits = model(input_ids=ids[None]).logits[0, prompt - 1 : prompt - 1 + length].detach()
         alone[row, :length] = logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0]
     policy = PolicyModel(model, None, temperature=1.0, packed=packed)
-    found = policy(lay_out(rollout, packed=packed)).logprobs
+    found = policy(pack(rollout, packed=packed)).logprobs
     assert_close(found.detach(), alone * rollout.valid_tokens)
     empty = rollout.response_lengths == 0
     assert empty.any() and not found[empty].any()
