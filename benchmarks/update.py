@@ -236,7 +236,7 @@ def fitted_steps(steps: int) -> Seconds:
     times, scripted = StepTimes(), (5, 6, 7, 8, 9, 10, 11, 1)
     module = RLLightningModule(
         model_1m, alternating_reward, engine=FakeEngine(lambda _request: scripted), group_size=8, epochs=steps,
-        max_new_tokens=8, 
+        max_new_tokens=8,
     )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, callbacks=[times], logger=CSVLogger(tempfile.mkdtemp()),

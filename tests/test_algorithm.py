@@ -1,4 +1,4 @@
-"""The loss of an algorithm: what multiplies what, which denominator counts whom, and that cuts into microbatches do not matter."""
+"""An algorithm's loss: what multiplies what, which denominator counts whom, and that cuts do not matter."""
 
 import math
 from collections.abc import Sequence

@@ -1,14 +1,12 @@
 """DynamicSampling: groups whose rewards are all the same are filtered, counted and replaced."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
-from kit.support import fit, recorder, rollout_of, tiny_module
+from kit.support import fill_rollout, fit, recorder, rollout_of, tiny_module
 
-from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, Rollout
+from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.rewards import Rewards
@@ -40,11 +38,10 @@ def drawn(
     data.connect(None, None)
     sampler = Sampler(
         engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), corrections=Corrections(callbacks),
-        group_size=G, temperature=1.0, max_new_tokens=9, eos_ids=frozenset({1}), stop=(), seed=0, logprobs=False,
-        dtype=torch.float32, generating=nullcontext,
+        sampling=Sampling(max_new_tokens=9, eos_token_ids=[1]), group_size=G, seed=0,
     )  # fmt: skip
     sampler.engine.load_weights([], 0)
-    rollout, stats = fill_rollout(sampler, data.take, number, 0)
+    rollout, stats = fill_rollout(sampler, data.take, number)
     return rollout, {name: float(stat.value()) for name, stat in stats.items()}, data.cursor
 
 

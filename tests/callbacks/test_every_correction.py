@@ -132,10 +132,10 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
 
 def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
     """The rollout through the stages between rewards and update."""
-    contributions = Corrections(callbacks)
-    rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    rollout = rollout.select(contributions.keep_groups(rollout))
-    return estimate_signal(exclude_rows(rollout, contributions)[0], GAE(), contributions)[0]
+    corrections = Corrections(callbacks)
+    rollout = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    rollout = rollout.select(corrections.keep_groups(rollout))
+    return estimate_signal(exclude_rows(rollout, corrections)[0], GAE(), corrections)[0]
 
 
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
@@ -238,12 +238,12 @@ def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> N
     padding = view_on(rollout.padding_rows(3), correction)
     step = run_step(padding, callbacks=[correction], loss=loss_of(correction))
     assert step.loss == 0 and not step.gradient.any() and step.gradient.shape == (3, rollout.width)
-    contributions = Corrections([correction])
+    corrections = Corrections([correction])
     counted: list[Stat] = [
-        *contributions.metrics(padding).values(),
-        *contributions.policy_factor(padding).stats.values(),
+        *corrections.metrics(padding).values(),
+        *corrections.policy_factor(padding).stats.values(),
     ]
-    counted += [*contributions.rollout_metrics(padding).values(), *contributions.exclude(padding)[1].values()]
+    counted += [*corrections.rollout_metrics(padding).values(), *corrections.exclude(padding)[1].values()]
     assert bool(counted) != isinstance(correction, LOGGED_BY_THE_CORE)
     assert all(stat.moments[0] == 0 for stat in counted)
 

@@ -21,9 +21,9 @@ STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
 
 def finished(rollout: Rollout, callback: NoEOSMask, estimator: Any, *others: RLCallback) -> Rollout:
     """The rollout as the stages hand it to the update."""
-    contributions = Corrections([callback, *others])
-    rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return estimate_signal(exclude_rows(rollout, contributions)[0], resolve_advantages(estimator), contributions)[0]
+    corrections = Corrections([callback, *others])
+    rollout = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return estimate_signal(exclude_rows(rollout, corrections)[0], resolve_advantages(estimator), corrections)[0]
 
 
 def two_rows(second: float) -> Rollout:

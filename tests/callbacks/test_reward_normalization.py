@@ -27,9 +27,9 @@ def rollout(rewards: list[float] = REWARDS, **given: Any) -> Rollout:
 
 def scored(rows: Rollout, *callbacks: RLCallback) -> tuple[Tensor, dict[str, float]]:
     """The score of each row, and the logged figures."""
-    contributions = Corrections(callbacks)
-    found, stats = estimate_signal(rows, PerRow(reinforce), contributions)
-    stats |= contributions.rollout_metrics(rows)
+    corrections = Corrections(callbacks)
+    found, _, stats = estimate_signal(rows, PerRow(reinforce), corrections)
+    stats |= corrections.rollout_metrics(rows)
     return found.required("advantages")[:, 0], {name: stat.value() for name, stat in stats.items()}
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from goldens.cases import Case
 from lightning_rl import LossView, RLCallback
 from lightning_rl.callbacks import OPSM, GeometricMask, IcePop, OutlierMask, ProductMask, TruncatedIS
-from lightning_rl.corrections import Corrections
 from lightning_rl.signal.corrections import clipped_weight
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean

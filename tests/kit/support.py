@@ -371,7 +371,7 @@ def recorder(seen: list[Rollout]) -> Callable[[str], RLCallback]:
 
 def callback_of(name: str, **methods: Callable[[Any], Any]) -> RLCallback:
     """A callback that contributes what plain functions of the rollout or view return."""
-    bodies = {method: lambda _self, seen, body=body: body(seen) for method, body in methods.items()}
+    bodies = {method: lambda _self, seen, *_, body=body: body(seen) for method, body in methods.items()}
     return type(name.title(), (RLCallback,), {"name": name, **bodies})()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import tiny_policy
+from kit.support import an_algorithm, tiny_policy
 from torch import Tensor
 
 from lightning_rl import GAE, LossView, RLCallback

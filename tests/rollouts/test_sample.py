@@ -1,18 +1,29 @@
-"""Draw: identities of samples and groups, columns, filtered groups that are replaced, prompts dealt out to ranks."""
+"""Sample: identities of samples and groups, columns, filtered groups that are replaced, prompts dealt out to ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.support import parity_reward, tiny_tokenizer
+from kit.requests import request_of
+from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokenizer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Completion, FakeEngine, Finish, Prompt, PromptDataModule, Request, RLCallback, Rollout
+from lightning_rl import (
+    Completion,
+    FakeEngine,
+    Finish,
+    Prompt,
+    PromptDataModule,
+    Request,
+    RLCallback,
+    Rollout,
+    Sampling,
+)
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.rewards import Rewards
@@ -70,9 +81,8 @@ def sampler_of(
 ) -> Sampler:
     known: dict[str, Any] = {
         "engine": FakeEngine(script), "tokenizer": None, "rewards": Rewards(rewards),
-        "corrections": Corrections(callbacks), "group_size": G, "temperature": 0.7, "max_new_tokens": 9,
-        "eos_ids": frozenset({1}), "stop": ("x",), "seed": 11, "logprobs": False, "dtype": torch.float32,
-        "generating": nullcontext,
+        "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
+        "sampling": Sampling(temperature=0.7, max_new_tokens=9, eos_token_ids=[1], stop=("x",)),
     }  # fmt: skip
     built = Sampler(**{**known, **options})
     built.engine.load_weights([], 6)
@@ -104,9 +114,8 @@ def test_requests_carry_everything_that_decides_a_sample() -> None:
     assert isinstance(engine, FakeEngine) and isinstance(other, FakeEngine)
     requests = engine.requests
     assert [request.prefix_ids for request in requests] == [(2,)] * G + [(3, 3)] * G
-    assert {(r.max_new_tokens, r.temperature, r.eos_ids, r.stop) for r in requests} == {
-        (9, 0.7, frozenset({1}), ("x",))
-    }
+    sampling = Sampling(max_new_tokens=9, temperature=0.7, eos_token_ids=[1], stop=("x",))
+    assert {request.sampling for request in requests} == {sampling}
     seeds = [request.seed for request in (*requests, *other.requests)]
     assert len(set(seeds)) == 4 * G, "another sample and another rollout have other random numbers"
 
@@ -116,7 +125,7 @@ def test_completions_become_padded_rows_with_their_masks() -> None:
         length, finish = [(2, Finish.STOP), (4, Finish.LENGTH), (0, Finish.ABORT)][request.sample_id]
         return Completion(token_ids=(5,) * length, logprobs=torch.full((length,), -0.5), finish=finish, version=6)
 
-    rollout, _ = fill_rollout(sampler_of(script=said, logprobs=True), stream().take, 1, 0)
+    rollout, _ = fill_rollout(sampler_of(script=said), stream().take, 1)
     assert rollout.response_ids.tolist() == [[5, 5, 0, 0], [5] * 4, [0] * 4]
     assert rollout.response_lengths.tolist() == [2, 4, 0] and rollout.prompt_lengths.tolist() == [1] * G
     assert rollout.action_mask.sum(-1).tolist() == rollout.valid_tokens.sum(-1).tolist() == [2, 4, 0]
@@ -135,10 +144,10 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
         return [0.0] * len(prompts)
 
     prompts = [Prompt(7, (2,), "two", {"answer": "b"}), Prompt(3, (3,), "three", {"level": 4})]
-    sampler_of(rewards=[reading], tokenizer=tiny_tokenizer()).sample(prompts, 0)
+    sample_groups(sampler_of(rewards=[reading], tokenizer=tiny_tokenizer()), prompts)
     assert seen["prompts"] == ["two"] * G + ["three"] * G
     assert seen["answer"] == ["b"] * G + [None] * G and seen["level"] == [None] * G + [4] * G
-    assert seen["completion_ids"][0] == answer(Request(prefix_ids=(2,), sample_id=21, seed=0, max_new_tokens=1))
+    assert seen["completion_ids"][0] == answer(request_of((2,), 21))
     assert seen["completions"][0] == "b", "EOS is no text"
 
 
@@ -148,13 +157,14 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
 def test_an_engine_that_does_not_give_every_log_probability_is_refused(logprobs: Tensor | None, got: str) -> None:
     faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=Finish.STOP, version=0)
     with pytest.raises(ValueError, match=f"for each of 2 tokens from FakeEngine, got {got}"):
-        fill_rollout(sampler_of(script=lambda _: faulty, logprobs=True), stream().take, 1, 0)
-    fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1, 0)  # not asked for
+        fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1)
+    silent = FakeEngine(lambda _: faulty, returns_logprobs=False)
+    fill_rollout(sampler_of(engine=silent), stream().take, 1)  # not asked for
 
 
 def test_no_prompts_give_no_rows_with_the_same_fields() -> None:
-    sampler = sampler_of(logprobs=True)
-    none, some = sampler.sample([], 0), sampler.sample(stream().take(1), 0)
+    sampler = sampler_of()
+    none, some = sample_groups(sampler, []), sample_groups(sampler, stream().take(1))
     assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]
 
 
@@ -164,13 +174,13 @@ def test_rows_that_a_mask_or_a_reward_takes_out_of_the_reward_stay_in_training()
 
     sampler = sampler_of(OddSamplesOnly(), rewards=[applies_to_some])
     with pytest.warns(UserWarning, match="reward functions gave no value"):
-        rollout, _ = fill_rollout(sampler, stream().take, 2, 0)
+        rollout, _ = fill_rollout(sampler, stream().take, 2)
     assert rollout.rewarded.tolist() == [False, True, False, False, False, True] and rollout.trained.all()
 
 
 def test_filtered_groups_are_replaced_by_the_next_prompts() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups % 3 == 0), stream()
-    rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3, 0)
+    rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [0] * G + [3] * G + [6] * G
     assert [seen.groups.unique().tolist() for seen in keeping.seen] == [[0, 1, 2], [3, 4], [5], [6]]
     assert data.cursor == 7 and float(stats["groups/filtered"].value()) == 4, "kept and filtered are all that was taken"
@@ -180,7 +190,7 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups == 2), stream()
     keeping.max_rounds = 4
     with pytest.warns(UserWarning, match="2 groups are missing after 4 rounds of refilling"):
-        rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3, 0)
+        rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [2] * G and len(keeping.seen) == 4
     assert data.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.cursor - 1
 
@@ -189,14 +199,14 @@ def test_nothing_kept_at_all_gives_no_rows() -> None:
     keeping = Keeping(lambda rollout: torch.zeros_like(rollout.trained))
     keeping.max_rounds = 2
     with pytest.warns(UserWarning, match="1 groups are missing after 2 rounds"):
-        rollout, _ = fill_rollout(sampler_of(keeping), stream().take, 1, 0)
+        rollout, _ = fill_rollout(sampler_of(keeping), stream().take, 1)
     assert len(rollout) == 0
 
 
 def test_a_split_group_is_refused() -> None:
     splitting = Keeping(lambda rollout: rollout.sample_ids != 4)
     with pytest.raises(ValueError, match="expected keep_groups to decide about whole groups, but it splits group 1"):
-        fill_rollout(sampler_of(splitting), stream().take, 2, 0)
+        fill_rollout(sampler_of(splitting), stream().take, 2)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +234,7 @@ def test_every_rank_gets_what_it_wants_and_no_prompt_is_lost(wanted: list[int]) 
 
 def greedy_or_not(request: Request) -> list[int]:
     """A greedy answer has as many tokens as its prompt's first id says."""
-    return answer(request) if request.temperature else [3] * (request.prefix_ids[0] - 1) + [1]
+    return answer(request) if request.sampling.temperature else [3] * (request.prefix_ids[0] - 1) + [1]
 
 
 def lengths_of(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any) -> list[float]:
@@ -233,7 +243,7 @@ def lengths_of(prompts: Sequence[Any], completions: Sequence[str], *, completion
 
 def baseline(*callbacks: RLCallback, script: Any = greedy_or_not, number: int = 2, **options: Any) -> Rollout:
     built = sampler_of(*callbacks, script=script, greedy_baseline=True, **{"rewards": [lengths_of], **options})
-    return fill_rollout(built, stream().take, number, 0)[0]
+    return fill_rollout(built, stream().take, number)[0]
 
 
 def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call() -> None:
@@ -250,13 +260,14 @@ def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call(
     assert isinstance(plain.engine, FakeEngine) and len(calls) == 1
     sampled, greedy = calls[0][: 2 * G], calls[0][2 * G :]
     assert sampled == plain.engine.requests, "what trains is drawn as without a baseline"
-    assert [(request.temperature, request.prefix_ids) for request in greedy] == [(0.0, (2,)), (0.0, (3, 3))]
+    assert [(request.sampling.temperature, request.prefix_ids) for request in greedy] == [(0.0, (2,)), (0.0, (3, 3))]
     assert len({request.sample_id for request in calls[0]}) == len({r.seed for r in calls[0]}) == 2 * G + 2
-    assert {(r.max_new_tokens, r.eos_ids, r.stop) for r in calls[0]} == {(9, frozenset({1}), ("x",))}
+    samplings = {replace(request.sampling, temperature=1.0) for request in calls[0]}
+    assert samplings == {Sampling(max_new_tokens=9, eos_token_ids=[1], stop=("x",))}
 
 
 def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() -> None:
-    without, _ = fill_rollout(sampler_of(script=greedy_or_not, rewards=[lengths_of]), stream().take, 2, 0)
+    without, _ = fill_rollout(sampler_of(script=greedy_or_not, rewards=[lengths_of]), stream().take, 2)
     found = baseline()
     assert "greedy_score" not in without.extras and found.extras["greedy_score"].tolist() == [2.0] * G + [3.0] * G
     state = {name: tensor for name, tensor in found.tensors() if name != "extras/greedy_score"}
@@ -267,7 +278,7 @@ def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() 
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_a_truncated_greedy_answer_takes_its_group_out_of_the_reward_under_the_mask(action: Any) -> None:
     def cut(request: Request) -> list[int]:
-        return [4] * 9 if not request.temperature and request.prefix_ids == (2,) else greedy_or_not(request)
+        return [4] * 9 if not request.sampling.temperature and request.prefix_ids == (2,) else greedy_or_not(request)
 
     assert baseline(script=cut).rewarded.all()
     masked = baseline(NoEOSMask(action), script=cut)
@@ -277,9 +288,9 @@ def test_a_truncated_greedy_answer_takes_its_group_out_of_the_reward_under_the_m
 
 def test_a_greedy_answer_without_reward_takes_its_group_out_of_the_reward() -> None:
     def said(request: Request) -> Any:
-        if request.temperature or request.prefix_ids != (2,):
+        if request.sampling.temperature or request.prefix_ids != (2,):
             return greedy_or_not(request)
-        return Completion(token_ids=(5,), logprobs=None, finish=Finish.ABORT, version=6)
+        return Completion(token_ids=(5,), logprobs=torch.zeros(1), finish=Finish.ABORT, version=6)
 
     def no_threes(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
         return [None if ids[0] == 3 else 1.0 for ids in completion_ids]
@@ -306,11 +317,11 @@ def test_only_rollouts_draw_baselines() -> None:
     sampler = sampler_of(greedy_baseline=True)
     engine = sampler.engine
     assert isinstance(engine, FakeEngine)
-    sampler.sample(stream().take(2), 0, group_size=1, temperature=0.0)  # as validation does
+    sampler.sample(stream().take(2), sampling=replace(sampler.sampling, temperature=0.0))  # as validation does
     assert [request.sample_id for request in engine.requests] == [0, 1]
 
 
 def test_a_rank_without_prompts_has_the_same_fields_with_a_baseline() -> None:
-    sampler = sampler_of(greedy_baseline=True, logprobs=True)
-    none, some = (sampler.sample(prompts, 0, greedy_baseline=True) for prompts in ([], stream().take(1)))
+    sampler = sampler_of(greedy_baseline=True)
+    none, some = (sample_groups(sampler, prompts) for prompts in ([], stream().take(1)))
     assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]

@@ -23,15 +23,15 @@ PLAIN = GAE(whitened=False)
 def signal(
     rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
 ) -> tuple[Tensor, dict[str, float], Rollout]:
-    found, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
+    found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
 
 
 def without_eos(rollout: Rollout, action: Any = "zero_reward") -> tuple[Rollout, dict[str, Stat]]:
     """The rollout as drawing and planning hand it on under NoEOSMask."""
-    contributions = Corrections([NoEOSMask(action)])
-    masked = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return exclude_rows(masked, contributions)
+    corrections = Corrections([NoEOSMask(action)])
+    masked = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return exclude_rows(masked, corrections)
 
 
 def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:

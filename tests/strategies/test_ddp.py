@@ -39,7 +39,7 @@ def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
     torch.set_num_threads(1)
     rows = Rows()
     module = tiny_module(
-        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05), 
+        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05),
         minibatches=2, epochs=2, token_budget=20, advantages=ADVANTAGES[kind],
     )  # fmt: skip
     fit(module, callbacks=[*CORRECTIONS[kind](), rows], data=tiny_prompts(8, 4), **trainer)

@@ -138,7 +138,7 @@ def _cache(module: RLLightningModule, text: Any, longest: int) -> float:
     engine = module.engine
     rows = min(rows, engine.max_rows) if isinstance(engine, TransformersEngine) else rows
     per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
-    return float(per_token * rows * (longest + module.max_new_tokens))
+    return float(per_token * rows * (longest + module.sampling.max_new_tokens))
 
 
 def _layer(module: RLLightningModule, text: Any) -> float:

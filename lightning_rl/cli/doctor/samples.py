@@ -18,7 +18,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.rollouts.logprobs import scored
+from lightning_rl.rollouts.logprobs import add_logprobs
 
 MOST_TRUNCATED, MOST_FLAT, MOST_MISSING = 0.5, 0.9, 0.1
 MOST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats, mean over tokens; 0.1 for shorter types
@@ -49,14 +49,12 @@ def sampled(module: RLLightningModule, number: int, limit: float) -> Samples:
     """Syncs the engine and draws the groups of ``number`` prompts, whose share of the stream moves on."""
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
-    drawer = replace(
-        module.collector().drawer, rewards=Rewards({"none": _nothing}), corrections=Corrections(),
-        logprobs=module.engine.returns_logprobs, greedy_baseline=False,
-    )  # fmt: skip
-    rollout = drawer.sample(prompts, 0)
+    nobody = Rewards({"none": _nothing})
+    sampler = replace(module.sampler, rewards=nobody, corrections=Corrections(), greedy_baseline=False)
+    rollout = sampler.sample(prompts, group_size=module.group_size)
     seconds = time.perf_counter() - begin
     texts = [
-        drawer.text(ids[:length].tolist())
+        sampler.text(ids[:length].tolist())
         for ids, length in zip(rollout.response_ids, rollout.response_lengths, strict=True)
     ]
     return Samples(module, [one for one in prompts for _ in range(module.group_size)], rollout, texts, seconds, limit)
@@ -64,7 +62,7 @@ def sampled(module: RLLightningModule, number: int, limit: float) -> Samples:
 
 def truncation(samples: Samples) -> Iterator[Finding]:
     """Most answers end by themselves within ``max_new_tokens``."""
-    rollout, most = samples.rollout, samples.module.max_new_tokens
+    rollout, most = samples.rollout, samples.module.sampling.max_new_tokens
     share = float((rollout.finish == Finish.LENGTH).double().mean())
     mean = float(rollout.response_lengths.double().mean())
     yield fact(
@@ -97,7 +95,7 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
         return
     plan = make_plan(rollout, minibatches=1, token_budget=module.token_budget, packed=module.packing)
     with module.trainer.precision_plugin.forward_context():
-        own = scored(
+        own = add_logprobs(
             rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
         )
     gap = (own.required("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]

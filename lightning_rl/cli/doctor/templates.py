@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.cli.doctor.finding import Finding, error, fact, warning
 from lightning_rl.cli.recipes import Reached
-from lightning_rl.run_module import RunModule
+from lightning_rl.module import RLLightningModule
 
 ANSWER = "quux"
 TALK: list[dict[str, str]] = [
@@ -42,9 +42,9 @@ def template_prefix(given: Reached) -> Iterator[Finding]:
             return
 
 
-def eos(module: RunModule) -> Iterator[Finding]:
+def eos(module: RLLightningModule) -> Iterator[Finding]:
     """The ids that end responses hold what the chat template writes after an answer, and no id that nobody samples."""
-    ids, tokenizer = sorted(module.run.eos_ids), module.tokenizer
+    ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
     vocabulary = module.required_policy.model.config.get_text_config().vocab_size
     yield fact("eos", f"responses end with {', '.join(_named(tokenizer, one) for one in ids) or 'a stop string alone'}")
     unknown = [one for one in ids if not 0 <= one < vocabulary]
@@ -54,7 +54,7 @@ def eos(module: RunModule) -> Iterator[Finding]:
             "eos_token_ids= with ids of this model, or the tokenizer that belongs to it",
         )  # fmt: skip
     ending = None if tokenizer is None or not tokenizer.chat_template else _ending(tokenizer)
-    if ending is not None and ending not in ids and not module.stop:
+    if ending is not None and ending not in ids and not module.sampling.stop:
         yield error(
             "eos",
             f"the chat template ends an answer with {_named(tokenizer, ending)}, which ends no response: answers run "
