@@ -30,7 +30,6 @@ def seconds(audit: RLCallback | None, folder: str) -> float:
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
         advantages=GRPO(), group_size=8, max_new_tokens=12, minibatches=2, optimizer=partial(AdamW, lr=1e-5),
-        engine_logprobs=True,
     )  # fmt: skip
     data = PromptDataModule(task.sorting_prompts(ROLLOUTS * PROMPTS, seed=0, exclude=[]), PROMPTS)
     callbacks: list[RLCallback] = [NoEOSMask(), ReferenceKL(0.01, as_loss=True)]

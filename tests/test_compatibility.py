@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kit.support import callback_of
+from kit.support import an_algorithm, callback_of
 
-from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, Corrections, FakeEngine, RawReward, Reinforce, RLCallback
-from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
+from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, FakeEngine, Normalized, RawReward, Reinforce, RLCallback
+from lightning_rl.advantages import ESTIMATORS, Estimator, ReMax
 from lightning_rl.callbacks import (
     OPSM,
     DynamicSampling,
-    EntropyBonus,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
@@ -24,32 +23,27 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.compatibility import (
     Needs,
-    check_entropy,
+    check_counts,
     check_estimator,
     check_pipelining,
     check_positive,
     check_ratios,
     check_reads,
     check_sizes,
-    check_whole,
     check_whole_rollouts,
+    needs,
 )
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.base import Ratio
 from lightning_rl.losses import resolve_loss
 
 
 def reads(*callbacks: RLCallback, **given: Any) -> Needs:
     """The check under settings in which nothing is missing."""
-    settings: dict[str, Any] = {
-        "loss": ClippedSurrogate(),
-        "estimator": GRPO(),
-        "engine": FakeEngine(lambda _: []),
-        "engine_logprobs": True,
-        "critic": False,
-        "steps_per_rollout": 4,
-    }
-    settings |= given
-    return check_reads(Corrections(callbacks), settings.pop("loss"), settings.pop("estimator"), **settings)
+    settings: dict[str, Any] = {"engine": FakeEngine(lambda _: []), "critic": False, "steps_per_rollout": 4, **given}
+    algorithm = an_algorithm(callbacks, advantages=settings.pop("estimator", "grpo"))
+    check_reads(algorithm, **settings)
+    return needs(algorithm, steps_per_rollout=settings["steps_per_rollout"])
 
 
 def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
@@ -68,7 +62,7 @@ def test_reading_an_unknown_field_names_reader_field_and_the_known_ones(field: s
 
 
 def test_entries_of_dict_fields_may_be_read() -> None:
-    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(rollout_logprobs=True, old_logprobs=True)
+    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(old_logprobs=True)
 
 
 @pytest.mark.parametrize("given", [{"estimator": GAE()}, {}], ids=["estimator", "callback"])
@@ -81,27 +75,20 @@ def test_reading_values_without_a_critic_names_reader_and_setting(given: dict[st
 
 
 @pytest.mark.parametrize("make", [RolloutKL, OffPolicyIS, lambda: OPSM(against="rollout")])
-def test_engine_log_probabilities_that_are_switched_off_or_missing_are_an_error(make: Callable[[], RLCallback]) -> None:
-    name = type(make()).__name__
-    with pytest.raises(
-        ValueError, match=f'{name} reads "rollout_logprobs", but FakeEngine .*: set engine_logprobs=True'
-    ):
-        reads(make(), engine_logprobs=False)
-    silent = FakeEngine(lambda _: [], returns_logprobs=False)
-    for asked in (None, True, False):
-        with pytest.raises(ValueError, match=f"{name} reads .* none: use an engine that returns log-probabilities"):
-            reads(make(), engine=silent, engine_logprobs=asked)
-
-
-def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_readers() -> None:
-    with pytest.warns(UserWarning, match="engine_logprobs switched on, because OffPolicyIS, RolloutKL reads"):
-        assert reads(RolloutKL(), OffPolicyIS(), engine_logprobs=None).rollout_logprobs
+def test_an_engine_that_gives_no_log_probabilities_is_an_error_where_somebody_reads_them(
+    make: Callable[[], RLCallback],
+) -> None:
+    name, silent = type(make()).__name__, FakeEngine(lambda _: [], returns_logprobs=False)
+    message = (
+        f'{name} reads "rollout_logprobs", but FakeEngine gives none: use an engine that returns log-probabilities'
+    )
+    with pytest.raises(ValueError, match=message):
+        reads(make(), engine=silent)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert reads(RolloutKL(), engine_logprobs=True).rollout_logprobs
-        assert not reads(NoEOSMask(), engine_logprobs=None).rollout_logprobs
-        assert not reads(engine_logprobs=False).rollout_logprobs
-        assert reads(engine_logprobs=True).rollout_logprobs  # asked for, though nobody reads them
+        reads(make())
+        reads(NoEOSMask(), engine=silent)
+        reads(engine=silent)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +104,7 @@ def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_
 def test_passes_run_only_where_somebody_reads_them(
     callbacks: list[RLCallback], steps: int, old: bool, ref: bool
 ) -> None:
-    assert reads(*callbacks, steps_per_rollout=steps) == Needs(
-        rollout_logprobs=True, old_logprobs=old, ref_logprobs=ref
-    )
+    assert reads(*callbacks, steps_per_rollout=steps) == Needs(old_logprobs=old, ref_logprobs=ref)
 
 
 def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step() -> None:
@@ -224,14 +209,6 @@ def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -
     check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False)
 
 
-def test_two_entropy_bonuses_are_refused_by_both_names() -> None:
-    for coef in (0.1, -0.1):
-        with pytest.raises(ValueError, match=f"got entropy_coef={coef} and EntropyBonus: leave one out"):
-            check_entropy(Corrections([EntropyBonus()]), coef)
-    check_entropy(Corrections([EntropyBonus()]), 0.0)
-    check_entropy(Corrections([NoEOSMask()]), 0.1)
-
-
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(
         ValueError, match="critic= trains for nothing, because advantages=GRPO reads no values: use GAE"
@@ -330,5 +307,5 @@ def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correc
 @pytest.mark.parametrize("number", [-1, 0.5, True])
 def test_a_staleness_that_is_no_whole_number_is_refused(number: Any) -> None:
     with pytest.raises(ValueError, match=f"expected max_staleness to be a whole number of at least 0, got {number}"):
-        check_whole(max_staleness=number)
-    check_whole(max_staleness=0)
+        check_counts(0, max_staleness=number)
+    check_counts(0, max_staleness=0)

@@ -85,7 +85,7 @@ def test_a_filter_is_of_one_request_alone() -> None:
 def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
     seen: list[Rollout] = []
     figures = Figures()
-    module = tiny_module(minibatches=2, epochs=2, engine_logprobs=True, entropy_coef=0.01, **options_of(keep))
+    module = tiny_module(minibatches=2, epochs=2, entropy_coef=0.01, **options_of(keep))
     callbacks = [ReferenceKL(0.1, as_loss=True), TeacherKL(tiny_policy, 0.1, as_loss=True), recorder(seen)("seen")]
     fit(module, callbacks=[*callbacks, figures])
     assert module.global_step == len(figures.rows) == 16

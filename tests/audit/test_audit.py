@@ -16,7 +16,6 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
-    Corrections,
     KLCov,
     Normalized,
     RLCallback,
@@ -42,6 +41,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
+from lightning_rl.corrections import Corrections
 
 RECIPES = {
     "grpo": presets.grpo, "ppo": presets.ppo, "gspo": presets.gspo, "cispo": presets.cispo,
@@ -69,7 +69,7 @@ def clean(recipe: str, rollouts: int, seed: int, **trainer: Any) -> SignalAudit:
     """A run without faults that is audited at every rollout."""
     audit, options = SignalAudit(1, "raise"), dict(RECIPES[recipe]().options)
     steps = {"minibatches": 2, "epochs": 1} if recipe != "rloo" else {}
-    settings: dict[str, Any] = {"temperature": 0.7, "engine_logprobs": True, "seed": seed, **options, **steps}
+    settings: dict[str, Any] = {"temperature": 0.7, "seed": seed, **options, **steps}
     module = tiny_module(policy=partial(tiny_policy, seed), optimizer=partial(AdamW, lr=1e-3), **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -128,7 +128,7 @@ def test_no_alarm_in_other_configurations(name: str, tmp_path: Path) -> None:
     options, corrections = OTHERS[name]
     for seed in range(2):
         audit = SignalAudit(1, "raise")
-        module = tiny_module(**{"engine_logprobs": True, "seed": seed, **options})
+        module = tiny_module(**{"seed": seed, **options})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit(module, callbacks=[*corrections(), audit], data=tiny_prompts(32, 4), default_root_dir=tmp_path)
@@ -149,7 +149,7 @@ def test_the_runs_of_the_faults_are_clean_without_them() -> None:
 def test_watching_changes_nothing() -> None:
     found = []
     for watching in ([], [SignalAudit(1, "raise")]):
-        module = tiny_module(minibatches=2, epochs=2, engine_logprobs=True)
+        module = tiny_module(minibatches=2, epochs=2)
         fit(module, callbacks=[OPSM(1e-3), ReferenceKL(0.1, as_loss=True), *watching])
         found.append(weights_of(module))
     assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())

@@ -39,7 +39,7 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         corrections = [AdaptiveKL(0.1, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
     corrections += [DetachedOnOneRank(0.1, as_loss=True)] if kind == "on one rank" else []
     module = tiny_module(
-        engine_logprobs=True, minibatches=2, epochs=2, token_budget=20, temperature=0.7,
+        minibatches=2, epochs=2, token_budget=20, temperature=0.7,
         advantages="reinforce_plus_plus" if kind == "adaptive" else "grpo",
     )  # fmt: skip
     said, sums = "", forgetting_ranks if kind == "own denominators" else distributed.global_sum

@@ -25,13 +25,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, Corrections, Finish, RLCallback, Rollout
+from lightning_rl import GRPO, Finish, RLCallback, Rollout
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.audit.accounting import drawn_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.recording.threaded_ranks import Lockstep
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.signal.masked import own_sum
 
 UNITS = ("sequences", "tokens", "weight")
@@ -86,7 +87,7 @@ def figures(
 
     def rank(own: Rollout) -> list[dict[str, Any]]:
         ledger, module = SignalLedger(), tiny_module()
-        module.run.contributions = Corrections([*callbacks, ledger])
+        module.run.corrections = Corrections([*callbacks, ledger])
         ledger.on_fit_start(cast(Trainer, None), module)  # it asks nothing of a Trainer
         ledger.observe_drawn(own)
         rollout = finished(own, callbacks)
@@ -182,7 +183,7 @@ def test_tokens_behind_the_clip_are_charged_to_it(rewards: list[float], clipped:
 
 
 CORRECTIONS = [DynamicSampling(max_rounds=3), TruncatedIS(), IcePop(0.9, 1.1), OPSM(1e-3), NoEOSMask()]
-OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=3e-2), "engine_logprobs": True}
+OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=3e-2)}
 quiet = pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
 
 

@@ -9,9 +9,11 @@ from kit.support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, 
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, GRPO, Corrections, Rollout, concatenate, distributed
+from lightning_rl import GAE, GRPO, Rollout, distributed
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
 from lightning_rl.compatibility import check_estimator
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import concatenate
 from lightning_rl.signal.masked import GlobalSum, row_mean
 
 

@@ -10,20 +10,20 @@ from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, GRPO, RLOO, Corrections, Finish, Reinforce, Rollout, token_mean
+from lightning_rl import GAE, GRPO, RLOO, Finish, Reinforce, Rollout, token_mean
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.corrections import RLCallback
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import Corrections, RLCallback
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 
 STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
 
 
 def finished(rollout: Rollout, callback: NoEOSMask, estimator: Any, *others: RLCallback) -> Rollout:
     """The rollout as the stages hand it to the update."""
-    contributions = Corrections([callback, *others])
-    rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return estimate_signal(exclude_rows(rollout, contributions)[0], resolve_advantages(estimator), contributions)[0]
+    corrections = Corrections([callback, *others])
+    rollout = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return estimate_signal(exclude_rows(rollout, corrections)[0], resolve_advantages(estimator), corrections)[0]
 
 
 def two_rows(second: float) -> Rollout:

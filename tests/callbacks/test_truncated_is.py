@@ -49,7 +49,7 @@ def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
 
 
 def test_goes_with_the_clipped_surrogate_in_a_fit() -> None:
-    assert fit(tiny_module(engine_logprobs=True, epochs=2), callbacks=[TruncatedIS()]).global_step == 8
+    assert fit(tiny_module(epochs=2), callbacks=[TruncatedIS()]).global_step == 8
 
 
 @pytest.mark.parametrize("loss", ["dppo", CISPO(anchor="rollout")])

@@ -32,7 +32,7 @@ def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[
     """Check and culprit of every finding of a short run, with the fault or without one; files go to ``kept``."""
     options = {key: value() if key == "engine" else value for key, value in (fault.options if fault else {}).items()}
     audit = SignalAudit(1)
-    settings = {"temperature": TEMPERATURE, "engine_logprobs": True, "optimizer": partial(AdamW, lr=0.05)}
+    settings = {"temperature": TEMPERATURE, "optimizer": partial(AdamW, lr=0.05)}
     with ExitStack() as stack, warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         for replaced in fault.patches if fault else ():

@@ -17,7 +17,6 @@ import lightning_rl.rollouts.collect
 from lightning_rl import (
     Advantages,
     Completion,
-    Corrections,
     Estimator,
     LossTerm,
     LossView,
@@ -29,8 +28,9 @@ from lightning_rl import (
     TransformersEngine,
 )
 from lightning_rl.callbacks import OPSM, ReferenceKL
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
-from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.update import StepWeights
 
 # wrong callbacks
@@ -218,7 +218,7 @@ def after(target: Any, name: str, change: Callable[..., Any]) -> Any:
 
 def changed_rows(change: Callable[[Rollout], Rollout]) -> Any:
     """Changes the rows that drawing makes."""
-    return after(Drawer, "_rollout", lambda rollout, *_: change(rollout))
+    return after(Sampler, "_rollout", lambda rollout, *_: change(rollout))
 
 
 def rolled_ids(rollout: Rollout) -> Rollout:

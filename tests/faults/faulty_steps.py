@@ -114,10 +114,10 @@ class Swapping(RLCallback):
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        held = pl_module.run.held
+        held = pl_module.run.current
         if held is not None and batch.step:
             changed = held.rollout.replace(advantages=-held.rollout.required("advantages"))
-            pl_module.run.held = dataclasses.replace(held, rollout=changed, written=changed.versions())
+            pl_module.run.current = dataclasses.replace(held, rollout=changed, written=changed.versions())
 
 
 class MovingReference(RLCallback):

@@ -48,10 +48,11 @@ from faults.faulty import (
     without_gradient,
     without_rollout_logprobs,
 )
-from lightning_rl import GAE, Corrections, Rollout
+from lightning_rl import GAE, Rollout
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel, Scorer
-from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.update import StepWeights
 
 STEPS = {"minibatches": 2, "epochs": 1}
@@ -70,7 +71,7 @@ STAGES: tuple[Fault, ...] = (
         "rollout log-probabilities in bfloat16",
         "sampled_is_trained",
         "stage draw",
-        patches=[after(Drawer, "_logprobs", in_bfloat16)],
+        patches=[after(Sampler, "_logprobs", in_bfloat16)],
     ),
     Fault(
         "version read after the response",

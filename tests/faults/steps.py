@@ -12,11 +12,12 @@ from faults import faulty_steps as wrong
 from faults.fault import Fault
 from faults.faulty import Altering, after, changed_rows
 from faults.stages import KL, PPO, STEPS
-from lightning_rl import ClippedSurrogate, Objective, Rollout, Stat
+from lightning_rl import ClippedSurrogate, Rollout, Stat
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import PolicyModel
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.kl import k3
 
 SMALL = {"token_budget": 24}
@@ -37,7 +38,7 @@ MORE: tuple[Fault, ...] = (
     ),
     Fault(
         "a group lost after the draw", "sample_conservation", "stage draw",
-        patches=[after(Drawer, "draw", wrong.without_first_group)],
+        patches=[after(Sampler, "draw", wrong.without_first_group)],
     ),
     Fault(
         "temperature applied twice", "logprob_alignment", "before the update", options=STEPS,
@@ -92,7 +93,7 @@ MORE: tuple[Fault, ...] = (
     ),
     Fault(
         "the entropy bonus left out", "terms_add_up", "objective", options={"entropy_coef": 0.1},
-        patches=[after(Objective, "__call__", wrong.without_entropy_bonus)],
+        patches=[after(Algorithm, "__call__", wrong.without_entropy_bonus)],
     ),
     Fault(
         "a mean over microbatches", "step_gradient", "accumulation", options=SMALL,

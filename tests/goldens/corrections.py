@@ -11,8 +11,9 @@ from kit.support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case
-from lightning_rl import Corrections, LossView, RLCallback
+from lightning_rl import LossView, RLCallback
 from lightning_rl.callbacks import OPSM, IcePop, OutlierMask, SequenceRatioMask, TruncatedIS
+from lightning_rl.signal.corrections import clipped_weight
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import tiny_policy
+from kit.support import an_algorithm, tiny_policy
 from torch import Tensor
 
-from lightning_rl import GAE, Corrections, LossView, Objective, Reinforce, RLCallback, token_mean
+from lightning_rl import GAE, LossView, RLCallback
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -32,7 +32,8 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from properties.batches import WITNESS
 from properties.evaluation import evaluate
 from properties.exports import CORRECTIONS
@@ -89,18 +90,18 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
     """Everything that a correction does on the witness batch, from the reward to the gradient, and what it learns."""
     correction = copy.copy(correction)
     trial = "provide" not in correction.contributes  # a teacher of its own needs a fit
-    contributions = Corrections([correction]) if trial else Corrections()
-    view = WITNESS.replace(rewarded=WITNESS.rewarded & contributions.reward_mask(WITNESS))
-    kept = contributions.keep_groups(view)
-    excluded = exclude_rows(view, contributions)[0]
-    signalled, _ = estimate_signal(excluded, GAE(lam=0.9, whitened=False), contributions)
+    corrections = Corrections([correction]) if trial else Corrections()
+    view = WITNESS.replace(rewarded=WITNESS.rewarded & corrections.reward_mask(WITNESS))
+    kept = corrections.keep_groups(view)
+    excluded = exclude_rows(view, corrections)[0]
+    signalled, *_ = estimate_signal(excluded, GAE(lam=0.9, whitened=False), corrections)
     if isinstance(correction, AdaptiveKL):
         correction.observe(signalled)
     if isinstance(correction, EntropyBonus):
         correction.adapt(torch.tensor([[3.0, 1.5, 0.0, 2.0]], dtype=torch.float64))
     assert isinstance(signalled, LossView)
-    found = evaluate(signalled, callbacks=list(contributions.callbacks))
-    stats = {name: stat.moments for name, stat in contributions.rollout_metrics(view).items()}
+    found = evaluate(signalled, callbacks=list(corrections.callbacks))
+    stats = {name: stat.moments for name, stat in corrections.rollout_metrics(view).items()}
     return {
         "kept": kept, "advantages": signalled.required("advantages"), "loss": found.loss, "gradient": found.gradients,
         "metrics": {**found.metrics, **stats}, "rounds": correction.max_rounds, "offers": correction.contributes,
@@ -149,10 +150,10 @@ def test_i_10_an_off_value_is_the_absence_of_the_correction_bit_for_bit(correcti
     assert all(equal(found["metrics"][name], plain["metrics"][name]) for name in shared)
 
 
-def test_i_10_an_objective_trains_the_entropy_only_if_somebody_asks() -> None:
-    def trains(*callbacks: RLCallback, coef: float = 0.0) -> bool:
-        contributions = Corrections(callbacks)
-        objective = Objective(loss=Reinforce(), reduction=token_mean, contributions=contributions, entropy_coef=coef)
-        return objective.entropy_gradient
+def test_i_10_an_algorithm_trains_the_entropy_only_if_somebody_asks() -> None:
+    def trains(*callbacks: RLCallback) -> bool:
+        return an_algorithm(callbacks).trains_entropy
 
-    assert [trains(), trains(coef=0.1), trains(EntropyBonus()), trains(OPSM())] == [False, True, True, False]
+    assert [trains(), trains(EntropyBonus()), trains(OPSM()), trains(OPSM(), EntropyBonus())] == [
+        False, True, False, True,
+    ]  # fmt: skip

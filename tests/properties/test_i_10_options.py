@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl import (
     CISPO,
@@ -165,18 +166,19 @@ def test_i_10_every_option_changes_something(kind: type, option: str) -> None:
 
 
 def with_coefficient(option: str, coef: float) -> Found:
-    given: dict[str, Any] = {option: coef}
-    return evaluate(FAR, **given)
+    if option == "value_coef":
+        return evaluate(FAR, value_loss=ValueLoss(coef=coef))
+    return evaluate(FAR, entropy_coef=coef)
 
 
 @pytest.mark.parametrize("option", ["entropy_coef", "value_coef"])
-def test_i_10_every_coefficient_of_the_objective_changes_something_and_0_is_its_absence(option: str) -> None:
+def test_i_10_every_coefficient_of_the_loss_changes_something_and_0_is_its_absence(option: str) -> None:
     on, more, off = (with_coefficient(option, coef) for coef in (0.1, 0.2, 0.0))
-    other = {"entropy_coef": "loss/value", "value_coef": "loss/entropy"}[option]
+    other = {"entropy_coef": "loss/value", "value_coef": "entropy/loss"}[option]
     trained = {"entropy_coef": 1, "value_coef": 2}[option]
     assert not same(on, more) and on.gradients[trained].any() and not off.gradients[trained].any()
-    assert ("loss/entropy" in off.parts) == (option != "entropy_coef")
-    beside = {"loss/value": 0.5, "loss/entropy": 0.1}[other] * off.parts[other]
+    assert ("entropy/loss" in off.parts) == (option != "entropy_coef")
+    beside = {"loss/value": 0.5, "entropy/loss": 0.1}[other] * off.parts[other]
     assert torch.equal(off.loss, off.parts["loss/policy"] + beside)
 
 
@@ -193,6 +195,14 @@ def weighed(view: LossView) -> Tensor:
     return -weight * view.required("advantages") * view.logprobs
 
 
+class HalfTheSquare(ValueLoss):
+    """What is left of a ValueLoss without its options."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return (values - returns).square() / 2
+
+
 INF = math.inf
 OFF: list[tuple[Any, Callable[[LossView], Tensor] | Any]] = [
     (ClippedSurrogate(clip_low=1.0, clip_high=INF), unclipped),
@@ -205,7 +215,7 @@ OFF: list[tuple[Any, Callable[[LossView], Tensor] | Any]] = [
     (DPPO(low=INF, high=INF), unclipped_rollout),
     (DPPO(low=1.0, high=1.0), unclipped_rollout),  # no total variation is larger
     (CISPO(clip_low=1.0, clip_high=INF), weighed),
-    (ValueLoss(clip=None, huber=INF), lambda values, _, returns: (values - returns).square() / 2),
+    (ValueLoss(clip=None, huber=INF), HalfTheSquare()),
     (GAE(gamma=1.0, lam=1.0, whitened=False), "rewards to go, less the value"),
     (Normalized(mean="none", std="none"), "reward"),
 ]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of
+from kit.support import an_algorithm, callback_of, ragged_rollout, rollout_of, run_step, view_of
 from silent_bugs import merged, one_step, signal
 from torch import Tensor
 from torch.testing import assert_close
@@ -18,7 +18,6 @@ from lightning_rl import (
     GRPO,
     RLOO,
     ClippedSurrogate,
-    Corrections,
     FakeEngine,
     Finish,
     Reinforce,
@@ -45,10 +44,10 @@ from lightning_rl.callbacks import (
     truncated_is,
 )
 from lightning_rl.compatibility import check_reads
-from lightning_rl.corrections import LossView
+from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
 from lightning_rl.policy import make_plan
-from lightning_rl.rollouts.signal import excluding
+from lightning_rl.rollouts.signal import exclude_rows
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction
@@ -110,7 +109,7 @@ def test_2_04_extremes_and_deviations_count_valid_tokens_alone() -> None:
 def test_2_05_kl_and_entropy_do_not_depend_on_microbatches_or_masked_rows() -> None:
     rollout = ragged_rollout(dtype=torch.float64).sanitize()
     whole = one_step(rollout, WHOLE, RolloutKL(0.5), entropy_coef=0.1)
-    assert {"loss/entropy", "rollout_kl/loss"} < whole.losses.keys()
+    assert {"entropy_bonus/loss", "rollout_kl/loss"} < whole.losses.keys()
     for cut in CUTS:
         found = one_step(rollout, cut, RolloutKL(0.5), entropy_coef=0.1)
         assert found.losses == pytest.approx(whole.losses) and found.metrics() == pytest.approx(whole.metrics())
@@ -134,12 +133,12 @@ def test_2_06_masked_tokens_are_no_time_steps() -> None:
 @pytest.mark.parametrize("make", OF_THE_ENGINE)
 def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Callable[[], RLCallback]) -> None:
     correction = make()
-    given: dict[str, Any] = {"engine_logprobs": None, "critic": False, "steps_per_rollout": 2}
+    given: dict[str, Any] = {"critic": False, "steps_per_rollout": 2}
+    algorithm = an_algorithm([correction], loss=Reinforce())
     mute, speaking = (FakeEngine(lambda _: [2], returns_logprobs=flag) for flag in (False, True))
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
-        check_reads(Corrections([correction]), Reinforce(), GRPO(), engine=mute, **given)
-    with pytest.warns(UserWarning, match="engine_logprobs switched on"):
-        assert check_reads(Corrections([correction]), Reinforce(), GRPO(), engine=speaking, **given).rollout_logprobs
+        check_reads(algorithm, engine=mute, **given)
+    check_reads(algorithm, engine=speaking, **given)
     with pytest.raises(ValueError, match='expected a rollout with "rollout_logprobs", got none'):
         run_step(view_of([-1.0]), callbacks=[correction])
 

@@ -31,7 +31,7 @@ from lightning_rl.recording.differences import Difference, recorded_differences,
 EPOCHS = {"minibatches": 2, "epochs": 2}
 RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
     "grpo": (
-        {**EPOCHS, "engine_logprobs": True, "token_budget": 30},
+        {**EPOCHS, "token_budget": 30},
         [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)],
     ),
     "ppo": (
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
         [DynamicSampling(max_rounds=2), TruncatedIS(), IcePop(), OverlongPenalty(8, 4)],
     ),
     "gspo": ({**EPOCHS, "loss": "gspo", "entropy_coef": 0.01}, [NoEOSMask()]),
-    "kept_tokens": ({**EPOCHS, "top_k": 6, "engine_logprobs": True}, [TruncatedIS()]),
+    "kept_tokens": ({**EPOCHS, "top_k": 6}, [TruncatedIS()]),
     "routes": ({**EPOCHS, "policy": partial(tiny_model, "qwen3_moe")}, [RouterReplay()]),
     "ahead": ({**EPOCHS, "max_staleness": 1}, [TruncatedIS(), NoEOSMask()]),
     "one_step": ({"loss": "reinforce", "advantages": "rloo"}, []),

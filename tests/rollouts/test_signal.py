@@ -9,11 +9,11 @@ from kit.support import callback_of, ragged_rollout, rollout_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, GRPO, RLOO, Corrections, Finish, RawReward, Rollout
+from lightning_rl import GAE, GRPO, RLOO, Finish, RawReward, Rollout
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.corrections import RLCallback, Stat
-from lightning_rl.rollouts.signal import exclude_rows, validation_metrics, estimate_signal
+from lightning_rl.corrections import Corrections, RLCallback, Stat
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
 from lightning_rl.signal.returns import gae
 
 NAN, INF = math.nan, math.inf
@@ -23,15 +23,15 @@ PLAIN = GAE(whitened=False)
 def signal(
     rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
 ) -> tuple[Tensor, dict[str, float], Rollout]:
-    found, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
+    found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
 
 
 def without_eos(rollout: Rollout, action: Any = "zero_reward") -> tuple[Rollout, dict[str, Stat]]:
     """The rollout as drawing and planning hand it on under NoEOSMask."""
-    contributions = Corrections([NoEOSMask(action)])
-    masked = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return exclude_rows(masked, contributions)
+    corrections = Corrections([NoEOSMask(action)])
+    masked = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return exclude_rows(masked, corrections)
 
 
 def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:

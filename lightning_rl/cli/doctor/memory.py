@@ -141,7 +141,7 @@ def _cache(module: RLLightningModule, text: Any, max_prompt_length: int) -> floa
     engine = module.engine
     rows = min(rows, engine.max_rows) if isinstance(engine, TransformersEngine) else rows
     per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
-    return float(per_token * rows * (max_prompt_length + module.max_new_tokens))
+    return float(per_token * rows * (max_prompt_length + module.sampling.max_new_tokens))
 
 
 def _layer(module: RLLightningModule, text: Any) -> float:

@@ -20,7 +20,7 @@ from lightning_rl.policy import make_plan
 from lightning_rl.policy.logprobs import logprob_tolerance
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.rollouts.logprobs import scored
+from lightning_rl.rollouts.logprobs import add_logprobs
 
 MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
 
@@ -50,23 +50,19 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     """Syncs the engine and draws the groups of ``number`` prompts, whose share of the stream moves on."""
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
-    drawer = replace(
-        module.collector().drawer,
-        rewards=Rewards({"none": _nothing}),
-        contributions=Corrections(),
-        logprobs=module.engine.returns_logprobs,
-        greedy_baseline=False,
+    sampler = replace(
+        module.sampler, rewards=Rewards({"none": _nothing}), corrections=Corrections(), greedy_baseline=False
     )
-    rollout = drawer.sample(prompts, 0)
+    rollout = sampler.sample(prompts, group_size=module.group_size)
     seconds = time.perf_counter() - begin
-    texts = [drawer.text(ids) for ids in _response_ids(rollout)]
+    texts = [sampler.text(ids) for ids in _response_ids(rollout)]
     repeated = [prompt for prompt in prompts for _ in range(module.group_size)]
     return Samples(module, repeated, rollout, texts, seconds, limit)
 
 
 def truncation(samples: Samples) -> Iterator[Finding]:
     """Most answers end by themselves within ``max_new_tokens``."""
-    rollout, limit = samples.rollout, samples.module.max_new_tokens
+    rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
     share = float((rollout.finish == Finish.LENGTH).double().mean())
     mean = float(rollout.response_lengths.double().mean())
     drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
@@ -98,7 +94,7 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
         return
     plan = make_plan(rollout, minibatches=1, token_budget=module.token_budget, packed=module.packing)
     with module.trainer.precision_plugin.forward_context():
-        own = scored(
+        own = add_logprobs(
             rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
         )
     gap = (own.required("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.finding import Finding
-from lightning_rl.run_module import RunModule
+from lightning_rl.module import RLLightningModule
 
 ANSWER = "quux"
 TALK: list[dict[str, str]] = [
@@ -42,9 +42,9 @@ def template_prefix(recipe: Recipe) -> Iterator[Finding]:
             return
 
 
-def eos(module: RunModule) -> Iterator[Finding]:
+def eos(module: RLLightningModule) -> Iterator[Finding]:
     """The ids that end responses hold what the chat template writes after an answer, and no id that nobody samples."""
-    ids, tokenizer = sorted(module.run.eos_ids), module.tokenizer
+    ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
     vocabulary = module.required_policy.model.config.get_text_config().vocab_size
     names = ", ".join(_token_name(tokenizer, token) for token in ids)
     yield fact("eos", f"responses end with {names or 'a stop string alone'}")
@@ -53,7 +53,7 @@ def eos(module: RunModule) -> Iterator[Finding]:
         observed = f"id {unknown[0]} ends responses, but the policy has only the ids below {vocabulary}"
         yield error("eos", observed, "eos_token_ids= with ids of this model, or the tokenizer that belongs to it")
     ending = None if tokenizer is None or not tokenizer.chat_template else _ending(tokenizer)
-    if ending is not None and ending not in ids and not module.stop:
+    if ending is not None and ending not in ids and not module.sampling.stop:
         name = _token_name(tokenizer, ending)
         observed = f"the chat template ends an answer with {name}, which ends no response: answers run on"
         yield error("eos", f"{observed} to max_new_tokens", f"eos_token_ids={[*ids, ending]}")
