@@ -323,8 +323,8 @@ class RLLightningModule(LightningModule):
         first = self._take_prefetched(number)
         with phase("sync", self.device):
             self.sync(number)
-        if not isinstance(first, Samples):
-            with phase("generate", self.device):
+        with phase("generate", self.device):  # short for what was generated ahead
+            if not isinstance(first, Samples):
                 first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
         if sampler.max_rounds == 1:  # nothing more is asked of the engine for this rollout
             self._prefetch(sampler, ticket, batch_idx)

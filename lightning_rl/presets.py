@@ -18,6 +18,7 @@ from typing import Any
 from lightning_rl.advantages import GAE, OPO, Normalised, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
+from lightning_rl.generation import Sampling
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -57,8 +58,8 @@ def ppo(*, beta: float = 0.05) -> Preset:
 
     Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593.
     """
-    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(clip=0.2)}
-    options |= {"loss": ClippedSurrogate(), "reduction": token_mean, "value_coef": 0.1}
+    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
+    options |= {"loss": ClippedSurrogate(), "reduction": token_mean}
     return Preset(options, (ReferenceKL(beta),))
 
 
@@ -76,8 +77,12 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    options = {"advantages": advantages.dr_grpo, "loss": ClippedSurrogate(), "max_new_tokens": max_new_tokens}
-    return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
+    options = {
+        "advantages": advantages.dr_grpo,
+        "loss": ClippedSurrogate(),
+        "reduction": SequenceSumNorm(max_new_tokens),
+    }
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)})
 
 
 def dapo(*, max_new_tokens: int = 256) -> Preset:
@@ -87,7 +92,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
     """
     options = {"advantages": advantages.grpo, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
     callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
-    return Preset({**options, "max_new_tokens": max_new_tokens}, callbacks)
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)
 
 
 def gspo() -> Preset:
@@ -114,7 +119,7 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
     options = {"advantages": advantages.rloo, "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    options |= {"max_new_tokens": max_new_tokens}
+    options |= {"sampling": Sampling(max_new_tokens=max_new_tokens)}
     return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
 
 
@@ -142,7 +147,7 @@ def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Li et al. 2023, arXiv:2310.10505.
     """
     options = {"advantages": ReMax(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    return Preset({**options, "max_new_tokens": max_new_tokens}, (ReferenceKL(beta),))
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, (ReferenceKL(beta),))
 
 
 def opo() -> Preset:

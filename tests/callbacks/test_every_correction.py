@@ -41,7 +41,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.corrections import Corrections
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 from lightning_rl.rollout import concatenate
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 
@@ -167,7 +167,7 @@ def test_every_export_has_an_example() -> None:
     exported = {getattr(lightning_rl.callbacks, name) for name in lightning_rl.callbacks.__all__}
     assert {type(example) for example in EXAMPLES} == exported
     offered = set().union(*(example.contributes for example in EXAMPLES))
-    assert offered <= set(RLCallback.METHODS)
+    assert offered <= set(CONTRIBUTIONS)
 
 
 @each
