@@ -36,14 +36,13 @@ from lightning_rl import (
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import (
     OPSM,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OutlierMask,
     OverlongPenalty,
-    ProductMask,
     ReferenceKL,
     RolloutKL,
+    SequenceRatioMask,
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
@@ -180,8 +179,8 @@ def update_phase(rounds: int) -> None:
         ReferenceKL(as_loss=True),
         TruncatedIS(),
         IcePop(),
-        GeometricMask(),
-        ProductMask(),
+        SequenceRatioMask("mean"),
+        SequenceRatioMask("product").named("product"),
         OutlierMask(),
         OverlongPenalty(64, 16),
     ]

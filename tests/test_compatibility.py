@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 from kit.support import an_algorithm, callback_of
 
-from lightning_rl import GAE, ClippedSurrogate, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
-from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, ReMax
+from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, FakeEngine, RawReward, Reinforce, RLCallback
+from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
 from lightning_rl.callbacks import (
     OPSM,
     DynamicSampling,
@@ -165,11 +164,10 @@ def test_legal_chains_pass() -> None:
     check_ratios(Corrections([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
-    name, estimator = estimator.__name__, PerRow(estimator)
     with pytest.raises(
-        ValueError, match=rf"ReferenceKL gives a reward .* advantages={name} .*ReferenceKL\(as_loss=True\)"
+        ValueError, match=rf"ReferenceKL gives a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
     ):
         check_estimator(Corrections([ReferenceKL()]), estimator, critic=False)
     check_estimator(Corrections([ReferenceKL(as_loss=True)]), estimator, critic=False)
@@ -181,9 +179,9 @@ def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator:
         check_estimator(Corrections([own]), estimator, critic=False)
 
 
-COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalised()]
-COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], PerRow(partial(grpo, unbiased=False))]
-COMPARING += [Normalised(mean="none", std="group"), Normalised(mean="group", std="none")]
+COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalized()]
+COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], GRPO(unbiased=False)]
+COMPARING += [Normalized(mean="none", std="group"), Normalized(mean="group", std="none")]
 
 
 @pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
@@ -195,7 +193,7 @@ def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estima
 
 @pytest.mark.parametrize(
     "estimator",
-    [PerRow(reinforce), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalised(mean="batch", std="batch"), GAE()],
+    [RawReward(), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalized(mean="batch", std="batch"), GAE()],
     ids=lambda estimator: estimator.name,
 )
 def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
@@ -208,14 +206,14 @@ def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -
     ):
         check_estimator(Corrections([RewardNormalization()]), ReMax(), critic=False)
     check_estimator(Corrections([OverlongPenalty(9, 4)]), ReMax(), critic=False)
-    check_estimator(Corrections([RewardNormalization()]), PerRow(reinforce), critic=False)
+    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False)
 
 
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
+        ValueError, match="critic= trains for nothing, because advantages=GRPO reads no values: use GAE"
     ):
-        check_estimator(Corrections(), PerRow(grpo), critic=True)
+        check_estimator(Corrections(), GRPO(), critic=True)
     check_estimator(Corrections(), GAE(), critic=True)
 
 
@@ -246,9 +244,9 @@ def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
 @pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
 def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
     with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
-        check_estimator(Corrections([correction]), PerRow(reinforce), critic=False, group_size=1)
-    check_estimator(Corrections([correction]), PerRow(reinforce), critic=False, group_size=2)
-    check_estimator(Corrections([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)
+        check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=1)
+    check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=2)
+    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False, group_size=1)
 
 
 def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:

@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat, warmup_then_linear
 from lightning_rl.callbacks import (
     OPSM,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
@@ -20,6 +19,7 @@ from lightning_rl.callbacks import (
     OverlongPenalty,
     ReferenceKL,
     RolloutKL,
+    SequenceRatioMask,
 )
 from lightning_rl.update import StepGradient
 
@@ -68,7 +68,7 @@ def test_the_order_of_the_callbacks_never_matters() -> None:
 
 def test_the_order_never_matters_with_weights_and_masks_on_a_loss_without_a_ratio() -> None:
     def corrections() -> list[RLCallback]:
-        masks = [IcePop(0.9, 1.1), GeometricMask(0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
+        masks = [IcePop(0.9, 1.1), SequenceRatioMask("mean", 0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
         return [OffPolicyIS(), *masks, OverlongPenalty(8, 4), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
     expected = trained(corrections(), loss="reinforce")

@@ -62,9 +62,9 @@ class Charges:
 def drawn_stages(contributions: Corrections) -> list[str]:
     """The stages from the engine to the signal, in their order."""
     filters = [f"{callback.name}.keep_groups" for callback in contributions.contributors("keep_groups")]
-    excluding = [f"{callback.name}.exclude" for callback in contributions.contributors("exclude")]
+    excluded = [f"{callback.name}.exclude" for callback in contributions.contributors("exclude")]
     masks = [f"{callback.name}.reward_mask" for callback in contributions.contributors("reward_mask")]
-    return [*filters, "aborted", *exclude_rows, "unscored", *masks, "zero_advantage"]
+    return [*filters, "aborted", *excluded, "unscored", *masks, "zero_advantage"]
 
 
 def update_stages(contributions: Corrections) -> list[str]:

@@ -16,8 +16,7 @@ from lightning_rl.audit.run_checks import looked
 from lightning_rl.audit.subject import Facts, Subject
 from lightning_rl.audit.trace import LiveStep, ParameterStep
 from lightning_rl.corrections import RLCallback
-from lightning_rl.generation import Completion, Request
-from lightning_rl.generation.filters import TokenFilter
+from lightning_rl.generation import Completion, Request, Sampling
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.rollout import Finish, Rollout
@@ -93,13 +92,11 @@ def _evidence(state: Mapping[str, Any], subject: Subject) -> Evidence:
 def _drawn_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
     asked = {spec.name: getattr(request, spec.name) for spec in fields(request)}
     given = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
-    asked |= {"eos_ids": sorted(request.eos_ids), "keep": asdict(request.keep)}
-    return asked, {**given, "finish": int(completion.finish)}
+    return {**asked, "sampling": asdict(request.sampling)}, {**given, "finish": int(completion.finish)}
 
 
 def _drawn(asked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Request, Completion]:
-    known = {**asked, "eos_ids": frozenset(asked["eos_ids"]), "keep": TokenFilter(**asked["keep"])}
-    request = Request(**known)
+    request = Request(**{**asked, "sampling": Sampling(**asked["sampling"])})
     return request, Completion(**{**given, "finish": Finish(given["finish"])})
 
 

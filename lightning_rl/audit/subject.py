@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from lightning_rl.advantages import Estimator, PerRow
+from lightning_rl.advantages import Estimator, RawReward
 from lightning_rl.algorithm import Objective
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.corrections.provided import Provided
 from lightning_rl.losses import DEFAULT_VALUE_LOSS, ClippedSurrogate, FunctionLoss, PolicyLoss, ValueFunction
 from lightning_rl.module import RLLightningModule
-from lightning_rl.signal.advantages import reinforce
 from lightning_rl.signal.reductions import Reduction, token_mean
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens; coarser types below
@@ -71,7 +70,7 @@ class Subject:
 
     loss: PolicyLoss = field(default_factory=ClippedSurrogate)
     reduction: Reduction = token_mean
-    estimator: Estimator = field(default_factory=lambda: PerRow(reinforce))
+    estimator: Estimator = field(default_factory=RawReward)
     contributions: Corrections = field(default_factory=Provided)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     text: Callable[[Sequence[int]], str] | None = None

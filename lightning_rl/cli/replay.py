@@ -1,7 +1,6 @@
 """replay: computes a recorded rollout again and compares, or compares two recordings or two configurations."""
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
@@ -10,8 +9,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_rl import distributed
-from lightning_rl.cli.recipes import Ended, Reached, reached, until_training
+from lightning_rl.cli.output import say
+from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit
+from lightning_rl.inspection import StopRecipe
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import Configuration, Recording, Replayed, replay
@@ -76,10 +76,10 @@ def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequen
     if recipe is None:
         configurations = [_recorded_configuration(recording) for recording in recordings]
     else:
-        configurations = [_configuration(reached(recipe, options)) for _ in recordings]
+        configurations = [_configuration(load_recipe(recipe, options)) for _ in recordings]
     codes = []
     for recording, found in zip(recordings, replay(recordings, configurations), strict=True):
-        _say(_title(recording))
+        say(_title(recording))
         codes.append(_verdict(recording, recorded_differences(recording, found)))
     return max(codes)
 
@@ -87,36 +87,36 @@ def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequen
 def repeat_step(recordings: Sequence[Recording], recipe: Path, options: Sequence[str], checkpoint: Path) -> int:
     """Loads a checkpoint as the recipe's fit would and repeats the recorded step that began with its weights."""
     witness = _AtStart(recordings)
-    until_training(reached(recipe, options), witness, checkpoint)
+    run_until_fit(load_recipe(recipe, options), witness, checkpoint)
     recording, found = witness.found[0]
-    _say(_title(recording))
+    say(_title(recording))
     if found.step is None:
         known = ", ".join(step["weights"] for step in recording.header["steps"])
-        _say(f"{'weights':<24}{found.weights}: no recorded step began with them, but with {known}\n\nNOT EQUAL")
+        say(f"{'weights':<24}{found.weights}: no recorded step began with them, but with {known}\n\nNOT EQUAL")
         return 1
-    _say(f"{'weights':<24}{found.weights}, those that step {found.step} began with")
+    say(f"{'weights':<24}{found.weights}, those that step {found.step} began with")
     return _verdict(recording, _step_differences(recording, found))
 
 
 def compare_recordings(ours: Recording, theirs: Recording) -> int:
     """Prints where two recordings differ, in the order in which things come to be."""
-    _say(f"{_title(ours)}\nagainst {_title(theirs)}")
+    say(f"{_title(ours)}\nagainst {_title(theirs)}")
     found = list(recording_differences(ours, theirs))
     for one in found:
         _row(one.what, str(one))
-    _say("\nNOT EQUAL" if found else "\nbitwise equal")
+    say("\nNOT EQUAL" if found else "\nbitwise equal")
     return 1 if found else 0
 
 
 def compare_configurations(recordings: Sequence[Recording], recipe: Path, options: Sequence[str]) -> int:
     """Prints what another configuration makes of a recorded rollout; nothing has to be equal, so the code is 0."""
     ours = [_recorded_configuration(recording) for recording in recordings]
-    theirs = [_configuration(reached(recipe, options)) for _ in recordings]
+    theirs = [_configuration(load_recipe(recipe, options)) for _ in recordings]
     for one in described_differences(ours[0].described(), theirs[0].described()):
         _row(one.what, str(one))
     before, after = replay(recordings, ours), replay(recordings, theirs, restored=False)
     for recording, one, other in zip(recordings, before, after, strict=True):
-        _say("\n" + _title(recording))
+        say("\n" + _title(recording))
         for what, found in _changes(recording, one, other):
             _row(what, found)
     return 0
@@ -136,10 +136,10 @@ class _AtStart(Callback):
             raise ValueError(f"expected a Trainer of {len(self.recordings)} ranks as recorded, got {parallel.ranks}")
         own = self.recordings[parallel.rank]
         self.found.append((own, rescored(cast(RLLightningModule, pl_module), own)))
-        raise Ended
+        raise StopRecipe(pl_module)
 
 
-def _configuration(given: Reached) -> Configuration:
+def _configuration(given: Recipe) -> Configuration:
     return Configuration.of(given.module, callbacks_of(given.trainer))
 
 
@@ -197,7 +197,7 @@ def _verdict(recording: Recording, found: Iterable[tuple[str, Difference | None]
         unequal += [one] if one is not None else []
     failed = [one for one in unequal if exact or not one.rounding]
     words = "NOT EQUAL" if failed else "equal up to rounding, as another device or torch allows" if unequal else ""
-    _say(f"\n{words or 'bitwise equal'}")
+    say(f"\n{words or 'bitwise equal'}")
     return 1 if failed else 0
 
 
@@ -211,9 +211,4 @@ def _title(recording: Recording) -> str:
 
 
 def _row(what: str, found: str) -> None:
-    _say(f"{what:<24}{found}" if len(what) < 24 else f"{what}  {found}")
-
-
-def _say(text: str) -> None:
-    if distributed.process_count() == 1 or torch.distributed.get_rank() == 0:
-        sys.stdout.write(f"{text}\n")
+    say(f"{what:<24}{found}" if len(what) < 24 else f"{what}  {found}")

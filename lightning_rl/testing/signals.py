@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.advantages import Estimator, PerRow, ReinforcePlusPlus, RowFunction, resolve_advantages
+from lightning_rl.advantages import DrGRPO, Estimator, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.audit import CHECKS, Finding
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.run_checks import looked
@@ -16,7 +16,6 @@ from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.provided import Provided
 from lightning_rl.losses import PolicyLoss, resolve_loss
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import dr_grpo
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
 
@@ -69,7 +68,7 @@ def check_callback(callback: RLCallback) -> None:
     Raises:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
-    estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else PerRow(dr_grpo)
+    estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else DrGRPO()
     subject = Subject(estimator=estimator, contributions=Provided([callback]), facts=FACTS)
     _check(f"callback {callback.name}", subject, CALLBACK)
 

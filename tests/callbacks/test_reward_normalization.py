@@ -9,8 +9,7 @@ from kit.support import SummedBy, fit, in_lockstep, recorder, rollout_of, tiny_m
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import RLCallback, Rollout, reinforce
-from lightning_rl.advantages import PerRow
+from lightning_rl import RawReward, RLCallback, Rollout
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollout import concatenate
@@ -28,7 +27,7 @@ def rollout(rewards: list[float] = REWARDS, **given: Any) -> Rollout:
 def scored(rows: Rollout, *callbacks: RLCallback) -> tuple[Tensor, dict[str, float]]:
     """The score of each row, and the logged figures."""
     corrections = Corrections(callbacks)
-    found, _, stats = estimate_signal(rows, PerRow(reinforce), corrections)
+    found, _, stats = estimate_signal(rows, RawReward(), corrections)
     stats |= corrections.rollout_metrics(rows)
     return found.required("advantages")[:, 0], {name: stat.value() for name, stat in stats.items()}
 

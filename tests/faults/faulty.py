@@ -178,8 +178,8 @@ class Copying(TransformersEngine):
         super().start(copy.deepcopy(model), tokenizer)
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        super()._take((name, weight) for name, weight in weights if self.taken(name))
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super()._take(((name, weight) for name, weight in weights if self.taken(name)), version)
 
 
 class Altering(TransformersEngine):
@@ -333,4 +333,5 @@ def noisy(rollout: Rollout, *_: Any) -> Rollout:
 
 def only_in_rollouts(request: Request) -> Request:
     """Forgets the temperature of samples that train; the module of the faults allows them eight tokens."""
-    return dataclasses.replace(request, temperature=1.0) if request.max_new_tokens == 8 else request
+    sampling = dataclasses.replace(request.sampling, temperature=1.0)
+    return dataclasses.replace(request, sampling=sampling) if request.sampling.max_new_tokens == 8 else request

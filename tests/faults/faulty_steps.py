@@ -222,7 +222,7 @@ VALUES = PolicyModel._values  # noqa: SLF001
 
 def another_prefix(request: Request) -> Request:
     """Continues what a cache holds of another prompt, for some samples."""
-    if request.sample_id % 5 or request.max_new_tokens != 8:
+    if request.sample_id % 5 or request.sampling.max_new_tokens != 8:
         return request
     return dataclasses.replace(request, prefix_ids=(9, *request.prefix_ids[1:]))
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from lightning_rl import GAE, LossView, ReMax, RLCallback
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
-from lightning_rl.signal.advantages import group_statistics
+from lightning_rl.signal.statistics import group_statistics
 from properties.batches import (
     WITNESS,
     disturbed,
@@ -38,7 +38,7 @@ BATCH_WIDE = {
 """Have a statistic of the whole batch; that the others have none is tested, and that these have one."""
 WHITENED = {"batch", "batch-rloo", "reinforce_plus_plus"}  # do not compare groups, but the batch
 FOLLOW_A_SHIFT = {"reinforce", "remax", "raw", "scaled", "maxrl", "gae", "gae-raw", "rpp-discounted"}
-FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw"}
+FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw", "function"}
 
 
 def advantages(name: str, view: LossView, **changes: Any) -> Tensor:
@@ -141,6 +141,12 @@ def test_i_19_groups_are_isolated(name: str, view: LossView, group: int) -> None
     plain, moved = advantages(name, view), advantages(name, rewarded_differently(view, elsewhere))
     if name not in BATCH_WIDE:
         assert torch.equal(plain[~elsewhere], moved[~elsewhere])
+
+
+def test_what_an_estimator_declares_is_tested_to_be_true() -> None:
+    for name, estimator in ESTIMATOR_EXAMPLES.items():
+        assert not (estimator.within_groups and name in BATCH_WIDE), name
+        assert not (estimator.shift_invariant and name in FOLLOW_A_SHIFT), name
 
 
 @pytest.mark.parametrize("name", sorted(BATCH_WIDE))

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_rl import CISPO, DPPO, GSPO, LossView, PolicyLoss, Reinforce, RLCallback, ValueLoss
 from lightning_rl.corrections import Corrections
 from lightning_rl.signal.kl import KL_ESTIMATORS
-from lightning_rl.signal.losses import outside_trust_region
 from lightning_rl.signal.ratios import sequence_ratio
 from properties.batches import WITNESS
 from properties.evaluation import evaluate, prepared_view
@@ -94,10 +93,9 @@ def frozen_ratio(loss: DPPO, point: Tensor) -> Function:
     rollout, advantages = VIEW.required("rollout_logprobs"), VIEW.required("advantages")
     assert loss.cap is not None
     weight = (point - rollout).exp().clamp(max=loss.cap)
-    region = {"divergence": loss.divergence, "low": loss.low, "high": loss.high}
 
     def form(logprobs: Tensor) -> Tensor:
-        outside = outside_trust_region(logprobs, rollout, advantages, **region)
+        outside = loss.outside(VIEW.replace(logprobs=logprobs))
         return total(torch.where(outside, 0.0, -weight * advantages * logprobs))
 
     return form

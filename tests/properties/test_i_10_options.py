@@ -19,27 +19,30 @@ from lightning_rl import (
     DPPO,
     GAE,
     GMPO,
+    GRPO,
     GSPO,
     M2PO,
     OPO,
+    RLOO,
     SAPO,
     ClipCov,
     ClippedSurrogate,
+    DrGRPO,
     Estimator,
-    FunctionLoss,
     KLCov,
     LossView,
-    Normalised,
-    PerRow,
+    MaxRL,
+    Normalized,
+    RawReward,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
     SequenceSumNorm,
     ValueLoss,
-    grpo,
-    rloo,
 )
+from lightning_rl.advantages import FunctionEstimator
+from lightning_rl.losses import FunctionLoss
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped
 from properties.batches import WITNESS
 from properties.evaluation import Found, evaluate, same, signal_of
@@ -64,7 +67,7 @@ LOSS_KNOBS: dict[type, Knobs] = {
     ClippedSurrogate: Knobs(CLIPS),
     Reinforce: Knobs(),
     GSPO: Knobs(
-        {"clip_low": (3e-4, 0.2), "clip_high": (4e-4, 0.2), "per_token": (False, True)},
+        {"clip_low": (3e-4, 0.2), "clip_high": (4e-4, 0.2), "dual_clip": (None, 1.01), "per_token": (False, True)},
         {"per_token": {"clip_low": 0.5, "clip_high": 0.5}},
     ),
     CISPO: Knobs({"clip_low": (1.0, 0.1), "clip_high": (4.0, 0.1), "anchor": ("old", "rollout")}),
@@ -83,8 +86,13 @@ LOSS_KNOBS: dict[type, Knobs] = {
     FunctionLoss: Knobs({"function": (lambda view: -view.logprobs, lambda view: view.logprobs)}),
 }
 ESTIMATOR_KNOBS: dict[type, Knobs] = {
-    PerRow: Knobs({"function": (grpo, rloo)}),
-    Normalised: Knobs(
+    FunctionEstimator: Knobs({"function": (GRPO().per_row, RLOO().per_row)}),
+    GRPO: Knobs({"unbiased": (True, False), "epsilon": (1e-6, 0.1)}),
+    DrGRPO: Knobs(),
+    RLOO: Knobs(),
+    MaxRL: Knobs({"epsilon": (1e-6, 0.1)}),
+    RawReward: Knobs(),
+    Normalized: Knobs(
         {
             "mean": ("group", "batch"), "std": ("group", "none"), "leave_one_out": (False, True),
             "unbiased": (True, False), "epsilon": (1e-6, 0.1),
@@ -209,7 +217,7 @@ OFF: list[tuple[Any, Callable[[LossView], Tensor] | Any]] = [
     (CISPO(clip_low=1.0, clip_high=INF), weighed),
     (ValueLoss(clip=None, huber=INF), HalfTheSquare()),
     (GAE(gamma=1.0, lam=1.0, whitened=False), "rewards to go, less the value"),
-    (Normalised(mean="none", std="none"), "reward"),
+    (Normalized(mean="none", std="none"), "reward"),
 ]
 
 
@@ -222,7 +230,7 @@ def test_i_10_an_off_value_is_the_absence_of_the_feature_bit_for_bit(off: Any, a
         signal = signal_of(view)
         shaped = torch.where(view.valid_tokens, signal.shaped, 0.0).flip(-1).cumsum(-1).flip(-1)
         assert torch.equal(off(signal).advantages, torch.where(view.valid_tokens, shaped, 0.0))
-    elif isinstance(off, Normalised):
+    elif isinstance(off, Normalized):
         signal = signal_of(WITNESS)
         assert torch.equal(off(signal).advantages, signal.spread_out(signal.scores))
     elif isinstance(off, ValueLoss):

@@ -10,6 +10,8 @@ from silent_bugs import merged, one_step, sampler_of, signal
 from torch.testing import assert_close
 
 from lightning_rl import (
+    GRPO,
+    RLOO,
     Completion,
     Finish,
     LossTerm,
@@ -18,9 +20,7 @@ from lightning_rl import (
     Rollout,
     Stat,
     TransformersEngine,
-    grpo,
     prompt_mean,
-    rloo,
     sequence_mean,
     token_mean,
 )
@@ -98,7 +98,7 @@ def test_1_18_an_advantage_stands_at_every_valid_token_of_its_own_row() -> None:
     rollout = ragged_rollout(12, seed=1)
     rewards = torch.tensor([0.0, 1.0, 5.0] * 4)
     rollout = rollout.replace(rewards=torch.where(rollout.groups == 1, 2.0, rewards))
-    advantages, _ = signal(rollout, grpo)
+    advantages, _ = signal(rollout, GRPO())
     assert torch.equal(advantages != 0, rollout.valid_tokens & (rollout.groups != 1)[:, None])
 
 
@@ -185,7 +185,7 @@ def test_1_24_an_advantage_at_a_masked_token_is_in_no_mean() -> None:
     assert not OPSM(0.5).sequence_mask(bad).item(), "a mean advantage of -1, not of 9"
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 def test_1_24_a_failed_sample_shifts_no_other_group(estimator: Any) -> None:
     groups, rewarded = [0] * 3 + [1] * 4 + [2] * 3, torch.arange(10) != 1
 

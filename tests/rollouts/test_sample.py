@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokenizer
 from torch import Tensor
 from typing_extensions import override

@@ -6,26 +6,19 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_rl.advantages import OPO, Normalised, PerRow
 from lightning_rl.audit.checks.registry import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Finding, differing
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, rloo
 
 POISON = (math.nan, math.inf, -math.inf, 1e6)
 POISONS = "NaN, infinity and a million at masked tokens"
-WITHIN_GROUPS = (grpo, dr_grpo, rloo, maxrl)
 
 
 def looks_within_groups(evidence: Evidence) -> bool:
-    """Whether estimator and bonuses look at one group at a time, as far as the library knows them."""
-    estimator = evidence.subject.estimator
-    if any(callback.compares_rows for callback in evidence.subject.contributions.contributors("reward_bonus")):
-        return False
-    if isinstance(estimator, Normalised):
-        return "batch" not in (estimator.mean, estimator.std)
-    return isinstance(estimator, PerRow | OPO)
+    """Whether estimator and bonuses look at one group at a time."""
+    bonuses = evidence.subject.contributions.contributors("reward_bonus")
+    return evidence.subject.estimator.within_groups and not any(callback.compares_rows for callback in bonuses)
 
 
 def culprit_of(evidence: Evidence, plain: Rollout, changed: Rollout) -> str:
@@ -153,11 +146,8 @@ def group_isolation(evidence: Evidence) -> list[Finding]:
 @check("reward_shift")
 def reward_shift(evidence: Evidence) -> list[Finding]:
     """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
-    estimator, rollout = evidence.subject.estimator, evidence.groups
-    shifts = (grpo, dr_grpo, rloo)
-    invariant = isinstance(estimator, OPO) or (isinstance(estimator, PerRow) and estimator.bare in shifts)
-    invariant |= isinstance(estimator, Normalised) and estimator.mean == "group" and estimator.std != "batch"
-    if not invariant or not looks_within_groups(evidence):
+    rollout = evidence.groups
+    if not evidence.subject.estimator.shift_invariant or not looks_within_groups(evidence):
         return []
     offset = 1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)
     return unchanged(

@@ -20,11 +20,7 @@ class Adapter:
     """The policy's LoRA adapter on its way into vLLM.
 
     vLLM keeps an adapter under its id, and blocks of the prefix cache under its name and path, so each version has a
-    new id, name and path, and the one before is removed.
-
-    Args:
-        model: the policy, adapters injected.
-        folder: for the files, of this process alone.
+    new id, name and path in a folder of this process alone, and the one before is removed.
 
     Raises:
         ValueError: if something else than adapters trains, or there is none.
@@ -37,8 +33,7 @@ class Adapter:
         if others or not self.scales:
             got = f"{others[0]} that trains as well" if self.scales else f"none in {type(model).__name__}"
             raise ValueError(f'expected adapters and a frozen base, got {got}: use lora="merged"')
-        ranks = [len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A"]
-        self.rank = max(ranks)
+        self.rank = max(len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A")
         self.number = 0
         self.request: Any = None
         self._parts: dict[str, Tensor] = {}
@@ -48,7 +43,7 @@ class Adapter:
         """For ``vllm.LLM``."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank)}
 
-    def apart(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    def split(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
         """The stream of the base under plain names; what belongs to the adapter is kept for :meth:`load`."""
         self._parts = {}
         for name, weight in stream:

@@ -12,27 +12,16 @@ from lightning_rl.generation.weights.files import read_weights
 
 
 class Description(NamedTuple):
-    """What a server holds.
-
-    Args:
-        architecture: of the model.
-        vocabulary: number of token ids that it takes.
-        limit: most tokens of prompt and response together.
-        block: tokens that its prefix cache keeps together; 0 without such a cache.
-        dtype: of its weights, such as ``float32``.
-        speaks: whether it has a tokenizer, which stop strings need.
-        logprobs_mode: which distribution its log-probabilities are of.
-        generation_config: where its sampling defaults come from.
-    """
+    """What a server holds."""
 
     architecture: str
-    vocabulary: int
-    limit: int
-    block: int
-    dtype: str
-    speaks: bool
-    logprobs_mode: str
-    generation_config: str
+    vocabulary: int  # number of token ids
+    max_length: int  # of prompt and response together
+    block_size: int  # tokens that its prefix cache keeps together; 0 without such a cache
+    dtype: str  # such as float32
+    has_tokenizer: bool
+    logprobs_mode: str  # which distribution its log-probabilities are of
+    generation_config: str  # where its sampling defaults come from
 
 
 class WeightLoader:
@@ -48,10 +37,10 @@ class WeightLoader:
         return Description(
             architecture=str(model.architecture),
             vocabulary=int(model.get_vocab_size()),
-            limit=int(model.max_model_len),
-            block=int(cache.block_size) if cache.enable_prefix_caching else 0,
+            max_length=int(model.max_model_len),
+            block_size=int(cache.block_size) if cache.enable_prefix_caching else 0,
             dtype=str(model.dtype).removeprefix("torch."),
-            speaks=not model.skip_tokenizer_init,
+            has_tokenizer=not model.skip_tokenizer_init,
             logprobs_mode=str(model.logprobs_mode),
             generation_config=str(model.generation_config),
         )._asdict()
@@ -76,6 +65,6 @@ class WeightLoader:
         try:
             self.reload_weights(weights_iterator=weights)
         except Exception as error:  # noqa: BLE001  whatever it is, the server has to stay loadable, and the trainer hears
-            internals.restore(self.vllm_config, model)
+            internals.recover(self.vllm_config, model)
             return {"error": f"{type(error).__name__}: {error}"}
         return {}
