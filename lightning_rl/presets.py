@@ -29,6 +29,7 @@ from lightning_rl.advantages import (
 )
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
+from lightning_rl.generation import Sampling
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -86,7 +87,7 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    options = {"advantages": DrGRPO(), "loss": ClippedSurrogate(), "max_new_tokens": max_new_tokens}
+    options = {"advantages": DrGRPO(), "loss": ClippedSurrogate(), "sampling": Sampling(max_new_tokens=max_new_tokens)}
     return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
 
 
@@ -97,7 +98,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
     """
     options = {"advantages": GRPO(), "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
     callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
-    return Preset({**options, "max_new_tokens": max_new_tokens}, callbacks)
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)
 
 
 def gspo() -> Preset:
@@ -124,7 +125,7 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
     options = {"advantages": RLOO(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    options |= {"max_new_tokens": max_new_tokens}
+    options |= {"sampling": Sampling(max_new_tokens=max_new_tokens)}
     return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
 
 
@@ -152,7 +153,7 @@ def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Li et al. 2023, arXiv:2310.10505.
     """
     options = {"advantages": ReMax(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    return Preset({**options, "max_new_tokens": max_new_tokens}, (ReferenceKL(beta),))
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, (ReferenceKL(beta),))
 
 
 def opo() -> Preset:
