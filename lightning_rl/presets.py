@@ -10,6 +10,7 @@ What a paper leaves to the task is left out: models, sizes, learning rate, epoch
 mapping, ``**{**recipe.options, "reduction": "prompt_mean"}``, and a correction is switched off by leaving it out.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -231,9 +232,5 @@ def lite_ppo() -> Preset:
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {
-    make.__name__: make
-    for make in (
-        ppo, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo,
-        maxrl, sapo, dppo, gmpo, m2po, clip_cov, kl_cov, lite_ppo,
-    )
-}  # fmt: skip
+    name: make for name, make in list(globals().items()) if inspect.isfunction(make) and make.__module__ == __name__
+}

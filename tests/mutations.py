@@ -186,7 +186,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_2_17_the_overlong_penalty_can_be_asked_twice", "callbacks/overlong_penalty.py",
      "return self.coef * self._penalty(rollout)", "return rollout.rewards.add_(self.coef * self._penalty(rollout))"),
     ("test_2_18_every_name_that_an_error_offers_is_accepted", "lightning_rl/signal/reductions.py",
-     "if reduction not in known:", "if reduction not in REDUCTIONS:"),
+     "if reduction not in reductions:", "if reduction not in REDUCTIONS:"),
     ("test_2_18_every_documented_option_is_accepted", "callbacks/opsm.py",
      'if against not in ("old", "rollout"):', 'if against not in ("old",):'),
     ("test_2_19_a_row_without_others_has_no_advantage_and_nan_stays_where_it_is",

@@ -119,7 +119,7 @@ def test_beta_is_that_of_the_reference_kl(name: str) -> None:
 def test_the_longest_response_reaches_everything_that_depends_on_it() -> None:
     (sampling, penalty), options = presets.dapo(max_new_tokens=50).callbacks, presets.dapo(max_new_tokens=50).options
     assert isinstance(sampling, DynamicSampling) and isinstance(penalty, OverlongPenalty)
-    assert (penalty.longest, penalty.cache, options["sampling"]) == (50, 10, Sampling(max_new_tokens=50))
+    assert (penalty.max_length, penalty.cache, options["sampling"]) == (50, 10, Sampling(max_new_tokens=50))
     shortest = presets.dapo(max_new_tokens=3).callbacks[1]
     assert isinstance(shortest, OverlongPenalty) and shortest.cache == 1
     dr_grpo = presets.dr_grpo(max_new_tokens=50).options
