@@ -24,6 +24,8 @@ from torch.optim import AdamW
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
+from lightning_rl import Sampling
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
@@ -66,7 +68,7 @@ def fitted(engine: Engine, max_staleness: int, width: int, layers: int, tokens: 
     """Seconds of a fit."""
     module = RLLightningModule(
         policy=partial(policy_of, width, layers), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        group_size=ANSWERS, engine=engine, max_new_tokens=tokens, max_staleness=max_staleness,
+        group_size=ANSWERS, engine=engine, sampling=Sampling(max_new_tokens=tokens), max_staleness=max_staleness,
         optimizer=partial(AdamW, lr=1e-5),
     )  # fmt: skip
     seconds, data = Seconds(), PromptDataModule(task.sorting_prompts(rollouts * 16, seed=0), 16)
