@@ -56,10 +56,17 @@ def model_1m() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=16, hidden_size=128, num_hidden_layers=4, intermediate_size=384, num_attention_heads=4,
-            num_key_value_heads=4, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None,
+            vocab_size=16,
+            hidden_size=128,
+            num_hidden_layers=4,
+            intermediate_size=384,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            bos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def random_rollout(rows: int, prompt: int, response: int) -> Rollout:
@@ -221,13 +228,24 @@ def fitted_steps(steps: int) -> Seconds:
     """One epoch of one rollout that serves many steps; the first half warms up."""
     times, scripted = StepTimes(), (5, 6, 7, 8, 9, 10, 11, 1)
     module = RLLightningModule(
-        model_1m, alternating_reward, engine=FakeEngine(lambda _request: scripted), group_size=8, epochs=steps,
+        model_1m,
+        alternating_reward,
+        engine=FakeEngine(lambda _request: scripted),
+        group_size=8,
+        epochs=steps,
         sampling=Sampling(max_new_tokens=8),
-    )  # fmt: skip
+    )
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, callbacks=[times], logger=CSVLogger(tempfile.mkdtemp()),
-        log_every_n_steps=1, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[times],
+        logger=CSVLogger(tempfile.mkdtemp()),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
     trainer.fit(module, PromptDataModule([[2, 3, 4, 5]], 1))
     return Seconds(times.seconds.wall[steps // 2 :], times.seconds.cpu[steps // 2 :])
 

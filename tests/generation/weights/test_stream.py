@@ -16,7 +16,6 @@ from lightning_rl.generation.weights.stream import (
     add_aliases,
     aliases_of,
     copies,
-    merge_adapters,
     merge_stream,
     verify,
 )
