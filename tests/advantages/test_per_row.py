@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import fit, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
@@ -385,6 +386,12 @@ def test_whether_a_group_of_one_teaches_nothing_is_known_of_every_estimator() ->
 )
 def test_so_it_is_of_a_users_function(estimator: Estimator | RowFunction, *, compares: bool) -> None:
     assert resolve_advantages(estimator).compares == compares
+
+
+def test_a_users_function_that_compares_refuses_groups_of_one() -> None:
+    with pytest.raises(ValueError, match="advantages=by_group compares the samples of a prompt, so group_size=1"):
+        fit(tiny_module(advantages=by_group, group_size=1))
+    assert fit(tiny_module(advantages=centered, group_size=1), max_steps=1).global_step == 1
 
 
 def test_a_function_is_called_by_its_own_name_whatever_is_bound_to_it() -> None:
