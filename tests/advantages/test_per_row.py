@@ -389,9 +389,7 @@ def test_so_it_is_of_a_users_function(estimator: Estimator | RowFunction, *, com
 
 
 def test_a_users_function_that_compares_refuses_groups_of_one() -> None:
-    with pytest.raises(
-        ValueError, match="advantages=by_group compares the samples of a prompt, so group_size=1"
-    ):
+    with pytest.raises(ValueError, match="advantages=by_group compares the samples of a prompt, so group_size=1"):
         fit(tiny_module(advantages=by_group, group_size=1))
     assert fit(tiny_module(advantages=centered, group_size=1), max_steps=1).global_step == 1
 
