@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from kit.engine_requests import with_sampling
 from torch import Tensor
 from typing_extensions import override
 
@@ -333,5 +334,4 @@ def noisy(rollout: Rollout, *_: Any) -> Rollout:
 
 def only_in_rollouts(request: Request) -> Request:
     """Forgets the temperature of samples that train; the module of the faults allows them eight tokens."""
-    sampling = dataclasses.replace(request.sampling, temperature=1.0)
-    return dataclasses.replace(request, sampling=sampling) if request.sampling.max_new_tokens == 8 else request
+    return with_sampling(request, temperature=1.0) if request.sampling.max_new_tokens == 8 else request

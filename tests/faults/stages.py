@@ -5,6 +5,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from kit.engine_requests import with_sampling
 
 import lightning_rl.algorithm
 import lightning_rl.audit.evidence
@@ -179,7 +180,7 @@ STAGES: tuple[Fault, ...] = (
         "engine samples at another temperature",
         "canary|weight_sync",
         "engine",
-        options={"engine": lambda: Altering(request=lambda one: dataclasses.replace(one, temperature=1.0))},
+        options={"engine": lambda: Altering(request=lambda one: with_sampling(one, temperature=1.0))},
     ),
     Fault(
         "engine samples rollouts alone at another temperature",
