@@ -43,8 +43,12 @@ def table_of(policy: PolicyModel, rollout: Rollout) -> Outputs:
     """What the policy says of every row of the rollout, [B, T]."""
     (whole,) = plan_of_rows(rollout, [CUTS[0]]).step(0)
     outputs = policy(whole.layout)
-    width = rollout.width - outputs.logprobs.shape[1]
-    return Outputs(*(None if part is None else functional.pad(part, (0, width)) for part in outputs))
+    assert outputs.values is not None
+    missing = (0, rollout.width - outputs.logprobs.shape[1])
+    logprobs, entropy, values = (
+        functional.pad(part, missing) for part in (outputs.logprobs, outputs.entropy, outputs.values)
+    )
+    return Outputs(logprobs, entropy, values)
 
 
 def gradient_of(policy: PolicyModel) -> Tensor:
@@ -187,7 +191,8 @@ def test_parameters_are_followed_from_the_backward_to_the_step() -> None:
     assert len(observer.after) == len(observer.traces) == 8
     for number, (trace, after) in enumerate(zip(observer.traces, observer.after, strict=True)):
         assert trace.parameters.keys() == after.keys()
-        assert trace.clipped_norm == pytest.approx(1e-3, rel=1e-3) and trace.norm is not None
+        assert trace.clipped_norm is not None and trace.norm is not None
+        assert trace.clipped_norm == pytest.approx(1e-3, rel=1e-3)
         clip = trace.clipped_norm / float(trace.norm)
         for name, entries in trace.parameters.items():
             assert entries.gradient is not None and entries.before is not None and entries.after is not None
