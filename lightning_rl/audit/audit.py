@@ -20,23 +20,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.audit.checks.registry import CHECKS, Check
+from lightning_rl.audit.checks import CHECKS, Check
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts, Subject
 from lightning_rl.audit.finding import AuditError, Finding
-from lightning_rl.audit.recompute import redone
-from lightning_rl.audit.recorded import (
-    RecordedEngine,
-    RecordedRewards,
-    forwards_plainly,
-    outputs_of,
-    plain_forwards,
-    reference_weights,
-)
-from lightning_rl.audit.run_checks import looked
+from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
+from lightning_rl.audit.recompute import recompute_step
+from lightning_rl.audit.recorded import RecordedEngine, RecordedRewards
+from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.subject import Subject, facts_of
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.trace import LiveWatch, LoggedStats
+from lightning_rl.audit.trace import LoggedStats, StepWatch
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.data import Ticket
@@ -80,13 +74,13 @@ class SignalAudit(RLCallback):
         self.mode = mode
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
         self.findings: list[Finding] = []
-        self.seconds = self._unlogged = 0.0
-        self._run: _Watched | None = None
+        self.seconds = self._spent = self._since_last = 0.0
+        self._run: _RunWatch | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, RLLightningModule):
-            self._run = _Watched(pl_module, self)
+            self._run = _RunWatch(pl_module, self)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,15 +103,16 @@ class SignalAudit(RLCallback):
     @override
     def observe(self, rollout: Rollout) -> None:
         begin, self.seconds = time.perf_counter(), 0.0
-        evidence = None if self._run is None else self._run.finished(rollout)
+        evidence = None if self._run is None else self._run.evidence_of(rollout)
         if evidence is not None:
             self._report([c for c in self.checks if not c.of_step], evidence, begin)
+        self._since_last, self._spent = self._spent, 0.0
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         begin = time.perf_counter()
         if self._run is not None:
-            self._run.stepping(optimizer)
+            self._run.before_step(optimizer)
         self._count(begin)
 
     @override
@@ -125,40 +120,39 @@ class SignalAudit(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         begin = time.perf_counter()
-        evidence = None if self._run is None else self._run.stepped()
+        evidence = None if self._run is None else self._run.after_step()
         if evidence is not None:
             self._report([c for c in self.checks if c.of_step], evidence, begin)
 
     def _report(self, checks: Sequence[Check], evidence: Evidence, begin: float) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
-        run = cast(_Watched, self._run)
-        found = looked(checks, evidence)
-        self.findings += found
-        path = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{evidence.cycle}{run.suffix}.pt"
-        if found:
-            save(evidence, found, path)
-        text = "\n".join(str(finding) for finding in found) + (f"\nIt lies in {path}." if found else "")
-        said = [str(own) for own in distributed.gathered_objects(text) if own]
+        run, number = cast(_RunWatch, self._run), evidence.number
+        findings = run_checks(checks, evidence)
+        self.findings += findings
+        path = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt"
+        if findings:
+            save(evidence, findings, path)
+        text = "\n".join([*map(str, findings), *([f"It lies in {path}."] if findings else [])])
+        texts = [str(text) for text in distributed.gathered_objects(text) if text]
         self._count(begin)
-        if said and self.mode == "raise":
-            raise AuditError("\n".join(said))
-        if found:
-            warnings.warn(f"the audit of rollout {evidence.cycle} found\n{text}", stacklevel=2)
+        if texts and self.mode == "raise":
+            raise AuditError("\n".join(texts))
+        if findings:
+            warnings.warn(f"the audit of rollout {number} found\n{text}", stacklevel=2)
 
     def _count(self, begin: float) -> None:
         spent = time.perf_counter() - begin
-        self.seconds, self._unlogged = self.seconds + spent, self._unlogged + spent
+        self.seconds, self._spent = self.seconds + spent, self._spent + spent
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        spent, self._unlogged = self._unlogged, 0.0
         return {
             "signal_audit/findings": Stat.single(len(self.findings)).maximum(),
-            "signal_audit/seconds": Stat.single(spent).maximum(),
+            "signal_audit/seconds": Stat.single(self._since_last).maximum(),
         }
 
 
-class _Watched:
+class _RunWatch:
     """A run that is being audited, and what is known of its rollout in progress."""
 
     def __init__(self, module: RLLightningModule, audit: SignalAudit) -> None:
@@ -166,13 +160,17 @@ class _Watched:
         self.suffix = f"-rank-{module.global_rank}" if module.trainer.world_size > 1 else ""
         self._engine, self._rewards = RecordedEngine(module.engine), RecordedRewards(module.rewards)
         others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
-        self._fields = FieldWatch(others, lambda: None if module.run.held is None else module.run.held.rollout)
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
+        self._fields = FieldWatch(module.trainer, others, self._current_rollout)
         self._reference: Tensor | None = None
         self._evidence: Evidence | None = None
         self._logged: LoggedStats | None = None
-        self._live: LiveWatch | None = None
-        self._audited, self._turn, self._cycle = False, 0, 0
+        self._step: StepWatch | None = None
+        self._audited, self._turn, self._number = False, 0, 0
+
+    def _current_rollout(self) -> Rollout | None:
+        held = self.module.run.held
+        return None if held is None else held.rollout
 
     def begin(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
@@ -180,72 +178,73 @@ class _Watched:
         if ticket.step == 0:
             self.end()
             self._rewards.take()
-            self._audited, self._cycle = audited, ticket.cycle
+            self._audited, self._number = audited, ticket.cycle
             if audited:
                 self._fields.arm()
                 self._logged = LoggedStats(module.run.metrics)
         scaled = getattr(module.trainer.precision_plugin, "scaler", None) is not None
         if self._logged is not None and ticket.step == module.steps_per_rollout - 1 and not scaled:
             self._logged.begin_step()
-            self._live = LiveWatch(module)
+            self._step = StepWatch(module)
 
-    def finished(self, rollout: Rollout) -> Evidence | None:
+    def evidence_of(self, rollout: Rollout) -> Evidence | None:
         """Evidence of a finished rollout, if it is audited. Every rank takes part."""
         module = self.module
         if not self._audited:
             return None
-        if not self._fields.begun:
-            self._fields.begin(rollout)
-        facts = facts_of(module)
-        subject = Subject.of(module, self._corrections, facts).replaced(text=module.collector().drawer.text)
+        self._fields.begin(rollout)
         groups = some_groups(rollout, self._turn)
         rows = some_rows(groups, self._turn)
         self._turn += 1
-        outputs = outputs_of(module, rows)
-        critic = module.required_policy.value_head is not None
+        critic, weights = module.required_policy.value_head is not None, reference_weights(module)
         self._evidence = Evidence(
-            subject=subject, rollout=rollout, groups=groups, rows=rows, cycle=self._cycle, outputs=outputs,
-            apart=outputs_of(module, rows, reverse=True) if not forwards_plainly(module) else None,
-            hotter=outputs_of(module, rows, heat=2.0) if critic else None,
-            batches=self._engine.drawn_for(module.seed, self._cycle), calls=self._rewards.take(),
-            plain=plain_forwards(module, rows), remembered=self._remembered(),
-        )  # fmt: skip
+            algorithm=Subject.of(module, self._corrections),
+            facts=RunFacts.of(module),
+            rollout=rollout,
+            groups=groups,
+            rows=rows,
+            number=self._number,
+            outputs=policy_outputs(module, rows),
+            reversed=policy_outputs(module, rows, reverse=True) if not forwards_plainly(module) else None,
+            double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
+            batches=self._engine.batches_of(module.seed, self._number),
+            calls=self._rewards.take(),
+            text=module.collector().drawer.text,
+            plain=plain_forwards(module, rows),
+            reference_weights=(weights if self._reference is None else self._reference, weights),
+        )
+        self._reference = weights
         return self._evidence
 
-    def _remembered(self) -> tuple[Tensor, ...]:
-        now = reference_weights(self.module)
-        then, self._reference = now if self._reference is None else self._reference, now
-        return then, now
-
-    def stepping(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """The gradient of a step is complete. Every rank takes part."""
         if self._audited:
-            self._fields.look("a stage of the run, or whoever else writes to it")
-        if self._live is not None and self._evidence is not None:
-            step = self._live.stepping(optimizer)
+            self._fields.look()
+        if self._step is not None and self._evidence is not None:
+            step = self._step.take_gradient(optimizer)
             if step is not None:
-                step.expected, step.parts = redone(self._evidence, step)
+                step.expected, step.parts = recompute_step(self._evidence, step)
 
-    def stepped(self) -> Evidence | None:
+    def after_step(self) -> Evidence | None:
         """Evidence of an optimizer step that is over, if it was watched, or of edits."""
         if not self._audited or self._evidence is None:
             return None
-        self._fields.look("a stage of the run, or whoever else writes to it")
-        live, logged, self._live = self._live, self._logged, None
-        known = {} if logged is None or self._fields.edited else logged.moments
-        step = None if live is None else live.finish(known)
-        return replace(self._evidence, live=step, edits=self._fields.take())
+        self._fields.look()
+        watch, self._step = self._step, None
+        logged = {} if self._logged is None or self._fields.edited else self._logged.moments
+        step = None if watch is None else watch.finish(logged)
+        return replace(self._evidence, step=step, edits=self._fields.take())
 
     def end(self) -> None:
         """Forgets the rollout."""
         self._fields.end()
-        for watching in (self._live, self._logged):
-            if watching is not None:
-                watching.release()
-        self._evidence = self._live = self._logged = None
+        for watch in (self._step, self._logged):
+            if watch is not None:
+                watch.release()
+        self._evidence = self._step = self._logged = None
 
     def release(self) -> None:
         """Puts everything back."""
         self.end()
-        for wrapped in (self._engine, self._rewards, self._fields):
-            wrapped.release()
+        for watch in (self._engine, self._rewards, self._fields):
+            watch.release()

@@ -17,7 +17,7 @@ from lightning_rl.policy.plan import Microbatch
 from lightning_rl.rollout import Rollout, concatenate
 from lightning_rl.rollouts.held import Held
 
-SAMPLED = 64  # entries of each parameter
+ENTRIES = 64  # entries of each parameter
 
 
 @dataclass(kw_only=True)
@@ -40,15 +40,15 @@ class ParameterStep:
 
 
 @dataclass(kw_only=True)
-class LiveStep:
+class StepEvidence:
     """What was seen of one optimizer step.
 
     Attributes:
         rows: that this rank trained on in this step.
         outputs: what the policy said of them.
         gradient: of the loss with respect to their log-probabilities, [b, T].
-        everyone: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
-        rank: of these rows in ``everyone``.
+        masks: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
+        rank: of these rows in ``masks``.
         weights: of the rows' tokens by the run's reduction with its sums over ranks, [b, T]; None if unknown.
         expected: what ``gradient`` should be, from the step in one piece; None if unknown.
         parts: of the loss, from the step in one piece.
@@ -61,7 +61,7 @@ class LiveStep:
     rows: Rollout
     outputs: Outputs
     gradient: Tensor
-    everyone: Sequence[tuple[Tensor, ...]]
+    masks: Sequence[tuple[Tensor, ...]]
     rank: int = 0
     weights: Tensor | None = None
     expected: Tensor | None = None
@@ -105,7 +105,7 @@ class LoggedStats:
         vars(self._log).pop("add", None)
 
 
-class LiveWatch:
+class StepWatch:
     """Watches one optimizer step of a run through hooks on the policy and its parameters.
 
     Args:
@@ -116,7 +116,7 @@ class LiveWatch:
         self._module = module
         self._seen: list[tuple[Microbatch, Outputs, Tensor]] = []
         self._parameters: dict[str, ParameterStep] = {}
-        self.step: LiveStep | None = None
+        self.step: StepEvidence | None = None
         policy = module.required_policy
         self._handles: list[RemovableHandle] = [policy.register_forward_hook(self._forwarded)]
         self._alone = module.trainer.world_size == 1 and not module.parallel.sharded
@@ -150,7 +150,7 @@ class LiveWatch:
         said = [None if part is None else part.detach().clone() for part in outputs]
         self._seen.append((microbatch, Outputs(*said), gradient))  # pyright: ignore[reportArgumentType]
 
-    def stepping(self, optimizer: Any) -> LiveStep | None:
+    def take_gradient(self, optimizer: Any) -> StepEvidence | None:
         """Called when the gradient is complete, before the optimizer uses it; the step so far. A collective."""
         module, held = self._module, self._module.run.held
         if held is None or self.step is not None:
@@ -161,17 +161,17 @@ class LiveWatch:
         world = module.parallel.ranks
         joined = [_joined([said[place] for _, said, _ in self._seen], rows) for place in range(3)]
         mine = tuple(part.cpu() for part in (rows.valid_tokens, rows.trained, rows.groups))
-        self.step = LiveStep(
+        self.step = StepEvidence(
             rows=rows, outputs=Outputs(*joined),  # pyright: ignore[reportArgumentType]
             gradient=_joined([own / world for *_, own in self._seen], rows),
-            everyone=distributed.global_objects(mine), rank=module.parallel.rank,
+            masks=distributed.global_objects(mine), rank=module.parallel.rank,
             weights=module.reduction(rows.valid_tokens, rows.trained, rows.groups, distributed.global_sum),
         )  # fmt: skip
         if self._alone:
             self._weigh(self.step, optimizer)
         return self.step
 
-    def _weigh(self, step: LiveStep, optimizer: Any) -> None:
+    def _weigh(self, step: StepEvidence, optimizer: Any) -> None:
         policy, rates = self._module.required_policy, dict[int, float]()
         for group in optimizer.param_groups:
             rates |= {id(parameter): float(group["lr"]) for parameter in group["params"]}
@@ -184,7 +184,7 @@ class LiveWatch:
                 own.gradient, own.before = _few(parameter.grad).double(), _few(parameter).clone()
                 own.lr = rates.get(id(parameter), 0.0)
 
-    def finish(self, logged: Mapping[str, list[Tensor]]) -> LiveStep | None:
+    def finish(self, logged: Mapping[str, list[Tensor]]) -> StepEvidence | None:
         """What was seen, once the step is over; None if it was skipped."""
         self.release()
         step = self.step
@@ -206,7 +206,7 @@ class LiveWatch:
 
 
 def _few(parameter: Tensor) -> Tensor:
-    return parameter.detach().flatten()[:SAMPLED]
+    return parameter.detach().flatten()[:ENTRIES]
 
 
 def _steps_of(module: RLLightningModule) -> int | None:
