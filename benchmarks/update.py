@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_rl import (
     ClippedSurrogate,
-    Contributions,
+    Corrections,
     FakeEngine,
     Finish,
     Objective,
@@ -117,7 +117,7 @@ def our_update(
     callbacks: list[RLCallback],
 ) -> None:
     """The library's own update stage, every metric included."""
-    objective = Objective(loss=ClippedSurrogate(), reduction=token_mean, contributions=Contributions(callbacks))
+    objective = Objective(loss=ClippedSurrogate(), reduction=token_mean, contributions=Corrections(callbacks))
     gradient = accumulated(
         rollout,
         microbatches,

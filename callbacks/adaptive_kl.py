@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_rl import distributed
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.rollout import Rollout
@@ -65,7 +64,7 @@ class AdaptiveKL(ReferenceKL):
     def observe(self, rollout: Rollout) -> None:
         raw = self.estimator(rollout.required("old_logprobs"), self.frozen_logprobs(rollout))
         per_row = torch.where(rollout.trained, row_mean(raw, rollout.valid_tokens), 0.0).double()
-        total, number = distributed.global_sum(torch.stack([per_row.sum(), rollout.trained.sum().double()])).tolist()
+        total, number = self.collectives.sum(torch.stack([per_row.sum(), rollout.trained.sum().double()])).tolist()
         if number:
             self.beta = adapted_coefficient(
                 self.beta, total / number, target=self.target, number=int(number), horizon=self.horizon

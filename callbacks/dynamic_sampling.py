@@ -25,7 +25,7 @@ class DynamicSampling(RLCallback):
 
     Args:
         tolerance: standard deviation up to which a group has no spread, above 0.
-        most_rounds: how often the prompts of a rollout are drawn at most, the first time included.
+        max_rounds: how often the prompts of a rollout are drawn at most, the first time included.
 
     Raises:
         ValueError: if an option is out of range.
@@ -34,11 +34,11 @@ class DynamicSampling(RLCallback):
     name = "dynamic_sampling"
     compares_groups = True
 
-    def __init__(self, tolerance: float = 1e-6, *, most_rounds: int = 10) -> None:
-        if not (tolerance > 0 and most_rounds >= 1):
-            raise ValueError(f"expected tolerance > 0 and most_rounds >= 1, got {tolerance} and {most_rounds}")
+    def __init__(self, tolerance: float = 1e-6, *, max_rounds: int = 10) -> None:
+        if not (tolerance > 0 and max_rounds >= 1):
+            raise ValueError(f"expected tolerance > 0 and max_rounds >= 1, got {tolerance} and {max_rounds}")
         self.tolerance = tolerance
-        self.most_rounds = most_rounds
+        self.max_rounds = max_rounds
 
     @override
     def keep_groups(self, rollout: Rollout) -> Bool[Tensor, " B"]:

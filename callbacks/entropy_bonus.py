@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import distributed
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import merged_moments
 
@@ -69,7 +68,7 @@ class EntropyBonus(RLCallback):
     ) -> None:
         if self.target is None or not isinstance(outputs, Mapping) or "policy/entropy" not in outputs:
             return  # a fixed coefficient, or a step that was skipped
-        self.adapt(torch.stack(distributed.global_gather(outputs["policy/entropy"])))
+        self.adapt(torch.stack(self.collectives.gather(outputs["policy/entropy"])))
 
     def adapt(self, moments: Tensor) -> None:
         """Moves the coefficient after a step, given the entropy's moments on each rank, shape [ranks, 4]."""

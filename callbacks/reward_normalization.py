@@ -16,7 +16,6 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import distributed
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.advantages import Level, check_levels, normalised
@@ -80,5 +79,5 @@ class RewardNormalization(RLCallback):
         return normalised(
             rollout.rewards.double(), rollout.groups, rollout.rewarded, mean=self.mean, std=self.std,
             leave_one_out=self.leave_one_out, unbiased=self.unbiased, epsilon=self.epsilon,
-            global_sum=distributed.global_sum,
+            global_sum=self.collectives.sum,
         )  # fmt: skip

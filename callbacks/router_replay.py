@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy.expert_replay import Replay
+from lightning_rl.policy.expert_routes import ExpertReplay
 from lightning_rl.rollout import ROUTES, Rollout
 
 
@@ -41,13 +41,13 @@ class RouterReplay(RLCallback):
     records = (ROUTES,)
 
     def __init__(self) -> None:
-        self._replay: Replay | None = None
+        self._replay: ExpertReplay | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teardown(trainer, pl_module, "fit")
         if isinstance(pl_module, RLLightningModule):
-            self._replay = Replay(pl_module.required_policy.model)
+            self._replay = ExpertReplay(pl_module.required_policy.model)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -59,4 +59,4 @@ class RouterReplay(RLCallback):
     def forward_context(self, rows: Rollout) -> AbstractContextManager[object]:
         if self._replay is None:
             raise RuntimeError("expected RouterReplay to know the policy, but no fit has begun: pass it to a Trainer")
-        return self._replay.replaying(rows)
+        return self._replay.replay(rows)

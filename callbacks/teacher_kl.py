@@ -93,7 +93,7 @@ class TeacherKL(FrozenKL):
         with precision.module_init_context():
             self._teacher = Teacher(
                 self.source,
-                temperature=pl_module.temperature,
+                temperature=pl_module.sampling.temperature,
                 token_budget=pl_module.token_budget,
                 packed=pl_module.packing,
                 precise=precision.forward_context,

@@ -12,10 +12,10 @@ from lightning_rl.advantages import (
     ReMax,
     RewardSignal,
 )
-from lightning_rl.algorithm import LossParts, Objective
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
-from lightning_rl.corrections import Contributions, LossTerm, LossView, RLCallback, Stat
-from lightning_rl.data import Prompt, PromptDataModule, Ticket
+from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.generation import (
     Canary,
@@ -25,7 +25,7 @@ from lightning_rl.generation import (
     EngineError,
     FakeEngine,
     Request,
-    TokenFilter,
+    Sampling,
     TransformersEngine,
     VLLMEngine,
     VLLMServerEngine,
@@ -47,7 +47,7 @@ from lightning_rl.losses import (
 )
 from lightning_rl.module import RLLightningModule
 from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
-from lightning_rl.rollout import Finish, Rollout, concatenate
+from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.signal.advantages import dr_grpo, grpo, maxrl, reinforce, rloo
 from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
@@ -61,13 +61,13 @@ __all__ = [
     "OPO",
     "SAPO",
     "Advantages",
+    "Algorithm",
     "AtomicCheckpointIO",
     "Canary",
     "CanaryError",
     "ClipCov",
     "ClippedSurrogate",
     "Completion",
-    "Contributions",
     "Engine",
     "EngineError",
     "Estimator",
@@ -76,11 +76,9 @@ __all__ = [
     "Finish",
     "FunctionLoss",
     "KLCov",
-    "LossParts",
     "LossTerm",
     "LossView",
     "Normalised",
-    "Objective",
     "PerRow",
     "PolicyLoss",
     "Prompt",
@@ -94,16 +92,14 @@ __all__ = [
     "Request",
     "RewardSignal",
     "Rollout",
+    "Sampling",
     "SequenceSumNorm",
     "Stat",
-    "Ticket",
-    "TokenFilter",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServerEngine",
     "ValueLoss",
     "adamw_8bit",
-    "concatenate",
     "dr_grpo",
     "grpo",
     "latest_checkpoint",

@@ -1,17 +1,18 @@
-"""Objective: the loss of one optimizer step, as a sum over microbatches that does not depend on how the step is cut."""
+"""Algorithm: everything that turns a rollout into advantages, a loss and its gradient, as one value."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rl.corrections import Contributions, LossView, Stat
+from lightning_rl.advantages import Estimator
+from lightning_rl.corrections import Corrections, LossView, Stat
 from lightning_rl.corrections.stat import disjoint
-from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction
+from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.ratios import policy_ratio
@@ -36,58 +37,59 @@ class LossParts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """Policy loss, loss terms of the corrections, entropy bonus and value loss.
+class Algorithm:
+    """What bends the signal: the same value trains, is audited, recorded, replayed and tested.
+
+    The loss is the policy loss, the loss terms of the corrections and the value loss, as a sum over microbatches that
+    does not depend on how an optimizer step is cut.
 
     Args:
-        loss: the policy loss; masks and weights of corrections multiply it and nothing else.
+        loss: of the policy; masks and weights of corrections multiply it and nothing else.
+        advantages: from rewards to the advantage of each token.
         reduction: how tokens are weighed.
-        contributions: the corrections.
-        entropy_coef: what the entropy bonus is multiplied with; 0 for none.
-        value_coef: what the value loss is multiplied with.
-        value_loss: what the critic minimises at each token.
+        corrections: the callbacks that contribute.
+        value_loss: what the critic minimizes at each token, with its coefficient.
     """
 
     loss: PolicyLoss
+    advantages: Estimator
     reduction: Reduction
-    contributions: Contributions
-    entropy_coef: float = 0.0
-    value_coef: float = 1.0
-    value_loss: ValueFunction = DEFAULT_VALUE_LOSS
+    corrections: Corrections = field(default_factory=Corrections)
+    value_loss: ValueLoss = field(default_factory=ValueLoss)
+
+    def replace(self, **changes: Any) -> "Algorithm":
+        """A copy with other parts."""
+        return replace(self, **changes)
 
     @property
-    def entropy_gradient(self) -> bool:
+    def trains_entropy(self) -> bool:
         """Whether something trains the entropy, so that the view has to carry its gradient."""
-        return self.entropy_coef != 0 or any(each.trains_entropy for each in self.contributions.callbacks)
+        return any(callback.trains_entropy for callback in self.corrections.callbacks)
 
-    def __call__(self, view: LossView, weights_of: WeightsOf) -> LossParts:
+    def microbatch_loss(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """The loss of one microbatch and everything worth knowing about it."""
-        view = view.sanitised()
+        view = view.sanitize()
         valid, weights = view.valid_tokens, weights_of(self.reduction)
-        factor, stats = self.contributions.policy_factor(view)
-        raw = _checked(f"loss {type(self.loss).__name__}", view, partial(self.loss, view))
-        parts = {"loss/policy": _reduced(raw if factor is None else _times(raw, factor, valid), weights, valid)}
+        factor, stats = self.corrections.policy_factor(view)
+        raw = _checked_loss(f"loss {type(self.loss).__name__}", view, partial(self.loss, view))
+        parts = {"loss/policy": _reduce(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
-        for name, term in self.contributions.loss_terms(view):
+        for name, term in self.corrections.loss_terms(view):
             per_token = term.per_token
             if term.masked and factor is not None:
                 per_token = _times(per_token, factor, valid)
-            own = weights if term.reduction is None else weights_of(term.reduction)
-            parts[f"{name}/loss"] = _reduced(per_token, own, valid)
+            term_weights = weights if term.reduction is None else weights_of(term.reduction)
+            parts[f"{name}/loss"] = _reduce(per_token, term_weights, valid)
             total = total + term.coef * parts[f"{name}/loss"]
-        if self.entropy_coef != 0:
-            parts["loss/entropy"] = -_reduced(view.entropy, weights, valid)
-            total = total + self.entropy_coef * parts["loss/entropy"]
         if view.current_values is not None and view.values is not None and view.returns is not None:
-            compared = partial(self.value_loss, view.current_values, view.values, view.returns)
-            error = _checked(f"value loss {_name_of(self.value_loss)}", view, compared)
-            parts["loss/value"] = _reduced(error, weights, valid)
-            total = total + self.value_coef * parts["loss/value"]
+            per_token = partial(self.value_loss, view.current_values, view.values, view.returns)
+            error = _checked_loss(f"value loss {type(self.value_loss).__name__}", view, per_token)
+            parts["loss/value"] = _reduce(error, weights, valid)
+            total = total + self.value_loss.coef * parts["loss/value"]
         parts = {"loss/total": total, **parts}
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
-            measured = policy_metrics(view), self.loss.metrics(view), self.contributions.metrics(view)
-            self.contributions.observe_update(view)
+            measured = policy_metrics(view), self.loss.metrics(view), self.corrections.metrics(view)
         return LossParts(total, detached, disjoint(stats, *measured))
 
 
@@ -115,7 +117,7 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
     return stats
 
 
-def _checked(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
+def _checked_loss(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
     """What a loss returns, which is a value per token and was made without writing to the view."""
     before = view.versions()
     raw = loss()
@@ -128,14 +130,10 @@ def _checked(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
     return raw
 
 
-def _name_of(function: Callable[..., Tensor]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
     kept = masked_fill_invalid(factor, valid)
     return torch.where(kept != 0, per_token, 0.0) * kept  # what is rejected may be infinite
 
 
-def _reduced(per_token: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
+def _reduce(per_token: Tensor, weights: Tensor, valid: Tensor) -> Tensor:
     return (masked_fill_invalid(per_token, valid) * weights).sum()

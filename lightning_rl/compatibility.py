@@ -11,76 +11,70 @@ from dataclasses import dataclass
 from lightning.pytorch import Trainer
 
 from lightning_rl.advantages import Estimator
-from lightning_rl.corrections import Contributions, LossView
-from lightning_rl.generation import Engine, TokenFilter
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
+from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.rollout import KEPT, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """Which optional fields somebody reads, so which passes have to run."""
 
-    rollout_logprobs: bool = False
     old_logprobs: bool = False
     ref_logprobs: bool = False
 
 
-def check_reads(
-    contributions: Contributions,
-    loss: PolicyLoss,
-    estimator: Estimator,
-    *,
-    engine: Engine,
-    engine_logprobs: bool | None,
-    critic: bool,
-    steps_per_rollout: int,
-) -> Needs:
-    """Finds out who reads what and switches on what can be.
+def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
+    """Which passes over a rollout have to run."""
+    early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
+    return Needs(
+        old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
+        ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
+    )
+
+
+def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per_rollout: int) -> None:
+    """Refuses fields that nobody provides, and warns of corrections that can never act.
 
     Raises:
         ValueError: naming who reads a field that does not exist or that nothing provides, and the setting that would.
     """
     readers: dict[str, list[str]] = {}
-    early = {name for callback in contributions.callbacks for name in callback.reads}
-    for name, fields in _reading(contributions, loss, estimator):
+    early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
+    for name, fields in _reading(algorithm):
         for field in fields:
             readers.setdefault(field, []).append(name)
-    known = {spec.name for spec in dataclasses.fields(LossView)}
-    late = known - {spec.name for spec in dataclasses.fields(Rollout)}
+    names = {spec.name for spec in dataclasses.fields(LossView)}
+    late = names - {spec.name for spec in dataclasses.fields(Rollout)}
     if early & late:
         raise ValueError(f"expected {sorted(early & late)[0]} in reads_at_loss, not in reads: no rollout has it")
-    for field, names in readers.items():
-        if field.partition("/")[0] not in known:
-            raise ValueError(f'expected {names[0]} to read a field of Rollout, got "{field}"; known: {sorted(known)}')
+    for field, who in readers.items():
+        if field.partition("/")[0] not in names:
+            raise ValueError(f'expected {who[0]} to read a field of Rollout, got "{field}"; known: {sorted(names)}')
     if "values" in readers and not critic:
         raise ValueError(f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module')
-    wants = readers.get("rollout_logprobs", [])
-    if wants and (engine_logprobs is False or not engine.returns_logprobs):
-        cure = "set engine_logprobs=True" if engine.returns_logprobs else "use an engine that returns log-probabilities"
-        raise ValueError(f'{wants[0]} reads "rollout_logprobs", but {type(engine).__name__} gives none: {cure}')
-    if wants and engine_logprobs is None:
-        warnings.warn(f"engine_logprobs switched on, because {', '.join(wants)} reads rollout_logprobs", stacklevel=2)
+    if "rollout_logprobs" in readers and not engine.capabilities.returns_logprobs:
+        raise ValueError(
+            f'{readers["rollout_logprobs"][0]} reads "rollout_logprobs", but {type(engine).__name__} gives none: use '
+            "an engine that returns log-probabilities"
+        )
     if steps_per_rollout == 1:
-        _warn_of_dead_knobs(contributions)
-    return Needs(
-        rollout_logprobs=bool(wants) or bool(engine_logprobs),
-        old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
-        ref_logprobs="ref_logprobs" in readers,
-    )
+        _warn_of_dead_knobs(algorithm.corrections)
 
 
-def recorded_names(contributions: Contributions, engine: Engine, keep: TokenFilter) -> frozenset[str]:
+def extras_to_select(corrections: Corrections, engine: Engine, sampling: Sampling) -> frozenset[str]:
     """What the engine has to record about tokens that train.
 
     Raises:
         ValueError: naming who needs what the engine cannot record.
     """
-    needed = {name: type(callback).__name__ for callback in contributions.callbacks for name in callback.records}
-    if keep:
-        needed[KEPT] = f"top_k={keep.top_k}, top_p={keep.top_p}, min_p={keep.min_p}"
+    needed = {name: type(callback).__name__ for callback in corrections.callbacks for name in callback.records}
+    if sampling.filters:
+        needed[SAMPLING_MASK] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
     for name, who in needed.items():
-        if name not in engine.records:
+        if name not in engine.capabilities.extras:
             raise ValueError(
                 f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
                 f"engine=TransformersEngine(), or train without"
@@ -88,13 +82,13 @@ def recorded_names(contributions: Contributions, engine: Engine, keep: TokenFilt
     return frozenset(needed)
 
 
-def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:
+def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
     """Refuses a loss and weights that count one policy twice.
 
     Raises:
         ValueError: naming both, the policy, and what to use instead.
     """
-    weights = contributions.offering("token_weight")
+    weights = corrections.contributors("token_weight")
     factors = [(type(loss).__name__, loss.ratio, None)]
     factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
     for number, (name, ratio, alternative) in enumerate(factors):
@@ -111,14 +105,14 @@ def check_ratios(contributions: Contributions, loss: PolicyLoss) -> None:
                     )
 
 
-def check_estimator(contributions: Contributions, estimator: Estimator, *, critic: bool, group_size: int = 2) -> None:
+def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: bool, group_size: int = 2) -> None:
     """Refuses token rewards, a critic or groups that the estimator could make nothing of.
 
     Raises:
         ValueError: naming both sides and the fix.
     """
     name = estimator.name
-    for callback in () if estimator.per_token else contributions.offering("token_reward"):
+    for callback in () if estimator.per_token else corrections.contributors("token_reward"):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
             f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "
@@ -129,7 +123,7 @@ def check_estimator(contributions: Contributions, estimator: Estimator, *, criti
             f"advantages={name} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
             "more, or an estimator without a group such as reinforce, ReMax or GAE"
         )
-    for callback in contributions.offering("reward_bonus") if estimator.needs_greedy else ():
+    for callback in corrections.contributors("reward_bonus") if estimator.needs_greedy else ():
         if callback.reads:
             raise ValueError(
                 f"advantages={name} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
@@ -140,7 +134,7 @@ def check_estimator(contributions: Contributions, estimator: Estimator, *, criti
                 f"advantages={name} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
                 "normalise with the samples: use one without the other"
             )
-    for callback in contributions.callbacks if group_size == 1 else ():
+    for callback in corrections.callbacks if group_size == 1 else ():
         if callback.compares_groups:
             raise ValueError(
                 f"{type(callback).__name__} compares the samples of a prompt, which group_size=1 does not have: use "
@@ -152,7 +146,7 @@ def check_estimator(contributions: Contributions, estimator: Estimator, *, criti
         )
 
 
-def check_pipelining(contributions: Contributions, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:
+def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:
     """Refuses an engine that cannot generate while the policy trains, and warns if nothing corrects for old samples.
 
     Raises:
@@ -161,23 +155,22 @@ def check_pipelining(contributions: Contributions, loss: PolicyLoss, *, engine: 
     name = type(engine).__name__
     if max_staleness == 0:
         return
-    if engine.sleeps:
+    if engine.capabilities.sleeps:
         raise ValueError(
             f"expected an engine that stays awake while the policy trains, because max_staleness={max_staleness}, got "
             f"{name} that gives its memory back after each rollout: use {name}(sleeps=False), or max_staleness=0"
         )
-    if engine.collective:
+    if engine.capabilities.collective:
         raise ValueError(
             f"expected an engine for each rank, because max_staleness={max_staleness} generates while the ranks talk "
             f"to each other, got a {name} that they share: use {name}(tensor_parallel_size=1), or max_staleness=0"
         )
-    if max_staleness > 1 and not engine.syncs_while_generating:
+    if max_staleness > 1 and not engine.capabilities.syncs_while_generating:
         raise ValueError(
             f"expected max_staleness=1 with {name}, got {max_staleness}: it cannot take weights while it generates, so "
             "every rollout in flight would be waited for before each sync: use 1, or an engine on a server"
         )
-    correcting = {*contributions.offering("token_weight"), *contributions.offering("token_mask")}
-    correcting |= {*contributions.offering("sequence_mask")}
+    correcting = corrections.contributors(*POLICY_LOSS_FACTORS)
     reads = [*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))]
     if "rollout_logprobs" not in reads:
         cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
@@ -186,20 +179,6 @@ def check_pipelining(contributions: Contributions, loss: PolicyLoss, *, engine: 
             f"{cure}() to the callbacks",
             stacklevel=2,
         )
-
-
-def check_entropy(contributions: Contributions, entropy_coef: float) -> None:
-    """Refuses two entropy bonuses.
-
-    Raises:
-        ValueError: naming both.
-    """
-    for callback in contributions.callbacks:
-        if callback.trains_entropy and entropy_coef != 0:
-            raise ValueError(
-                f"expected one entropy bonus, got entropy_coef={entropy_coef} and {type(callback).__name__}: "
-                "leave one out"
-            )
 
 
 def check_flags(trainer: Trainer) -> None:
@@ -231,37 +210,16 @@ def check_positive(**numbers: float | None) -> None:
             raise ValueError(f"expected {name} > 0, got {number}")
 
 
-def check_counts(**numbers: int) -> None:
-    """Refuses arguments that are not whole numbers above 0.
+def check_counts(minimum: int, **numbers: int) -> None:
+    """Refuses arguments that are not whole numbers of at least ``minimum``.
 
     Raises:
         ValueError: naming the argument.
     """
+    at_least = "above 0" if minimum == 1 else f"of at least {minimum}"
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"expected {name} to be a whole number above 0, got {number!r}")
-
-
-def check_whole(**numbers: int) -> None:
-    """Refuses arguments that are not whole numbers of at least 0.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(f"expected {name} to be a whole number of at least 0, got {number!r}")
-
-
-def check_coefficients(**numbers: float) -> None:
-    """Refuses coefficients that are negative or not finite.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    for name, number in numbers.items():
-        if not (number >= 0 and math.isfinite(number)):
-            raise ValueError(f"expected {name} >= 0, got {number}")
+        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
+            raise ValueError(f"expected {name} to be a whole number {at_least}, got {number!r}")
 
 
 def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:
@@ -289,15 +247,16 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
         )
 
 
-def _reading(contributions: Contributions, loss: PolicyLoss, estimator: Estimator) -> list[tuple[str, tuple[str, ...]]]:
-    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in contributions.callbacks]
-    reading.append((type(loss).__name__, loss.reads))
-    reading.append((estimator.name, estimator.reads))
+def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
+    """Who reads which fields."""
+    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
+    reading.append((type(algorithm.loss).__name__, algorithm.loss.reads))
+    reading.append((algorithm.advantages.name, algorithm.advantages.reads))
     return reading
 
 
-def _warn_of_dead_knobs(contributions: Contributions) -> None:
-    for callback in contributions.callbacks:
+def _warn_of_dead_knobs(corrections: Corrections) -> None:
+    for callback in corrections.callbacks:
         if "loss_term" in callback.contributes:
             continue  # a ratio of 1 in a term still carries its gradient
         if "old_logprobs" in callback.reads_at_loss and "rollout_logprobs" not in callback.reads_at_loss:

@@ -19,10 +19,10 @@ PromptSource = Path | str | Sequence[Any]
 class Ticket:
     """Admits to one optimizer step: number of the rollout, step within it, and number of the ticket in the run."""
 
-    __slots__ = ("cycle", "index", "step")
+    __slots__ = ("index", "rollout", "step")
 
-    def __init__(self, cycle: int, step: int, index: int) -> None:
-        self.cycle = cycle
+    def __init__(self, rollout: int, step: int, index: int) -> None:
+        self.rollout = rollout
         self.step = step
         self.index = index
 
@@ -59,8 +59,8 @@ class TicketLoader:
     def __iter__(self) -> Iterator[Ticket]:
         """The next tickets. The body runs at the first ``next``, so after a possible ``load_state_dict``."""
         for _ in range(self.epoch_length):
-            cycle, step = divmod(self.index, self.steps_per_rollout)
-            ticket = Ticket(cycle, step, self.index)
+            rollout, step = divmod(self.index, self.steps_per_rollout)
+            ticket = Ticket(rollout, step, self.index)
             self.index += 1
             yield ticket
 
@@ -143,13 +143,13 @@ class PromptDataModule(LightningDataModule):
         self._loader: TicketLoader | None = None
 
     def connect(
-        self, tokenizer: PreTrainedTokenizerBase | None, longest: int | None, vocabulary: int | None = None
+        self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int | None, vocabulary: int | None = None
     ) -> None:
         """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
 
         Args:
             tokenizer: for strings and messages; token ids need none.
-            longest: most tokens that a prompt may have; None for no limit.
+            max_tokens: how many tokens a prompt may have; None for no limit.
             vocabulary: how many token ids the policy knows; None for no check.
 
         Raises:
@@ -158,12 +158,12 @@ class PromptDataModule(LightningDataModule):
         self._tokenizer = tokenizer
         for kind, rows in (("prompt", self.rows), ("validation prompt", self.validation_rows or [])):
             for number, row in enumerate(rows):
-                ids = self._encoded(row, f"{kind} {number}")
-                _check_ids(ids, row, f"{kind} {number}", longest, vocabulary)
+                ids = self._encode(row, f"{kind} {number}")
+                _check_ids(ids, row, f"{kind} {number}", max_tokens, vocabulary)
 
-    def longest(self) -> int:
+    def max_prompt_length(self) -> int:
         """Tokens of the longest prompt to train on, once a tokenizer is connected."""
-        return max(len(self._encoded(row, f"prompt {number}")) for number, row in enumerate(self.rows))
+        return max(len(self._encode(row, f"prompt {number}")) for number, row in enumerate(self.rows))
 
     @override
     def setup(self, stage: str) -> None:
@@ -197,15 +197,15 @@ class PromptDataModule(LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keys the global generators to the ticket: after the loader and before every other hook of the batch."""
         if isinstance(batch, Ticket):
-            self._module.key_generators(batch)  # pyright: ignore[reportCallIssue]
+            self._module.seed_generators(batch)  # pyright: ignore[reportCallIssue]
         return batch
 
     @override
     def train_dataloader(self) -> TicketLoader:
         """Tickets of one pass over the prompts; a new fit begins with a new rollout."""
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
-        begun = 0 if self._loader is None else -(-self._loader.index // steps) * steps
-        self._loader = TicketLoader(len(self.rows) // self.prompts_per_rollout * steps, steps, begun)
+        start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
+        self._loader = TicketLoader(len(self.rows) // self.prompts_per_rollout * steps, steps, start)
         return self._loader
 
     @override
@@ -238,9 +238,9 @@ class PromptDataModule(LightningDataModule):
 
     def _prompt(self, row: Any, place: int) -> Prompt:
         columns = {key: value for key, value in row.items() if key != "prompt"} if isinstance(row, Mapping) else {}
-        return Prompt(place, self._encoded(row, f"prompt {place}"), _content(row), columns)
+        return Prompt(place, self._encode(row, f"prompt {place}"), _content(row), columns)
 
-    def _encoded(self, row: Any, name: str) -> tuple[int, ...]:
+    def _encode(self, row: Any, name: str) -> tuple[int, ...]:
         content = _content(row)
         if isinstance(content, Sequence) and not isinstance(content, str) and all(isinstance(i, int) for i in content):
             return tuple(content)
@@ -289,7 +289,7 @@ def _content(row: Any) -> Any:
     return row["prompt"] if isinstance(row, Mapping) else row
 
 
-def _check_ids(ids: Sequence[int], row: Any, name: str, longest: int | None, vocabulary: int | None) -> None:
+def _check_ids(ids: Sequence[int], row: Any, name: str, max_tokens: int | None, vocabulary: int | None) -> None:
     if not ids:
         raise ValueError(f"expected {name} to have at least one token, got none: {row!r:.200}")
     if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -297,8 +297,8 @@ def _check_ids(ids: Sequence[int], row: Any, name: str, longest: int | None, voc
             f"expected token ids in [0, {vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer does not "
             "fit the policy"
         )
-    if longest is not None and len(ids) > longest:
+    if max_tokens is not None and len(ids) > max_tokens:
         raise ValueError(
-            f"expected prompts of at most {longest} tokens (context window minus max_new_tokens), got {name} with "
+            f"expected prompts of at most {max_tokens} tokens (context window minus max_new_tokens), got {name} with "
             f"{len(ids)}: shorten or drop it, or lower max_new_tokens"
         )

@@ -1,7 +1,9 @@
-"""Metrics: torchmetrics that merge statistics over microbatches, steps and ranks, and the one method that logs them."""
+"""Metrics: statistics that merge over microbatches, steps and ranks, the time of each phase, and what logs them."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +13,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_rl import distributed
 from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import Shown, merged_moments, shown_value
+from lightning_rl.distributed import ALONE, Collectives
 
 SHOWN_ON_THE_BAR = ("reward/task",)
 
@@ -27,8 +29,8 @@ class RunningStats(Metric):
     full_state_update = False
     moments: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, collectives: Collectives = ALONE) -> None:
+        super().__init__(process_group=collectives.rows, distributed_available_fn=lambda: collectives.ranks > 1)
         self.keys: tuple[str, ...] = ()
         self.shown: tuple[Shown, ...] = ()
         self.published = self.restored = False
@@ -56,7 +58,6 @@ class RunningStats(Metric):
 
     def figures(self) -> dict[str, float]:
         """The figure of each key that has a population, over all ranks. A collective."""
-        self.process_group = distributed.GROUPS.rows
         self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
         rows = self.compute().reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
         values = {key: shown_value(row, shown) for key, shown, row in zip(self.keys, self.shown, rows, strict=True)}
@@ -78,8 +79,10 @@ class RunningStats(Metric):
 class MetricLog:
     """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.groups = {name: RunningStats().to(device) for name in ("rollout", "step", "microbatch", "counter")}
+    def __init__(self, device: torch.device | str = "cpu", collectives: Collectives = ALONE) -> None:
+        self.groups = {
+            name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
+        }
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Joins statistics to one group; its keys are the same at every call."""
@@ -107,6 +110,37 @@ class MetricLog:
             self.groups[name].load(own)
 
 
+class PhaseTimes:
+    """Seconds by phase, collected until they are taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Begins the time of an optimizer step, its rollout included; a validation before it does not count."""
+        self._started, self._seconds = time.perf_counter(), {}
+
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def phase(self, name: str, device: torch.device) -> Iterator[None]:
+        """Measures what happens inside."""
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, Stat]:
+        """``time/<phase>`` of every phase since the last call, in seconds."""
+        stats = Stat.singles({f"time/{name}": torch.tensor(seconds) for name, seconds in self._seconds.items()})
+        self._seconds = {}
+        return stats
+
+
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The trainer's callbacks; Lightning sets the attribute without declaring it."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -119,9 +153,11 @@ def monitored_keys(trainer: Trainer) -> set[str]:
     return {key for key in monitors if not key.startswith("val/")} | set(SHOWN_ON_THE_BAR)
 
 
-def global_values(stats: Mapping[str, Stat], device: torch.device | str = "cpu") -> dict[str, float]:
+def global_values(
+    stats: Mapping[str, Stat], device: torch.device | str = "cpu", collectives: Collectives = ALONE
+) -> dict[str, float]:
     """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
-    running = RunningStats().to(device)
+    running = RunningStats(collectives).to(device)
     running.update(stats)
     return running.figures()
 

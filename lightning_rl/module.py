@@ -1,42 +1,35 @@
-"""RLLightningModule: the stages of a rollout as hooks of a LightningModule, and nothing that bends the signal."""
+"""RLLightningModule: the life of a rollout as hooks of a LightningModule, in their order."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_rl import distributed
+from lightning_rl import compatibility
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
-from lightning_rl.algorithm import Objective
-from lightning_rl.compatibility import (
-    check_coefficients,
-    check_counts,
-    check_entropy,
-    check_estimator,
-    check_flags,
-    check_pipelining,
-    check_positive,
-    check_ratios,
-    check_reads,
-    check_sizes,
-    check_whole,
-    check_whole_rollouts,
-    recorded_names,
-)
-from lightning_rl.corrections import Contributions, LossView, RLCallback
-from lightning_rl.data import Prompt, Ticket, TicketLoader
-from lightning_rl.generation import Engine, EngineError, TokenFilter, TransformersEngine, request_seed
-from lightning_rl.interrupts import Interrupts
-from lightning_rl.losses import DEFAULT_VALUE_LOSS, PolicyLoss, ValueFunction, resolve_loss
-from lightning_rl.metrics import callbacks_of, global_values, log_monitored, log_row
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.checkpointing import Interrupts, write_pretrained
+from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
+from lightning_rl.data import Prompt, PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
+from lightning_rl.distributed import Parallel, parallel_of, process_count
+from lightning_rl.generation import Engine, EngineError, Sampling, TransformersEngine, request_seed
+from lightning_rl.generation.weights.sync import synchronise
+from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
+from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_monitored, log_row
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
-from lightning_rl.policy import Microbatch, PolicyModel, Scorer
+from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
@@ -44,62 +37,55 @@ from lightning_rl.policy.build import (
     build_reference,
     build_tokenizer,
     eos_ids_of,
-    longest_prompt,
+    max_prompt_length,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
-from lightning_rl.rewards import Reward, Rewards
-from lightning_rl.rollouts.held import Held
+from lightning_rl.rewards import Rewards, RewardSource
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.logprobs import add_logprobs
 from lightning_rl.rollouts.prefetch import tickets_left
-from lightning_rl.rollouts.sample import Drawer, dealt
-from lightning_rl.rollouts.samples import Sampled
-from lightning_rl.rollouts.state import RunState
-from lightning_rl.run_module import RunModule
+from lightning_rl.rollouts.sample import Sampler, Samples, check_staleness, deal, staleness
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
+from lightning_rl.rollouts.state import CurrentRollout, RunState
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
-from lightning_rl.update import StepGradient, accumulated
+from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradient
+
+# Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
+warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
 
 
-class RLLightningModule(RunModule):
+class RLLightningModule(LightningModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
-    A rollout is drawn in ``on_train_batch_start`` and serves ``steps_per_rollout`` = minibatches x epochs optimizer
+    A rollout is made in ``on_train_batch_start`` and serves ``steps_per_rollout`` = minibatches x epochs optimizer
     steps. Corrections are callbacks of the Trainer; without any, what is left is the chosen loss with the chosen
     estimator.
 
     Args:
         policy: name or path of a causal language model, or a callable that builds one.
         rewards: ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, one or several,
-            or a mapping from names to them.
-        reward_weights: what each reward is multiplied with; 1 by default, 0 to log only.
+            or a mapping from names to them or to pairs ``(reward, weight)``; a weight of 0 logs only.
         advantages: an Estimator, a function of (scores, groups, rewarded), or a known name.
         loss: a PolicyLoss, a function of a LossView, or a known name.
         reduction: how tokens are weighed: a function or a known name.
         reference: the frozen policy that corrections compare with; by default a copy of the policy before its first
             step, made only if something reads ``ref_logprobs``.
+        value_loss: what the critic minimizes, with its coefficient.
         critic: None, ``"shared"`` for a value head on the policy's hidden states, or a model like ``policy``.
         engine: generates; by default the policy itself through transformers.
+        sampling: how tokens are drawn for training; every log-probability is at its temperature, and with a filter
+            (top_k, top_p, min_p) of the distribution over the tokens that the engine kept.
         tokenizer: by default the one that lies beside a policy given by name.
         optimizer: from a list of parameter groups to an optimizer; fused AdamW with lr 1e-6 by default.
         lr_scheduler: from the optimizer to a scheduler that counts optimizer steps, such as ``warmup_then_linear``.
         group_size: samples of each prompt.
         minibatches: optimizer steps per pass over a rollout; a group is never split.
         epochs: passes over a rollout.
-        temperature: of sampling and of every log-probability, above 0.
-        top_k: draw from this many of the likeliest tokens; 0 for all. With any of these three filters on, the engine
-            records the tokens that it kept, and every log-probability and entropy is of the distribution over them.
-        top_p: draw from the likeliest tokens up to this probability mass; 1 for all.
-        min_p: leave out tokens below this share of the highest probability; 0 for none.
-        max_new_tokens: most tokens of a response.
-        eos_token_ids: ids that end a response; by default those of the generation config and of the tokenizer.
-        stop: strings that end a response.
         token_budget: most tokens of a microbatch; changes memory and speed, never a result.
-        packing: whether microbatches go through the model without padding.
+        packing: whether microbatches go through the model without padding; False for a model whose attention cannot.
         activation_checkpointing: keep only the inputs of the layers and run them again in the backward.
         max_staleness: how many rollouts are generated ahead, while the policy trains on an earlier one; 0 for none.
-        engine_logprobs: whether the engine returns log-probabilities; None for when something reads them.
-        entropy_coef: what the entropy bonus is multiplied with.
-        value_coef: what the critic's loss is multiplied with.
-        value_loss: of the critic at each token: a ValueLoss or a function (values, old_values, returns) -> [b, T].
         max_grad_norm: what the gradient norm is clipped to; None for no clipping.
         seed: of the run; every random number follows from it.
 
@@ -111,103 +97,147 @@ class RLLightningModule(RunModule):
     def __init__(
         self,
         policy: ModelSource,
-        rewards: Reward | Sequence[Reward] | Mapping[str, Reward],
+        rewards: RewardSource,
         *,
-        reward_weights: Sequence[float] | None = None,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
         reduction: Reduction | str = "token_mean",
+        value_loss: ValueLoss = ValueLoss(),  # noqa: B008  frozen
         reference: ModelSource | None = None,
         critic: ModelSource | None = None,
-        engine: Engine | None = None,
         tokenizer: TokenizerSource | None = None,
-        optimizer: OptimizerBuilder = FUSED_ADAMW,
-        lr_scheduler: SchedulerBuilder | None = None,
+        engine: Engine | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
         group_size: int = 8,
         minibatches: int = 1,
         epochs: int = 1,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        max_new_tokens: int = 256,
-        eos_token_ids: Sequence[int] | None = None,
-        stop: Sequence[str] = (),
+        max_staleness: int = 0,
+        optimizer: OptimizerBuilder = FUSED_ADAMW,
+        lr_scheduler: SchedulerBuilder | None = None,
+        max_grad_norm: float | None = 1.0,
         token_budget: int = 4096,
         packing: bool = True,
         activation_checkpointing: bool = False,
-        max_staleness: int = 0,
-        engine_logprobs: bool | None = None,
-        entropy_coef: float = 0.0,
-        value_coef: float = 1.0,
-        value_loss: ValueFunction = DEFAULT_VALUE_LOSS,
-        max_grad_norm: float | None = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        counts = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs}
-        check_counts(**counts, max_new_tokens=max_new_tokens, token_budget=token_budget)
-        check_positive(temperature=temperature, max_grad_norm=max_grad_norm)
-        check_coefficients(entropy_coef=entropy_coef, value_coef=value_coef)
-        check_whole(max_staleness=max_staleness)
-        if isinstance(value_loss, type) or not callable(value_loss):
-            raise ValueError(f"expected value_loss to be a ValueLoss or a function, got {value_loss!r}")
+        sizes = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs, "token_budget": token_budget}
+        compatibility.check_counts(1, **sizes)
+        compatibility.check_counts(0, max_staleness=max_staleness)
+        compatibility.check_positive(temperature=sampling.temperature, max_grad_norm=max_grad_norm)
+        if not isinstance(value_loss, ValueLoss):
+            raise ValueError(f"expected value_loss to be a ValueLoss, such as ValueLoss(coef=0.5), got {value_loss!r}")
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
-        self.rewards = Rewards([rewards] if callable(rewards) else rewards, reward_weights)
+        self.rewards = Rewards(rewards)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
-        self.reduction = resolve_reduction(reduction, max_new_tokens)
-        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+        self.reduction, self.value_loss = resolve_reduction(reduction, sampling.max_new_tokens), value_loss
+        self._optimizer, self._lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
-        self.temperature, self.max_new_tokens, self.stop = temperature, max_new_tokens, tuple(stop)
-        self.keep = TokenFilter(top_k=top_k, top_p=top_p, min_p=min_p)
-        self.eos_token_ids, self.max_staleness = eos_token_ids, max_staleness
-        self.token_budget, self.packing, self.engine_logprobs = token_budget, packing, engine_logprobs
-        self.entropy_coef, self.value_coef, self.value_loss = entropy_coef, value_coef, value_loss
-        self.max_grad_norm, self.seed, self.activation_checkpointing = max_grad_norm, seed, activation_checkpointing
+        self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
+        self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
+        self._parallel: Parallel | None = None
+
+    # What the parts of a run are.
 
     @property
     def steps_per_rollout(self) -> int:
         """K, the optimizer steps that a rollout serves."""
         return self.minibatches * self.epochs
 
+    @property
+    def algorithm(self) -> Algorithm:
+        """What bends the signal, with the corrections among the trainer's callbacks."""
+        return Algorithm(
+            loss=self.loss,
+            advantages=self.estimator,
+            reduction=self.reduction,
+            corrections=self.run.corrections,
+            value_loss=self.value_loss,
+        )
+
+    @property
+    def parallel(self) -> Parallel:
+        """What the loop asks of the trainer's strategy."""
+        if self._parallel is None or self._parallel.strategy is not self.trainer.strategy:
+            self._parallel = parallel_of(self.trainer.strategy)
+        return self._parallel
+
+    @property
+    def prompt_stream(self) -> PromptDataModule:
+        """The trainer's data module."""
+        return prompt_stream_of(self.trainer)
+
+    @property
+    def required_policy(self) -> PolicyModel:
+        """The policy.
+
+        Raises:
+            RuntimeError: if nothing has been built yet.
+        """
+        if self.policy is None:
+            raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
+        return self.policy
+
+    @property
+    def sampler(self) -> Sampler:
+        """What turns prompts into scored samples, with the options of this run."""
+        return Sampler(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            rewards=self.rewards,
+            sampling=self.run.sampling,
+            group_size=self.group_size,
+            seed=self.seed,
+            corrections=self.run.corrections,
+            dtype=torch.promote_types(self.required_policy.model.dtype, torch.float32),
+            forward_context=self.trainer.precision_plugin.forward_context,
+            greedy_baseline=self.estimator.needs_greedy,
+            collectives=self.parallel.collectives,
+        )
+
+    # Before a run.
+
     @override
     def configure_callbacks(self) -> list[Callback]:
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
-        check_flags(self.trainer)
-        return [] if any(isinstance(known, Interrupts) for known in callbacks_of(self.trainer)) else [Interrupts()]
+        compatibility.check_flags(self.trainer)
+        present = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
+        return [] if present else [Interrupts(close=RLLightningModule.close_engine)]
 
     @override
     def setup(self, stage: str) -> None:
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
         self.parallel.check(self.max_grad_norm)
         critic = self.sources["critic"] is not None
-        corrections = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
-        contributions = self.run.contributions = Contributions(corrections)
-        check_ratios(contributions, self.loss)
-        check_entropy(contributions, self.entropy_coef)
-        check_estimator(contributions, self.estimator, critic=critic, group_size=self.group_size)
-        self.run.needs = check_reads(
-            contributions, self.loss, self.estimator, engine=self.engine, engine_logprobs=self.engine_logprobs,
-            critic=critic, steps_per_rollout=self.steps_per_rollout,
-        )  # fmt: skip
-        self.engine.record(frozenset())
+        callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
+        corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
+        compatibility.check_ratios(corrections, self.loss)
+        compatibility.check_estimator(corrections, self.estimator, critic=critic, group_size=self.group_size)
+        steps, engine = self.steps_per_rollout, self.engine
+        compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
+        self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
+        engine.select_extras(frozenset())
         if stage == "fit":
-            self.engine.record(recorded_names(contributions, self.engine, self.keep))
-            check_pipelining(contributions, self.loss, engine=self.engine, max_staleness=self.max_staleness)
-            prompts, ranks = self.prompt_stream.prompts_per_rollout, self.parallel.ranks
-            check_sizes(prompts_per_rollout=prompts, minibatches=self.minibatches, world_size=ranks)
+            engine.select_extras(compatibility.extras_to_select(corrections, engine, self.sampling))
+            staleness = self.max_staleness
+            compatibility.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
+            compatibility.check_sizes(
+                prompts_per_rollout=self.prompt_stream.prompts_per_rollout,
+                minibatches=self.minibatches,
+                world_size=self.parallel.ranks,
+            )
 
     @override
     def configure_model(self) -> None:
         """Builds policy and reference once, split over the ranks, and checks that the prompts fit the policy."""
         parallel = self.parallel
         with parallel.building():
-            built = self._built_policy() if self.policy is None else None
-            reference = self._built_reference(built)
+            built = self._build_policy() if self.policy is None else None
+            reference = self._build_reference(built)
         if built is not None:
             self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
         if reference is not None:
@@ -216,29 +246,33 @@ class RLLightningModule(RunModule):
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
             self.run.reference = AdapterOffScorer(self.required_policy, model)
-        self.run.eos_ids = eos_ids_of(model, self.tokenizer, self.eos_token_ids, self.stop)
+        eos_ids = eos_ids_of(model, self.tokenizer, self.sampling.eos_token_ids, self.sampling.stop)
+        self.run.sampling = replace(self.sampling, eos_token_ids=tuple(eos_ids))
         vocabulary = model.config.get_text_config().vocab_size
-        self.prompt_stream.connect(self.tokenizer, longest_prompt(model, self.max_new_tokens), vocabulary)
+        self.prompt_stream.connect(self.tokenizer, max_prompt_length(model, self.sampling.max_new_tokens), vocabulary)
 
-    def _built_policy(self) -> PolicyModel:
+    def _build_policy(self) -> PolicyModel:
         built = build_policy(
-            self.sources["policy"], self.sources["critic"], temperature=self.temperature, packed=self.packing,
+            self.sources["policy"],
+            self.sources["critic"],
+            temperature=self.sampling.temperature,
+            packed=self.packing,
             checkpointing=self.activation_checkpointing,
-        )  # fmt: skip
-        if (self.parallel.sharded or self.max_staleness) and isinstance(self.engine, TransformersEngine):
+        )
+        if (self.parallel.sharded or self.max_staleness) and self.engine.capabilities.shares_policy:
             replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(copy.deepcopy(built)))
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
         return built
 
-    def _built_reference(self, built: PolicyModel | None) -> Scorer | None:
+    def _build_reference(self, built: PolicyModel | None) -> Scorer | None:
         """A frozen model, if somebody needs one and the policy without its adapters is none."""
         source, policy = self.sources["reference"], built or self.required_policy
-        known = self.run.reference is not None or (source is None and bool(adapters_of(policy.model)))
-        if not self.run.needs.ref_logprobs or known:
+        present = self.run.reference is not None or (source is None and bool(adapters_of(policy.model)))
+        if not self.run.needs.ref_logprobs or present:
             return None
         split = self.run.stepped or (built is None and self.parallel.sharded)
         frozen = build_reference(source, self.sources["policy"], None if split else policy.model, packed=self.packing)
-        return Scorer(frozen, temperature=self.temperature, packed=self.packing)
+        return Scorer(frozen, temperature=self.sampling.temperature, packed=self.packing)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -251,107 +285,177 @@ class RLLightningModule(RunModule):
     @override
     def on_fit_start(self) -> None:
         """Continues a loaded rollout or drops a stale one."""
-        self.begin()
+        self._begin()
 
     @override
     def on_train_start(self) -> None:
         """Checks that an epoch of tickets holds whole rollouts."""
-        check_whole_rollouts(len(cast(TicketLoader, self.trainer.train_dataloader)), self.steps_per_rollout)
+        tickets = len(cast(TicketLoader, self.trainer.train_dataloader))
+        compatibility.check_whole_rollouts(tickets, self.steps_per_rollout)
+
+    # A rollout: sync, sample, plan, log-probabilities, signal.
 
     @override
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
-        """Draws the rollout that the ticket belongs to, unless it is held already."""
+        """Makes the rollout that the ticket belongs to, unless it is the current one."""
         self.run.times.start()
-        if self.run.held is not None and self.run.held.cycle == batch.cycle:
+        if self.run.current is not None and self.run.current.number == batch.rollout:
             return
         if batch.step != 0:
-            where = f"step {batch.step} of rollout {batch.cycle}"
+            where = f"step {batch.step} of rollout {batch.rollout}"
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
         stream, cursor = self.prompt_stream, self.prompt_stream.cursor
         try:
-            first = self._landed(batch.cycle) if self.max_staleness else None
-            with self.run.times.phase("sync", self.device):
-                self.sync(batch.cycle)
-            collector, groups = self.collector(), stream.prompts_per_rollout // self.parallel.ranks
-            self.run.held, stats = collector.collect(
-                stream.take, groups, cycle=batch.cycle, rank=self.parallel.rank, first=first,
-                meanwhile=lambda: self._send_ahead(collector.drawer, batch, batch_idx),
-            )  # fmt: skip
+            rollout, sampled = self._sample(batch, batch_idx)
         except EngineError:
             stream.give_back(batch, cursor)  # so that the checkpoint of Interrupts begins with this rollout
             raise
-        self.run.ahead.collected(batch.cycle)
+        self.run.current, stats = self._finish(rollout, batch.rollout)
         self.rest()
-        self.run.metrics.add("rollout", {**stats, **self.run.times.taken()})
-        log_monitored(self, global_values(stats, self.device))
+        stats = self.run.rollout_stats = {**sampled, **stats, **self.run.times.take()}
+        self.run.metrics.add("rollout", stats)
+        log_monitored(self, global_values(stats, self.device, self.parallel.collectives))
 
-    def _landed(self, cycle: int) -> Sampled | Sequence[Prompt] | None:
+    def _sample(self, ticket: Ticket, batch_idx: int) -> tuple[Rollout, dict[str, Stat]]:
+        """The samples of a rollout with their rewards, generated now or ahead."""
+        sampler, phase, number = self.sampler, self.run.times.phase, ticket.rollout
+        groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
+        first = self._take_prefetched(number)
+        with phase("sync", self.device):
+            self.sync(number)
+        if not isinstance(first, Samples):
+            with phase("generate", self.device):
+                first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
+        if sampler.max_rounds == 1:  # nothing more is asked of the engine for this rollout
+            self._prefetch(sampler, ticket, batch_idx)
+        with phase("reward", self.device):
+            rollout, stats = sampler.fill_groups(
+                self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first
+            )
+        self._prefetch(sampler, ticket, batch_idx)
+        check_staleness(rollout, number, self.max_staleness)
+        self.run.prefetcher.drop(number)
+        return rollout, stats
+
+    def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
+        """The rollout with its plan, log-probabilities and signal, shown to everyone who looks."""
+        corrections, collectives, phase = self.run.corrections, self.parallel.collectives, self.run.times.phase
+        with phase("score", self.device), self.trainer.precision_plugin.forward_context():
+            rollout, excluded = exclude_rows(rollout, corrections)
+            plan = make_plan(
+                rollout,
+                minibatches=self.minibatches,
+                token_budget=self.token_budget,
+                packed=self.packing,
+                max_over_ranks=lambda counts: collectives.maximum(counts, self.device),
+            )
+            rollout, plan = rollout.to(self.device), plan.to(self.device)
+            rollout = add_logprobs(
+                rollout, plan, self.required_policy, self.run.reference, corrections, old=self.run.needs.old_logprobs
+            )
+        with phase("signal", self.device):
+            rollout, _, signal = estimate_signal(rollout, self.estimator, corrections, collectives.sum)
+        current = CurrentRollout.of(number, rollout, plan)
+        corrections.observe(rollout)
+        measured = corrections.rollout_metrics(rollout)
+        return current, {**excluded, **signal, **staleness(rollout, number), **measured}
+
+    def _next_prompts(self) -> list[Prompt]:
+        """This rank's share of the prompts of one rollout."""
+        ranks, stream = self.parallel.ranks, self.prompt_stream
+        share = stream.prompts_per_rollout // ranks
+        return deal(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
+
+    def _take_prefetched(self, number: int) -> Samples | Sequence[Prompt] | None:
         """What was generated ahead for a rollout."""
+        if not self.max_staleness:
+            return None
         with self.run.times.phase("wait", self.device):
-            if self.run.contributions.offering("keep_groups"):
-                self.run.ahead.settle()  # groups that a filter drops are drawn again, so the engine has to be free
-            return self.run.ahead.landed(cycle)
+            if self.run.corrections.contributors("keep_groups"):
+                self.run.prefetcher.drain()  # the engine has to be free to sample again what a filter drops
+            return self.run.prefetcher.take(number)
 
-    def _send_ahead(self, drawer: Drawer, ticket: Ticket, batch_idx: int) -> None:
-        """Has the next rollouts generated in the background, as far as the run is known to go."""
-        stream, ranks = self.prompt_stream, self.parallel.ranks
-        share, end = stream.prompts_per_rollout // ranks, ticket.index + tickets_left(self.trainer, batch_idx)
-        for cycle in range(ticket.cycle + 1, ticket.cycle + 1 + self.max_staleness):
-            if cycle not in self.run.ahead and cycle * self.steps_per_rollout < end:
-                mine = dealt(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
-                self.run.ahead.send(cycle, mine, drawer, self.device)
+    def _prefetch(self, sampler: Sampler, ticket: Ticket, batch_idx: int) -> None:
+        """Has the next rollouts generated in the background, as far as the run is sure to go, unless they are."""
+        end = ticket.index + tickets_left(self.trainer, batch_idx)
+        for number in range(ticket.rollout + 1, ticket.rollout + 1 + self.max_staleness):
+            if number not in self.run.prefetcher and number * self.steps_per_rollout < end:
+                self.run.prefetcher.submit(number, self._next_prompts(), sampler, self.device)
+
+    # An update: K optimizer steps for each rollout.
 
     @override
     def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
         """Makes exactly one optimizer step, or skips it on all ranks; returns what callbacks may want to know."""
-        held = self.run.held
-        if held is None:
-            raise RuntimeError(f"expected a rollout for step {batch.step} of cycle {batch.cycle}, got none")
-        held.check_untouched()
-        self.key_generators(batch)
-        microbatches = held.plan.step(batch.step)
+        current = self.run.current
+        if current is None:
+            raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
+        current.check_untouched()
+        self.seed_generators(batch)
+        microbatches = current.plan.step(batch.step)
         tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
-        tokens = int(distributed.global_sum(torch.tensor(tokens, device=self.device)))
+        tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
+        trace = self._trace(batch)
         outputs: dict[str, Tensor] = {}
         if tokens:
             with self.run.times.phase("update", self.device):
-                gradient = self._accumulated(held, microbatches)
-                norm, rate = self._stepped()
-            self._measure(gradient, norm, rate, tokens)
+                gradient = self._accumulate(current.rollout, microbatches, trace)
+                norm, rate = self._optimizer_step()
+            self._measure(gradient, norm, rate, tokens, trace)
             outputs |= {**gradient.parts, "optim/grad_norm": norm}
             outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
         else:
             self.run.skipped += 1
-        self.run.count(held.cycle)
+        self.run.count(current.number)
+        if trace is not None:
+            self.run.corrections.observe_step(trace)
         if batch.step == self.steps_per_rollout - 1:
-            self.run.held = None  # before on_train_batch_end, where checkpoints are written
+            self.run.current = None  # before on_train_batch_end, where checkpoints are written
         log_row(self, self.run.metrics, batch.index)
         return outputs
 
-    def _accumulated(self, held: Held, microbatches: tuple[Microbatch, ...]) -> StepGradient:
-        objective = Objective(
-            loss=self.loss,
-            reduction=self.reduction,
-            contributions=self.run.contributions,
-            entropy_coef=self.entropy_coef,
-            value_coef=self.value_coef,
-            value_loss=self.value_loss,
-        )
+    def seed_generators(self, ticket: Ticket) -> None:
+        """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
+        seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)
+
+    def _trace(self, ticket: Ticket) -> StepTrace | None:
+        """What keeps this optimizer step for those who observe it."""
+        corrections, parallel = self.run.corrections, self.parallel
+        if not corrections.traces_step(ticket.rollout, ticket.step):
+            return None
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # under 16-mixed
+        scale = parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
+        trace = StepTrace(rollout_number=ticket.rollout, step=ticket.step, scale=scale)
+        trace.log(self.run.rollout_stats)
+        watching = any(callback.traces_parameters for callback in corrections.contributors("observe_step"))
+        if watching and parallel.ranks == 1 and not parallel.sharded:
+            self.run.tracer = ParameterTracer(self.required_policy, trace)
+        return trace
+
+    def _accumulate(
+        self, rollout: Rollout, microbatches: tuple[Microbatch, ...], trace: StepTrace | None
+    ) -> StepGradient:
         parallel, policy = self.parallel, self.required_policy
-        return accumulated(
-            held.rollout,
+        return accumulate_gradient(
+            rollout,
             microbatches,
-            policy,
-            objective,
-            global_sum=distributed.global_sum,
-            global_concat=distributed.global_concat,
-            around=lambda last: parallel.accumulating(policy, last=last),
+            lambda microbatch: policy(microbatch.layout),
+            self.algorithm,
             backward=lambda loss: self.manual_backward(
                 loss * parallel.ranks
-            ),  # the one place that cancels the mean over ranks
+            ),  # cancels the mean over ranks, here alone
+            around=lambda last: parallel.accumulating(policy, last=last),
+            collectives=parallel.collectives,
+            trace=trace,
         )
 
-    def _stepped(self) -> tuple[Tensor, float]:
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Shows the finished gradient to whoever follows the parameters."""
+        if self.run.tracer is not None:
+            self.run.tracer.before_step(optimizer)
+
+    def _optimizer_step(self) -> tuple[Tensor, float]:
         """Steps optimizer and scheduler, or neither if the gradient is not finite.
 
         Returns:
@@ -360,22 +464,159 @@ class RLLightningModule(RunModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         rate = optimizer.param_groups[0]["lr"]
         scheduler, skipped = cast(LRScheduler | None, self.lr_schedulers()), self.run.skipped
-        norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accepts)
+        norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
         if scheduler is not None and skipped == self.run.skipped:
             scheduler.step()
         return norm, rate
 
-    def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int) -> None:
-        for stats in gradient.stats:
-            self.run.metrics.add("microbatch", stats)
-        measured = gradient.measured(
-            self.parallel.ranks,
-            norm=norm,
-            optim__lr=rate,
-            tokens_per_second=tokens / self.run.times.elapsed(),
+    def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
+        """Logs a step, and completes its trace."""
+        step = gradient.metrics(
+            self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.elapsed()
         )
-        self.run.metrics.add("step", measured | self.run.times.taken())
+        logged = [*(("microbatch", stats) for stats in gradient.stats), ("step", step | self.run.times.take())]
+        for group, stats in logged:
+            self.run.metrics.add(group, stats)
+            if trace is not None:
+                trace.log(stats)
+        if trace is not None:
+            trace.norm, trace.made = norm, bool(torch.isfinite(norm))
+        if self.run.tracer is not None:
+            self.run.tracer.after_step()
+            self.run.tracer = None
 
-    def key_generators(self, ticket: Ticket) -> None:
-        """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
-        seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)
+    # The engine and its weights.
+
+    def sync(self, version: int) -> None:
+        """Gives the engine the policy's weights under a version number. Every rank takes part.
+
+        Rollouts that are being generated are waited for, or their tokens would come from other weights than their
+        version says.
+        """
+        if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
+            self.run.prefetcher.drain()
+        if not self.run.engine_started:
+            self._start_engine()
+        synchronise(
+            self.engine,
+            self._policy_weights(),
+            version,
+            self.required_policy,
+            packed=self.packing,
+            watching=self._canary_context,
+        )
+
+    def _start_engine(self) -> None:
+        if process_count() != self.trainer.world_size:
+            raise RuntimeError(
+                f"expected the trainer's process group of {self.trainer.world_size} ranks, got one of "
+                f"{process_count()}: something made a group first, such as an engine built by hand"
+            )
+        if self.run.replica is not None:
+            nn.Module.to(self.run.replica, self.device)
+        self.engine.start(self.run.replica or self.required_policy.model, self.tokenizer)
+        self.run.engine_started = True
+        self.engine.expect(self._policy_weights())
+
+    @contextmanager
+    def _canary_context(self) -> Iterator[None]:
+        with self.run.times.phase("canary", self.device), self.trainer.precision_plugin.forward_context():
+            yield
+
+    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.parallel.full_parameters(self.required_policy):
+            if name.startswith("model."):
+                yield name.removeprefix("model."), weight
+            del weight  # or it would be held while the next one is gathered
+
+    def rest(self) -> None:
+        """Lets an engine that shares the device with the trainer give its memory back until the next sync."""
+        if self.engine.capabilities.sleeps:
+            self.engine.sleep()
+
+    def close_engine(self) -> None:
+        """Ends what generates and gives its memory back; the next sync starts it again."""
+        self.run.prefetcher.close()
+        self.engine.close()
+        self.run.engine_started = False
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Closes the engine."""
+        self.close_engine()
+
+    # Evaluation, answers, export.
+
+    @override
+    def on_validation_start(self) -> None:
+        """Gives the engine the weights that are evaluated."""
+        self.run.validation = RunningStats(self.parallel.collectives).to(self.device)
+        self.sync(max(self.engine.version, 0))
+
+    @override
+    @torch.no_grad()
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Scores one greedy completion of each prompt."""
+        prompts = batch.prompts[self.parallel.rank :: self.parallel.ranks]
+        rollout = self.sampler.sample(prompts, sampling=replace(self.run.sampling, temperature=0.0))
+        self.run.validation.update(validation_metrics(rollout))
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Logs what the validation measured, over all ranks."""
+        for name, value in self.run.validation.figures().items():
+            self.log(name, value, prog_bar=name == "val/reward/task", batch_size=1)
+        self.rest()
+
+    def complete(self, prompts: Sequence[Any], *, temperature: float = 0.0) -> list[str]:
+        """The policy's answer to each prompt, in any form that PromptDataModule takes; greedy by default."""
+        self.sync(max(self.engine.version, 0))
+        stream = PromptDataModule(list(prompts), 1, shuffle=False)
+        stream.connect(self.tokenizer, None)
+        sampler, sampling = self.sampler, replace(self.run.sampling, temperature=temperature)
+        asked = sampler.requests(stream.take(len(prompts)), 0, group_size=1, sampling=sampling, baseline=False)
+        completions = sampler.converse(asked.requests)
+        self.rest()
+        return self.parallel.collectives.share([sampler.text(completion.token_ids) for completion in completions])
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the policy to a Hugging Face folder, and a critic of its own to ``folder/critic``, from any strategy.
+
+        Every rank calls it; rank 0 writes. Adapters are merged into the weights, and the tokenizer lies beside them.
+        The value head, which no Hugging Face class has, is ``folder/critic/value_head.safetensors``.
+        """
+        weights = self.parallel.full_parameters(self.required_policy)
+        write_pretrained(Path(folder), weights, self.sources, self.tokenizer, writing=self.global_rank == 0)
+        if process_count() > 1:
+            dist.barrier()
+
+    # Checkpoints.
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds every rank's rollout in progress, those generated ahead, counters and unlogged metrics."""
+        self.run.prefetcher.drain()
+        reference = self.run.reference
+        checkpoint["lightning_rl"] = {
+            "ranks": self.parallel.collectives.objects(self.run.state()),
+            "reference_hash": None if reference is None else reference.fingerprint,
+        }
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
+        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        self.run.load(checkpoint["lightning_rl"], rank=self.parallel.rank, world_size=self.parallel.ranks)
+        if self.trainer.strategy.restore_checkpoint_after_setup:
+            self._begin()  # on_fit_start has been
+
+    def _begin(self) -> None:
+        """Continues a loaded run or drops what an earlier fit left behind."""
+        self.run.begin(
+            self.device,
+            packed=self.packing,
+            at=self.prompt_stream.at,
+            max_staleness=self.max_staleness,
+            collectives=self.parallel.collectives,
+        )

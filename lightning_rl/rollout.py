@@ -16,8 +16,8 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
-ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/routes.py
-KEPT = "kept_tokens"  # in ``token_extras``: see policy/kept.py
+ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
+SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
 class Finish(IntEnum):
@@ -82,6 +82,58 @@ class Rollout:
             elif value is not None:
                 _check_shape(field_name, value, value.shape, expected)
 
+    @classmethod
+    def of_samples(
+        cls: type[RolloutT],
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        *,
+        groups: Sequence[int],
+        sample_ids: Sequence[int] | None = None,
+        finish: Sequence[int] | None = None,
+        versions: Sequence[Sequence[int]] | None = None,
+        actions: Sequence[Sequence[bool]] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> RolloutT:
+        """Samples that nobody has scored yet: every reward is 0, every row trains that was not aborted.
+
+        Args:
+            prompts: token ids of each row's prompt, at least one.
+            responses: token ids of each row's response, EOS included when it was sampled.
+            groups: which prompt each row answers.
+            sample_ids: identity of each row; 0, 1, 2, ... by default.
+            finish: why each response ended; :attr:`Finish.STOP` by default.
+            versions: of the weights that drew each token; 0 by default.
+            actions: whether the policy sampled each token of each response; by default it did.
+            dtype: of the rewards.
+        """
+        prompt_ids, prompt_lengths = pad_rows([torch.as_tensor(row) for row in prompts], torch.int64)
+        response_ids, lengths = pad_rows([torch.as_tensor(row) for row in responses], torch.int64)
+        inside = torch.arange(response_ids.shape[1]) < lengths[:, None]
+        sampled = inside if actions is None else pad_rows([torch.as_tensor(row) for row in actions], torch.bool)[0]
+        version = torch.zeros_like(response_ids)
+        if versions is not None:
+            version, _ = pad_rows([torch.as_tensor(row) for row in versions], torch.int64)
+        ends = torch.tensor([Finish.STOP] * len(lengths) if finish is None else list(finish), dtype=torch.uint8)
+        trained = ends != Finish.ABORT
+        return cls(
+            prompt_ids=prompt_ids,
+            prompt_lengths=prompt_lengths,
+            response_ids=response_ids,
+            response_lengths=lengths,
+            action_mask=sampled,
+            valid_tokens=sampled,
+            groups=torch.tensor(groups, dtype=torch.int64),
+            sample_ids=torch.arange(len(lengths))
+            if sample_ids is None
+            else torch.tensor(sample_ids, dtype=torch.int64),
+            finish=ends,
+            policy_version=torch.where(sampled, version, -1),
+            trained=trained,
+            rewarded=trained,
+            rewards=torch.zeros(len(lengths), dtype=dtype),
+        )
+
     def __len__(self) -> int:
         """B, the number of rows, padding included."""
         return len(self.prompt_lengths)
@@ -113,7 +165,7 @@ class Rollout:
 
     def map(self: RolloutT, function: Callable[[Tensor, str, float], Tensor]) -> RolloutT:
         """Applies ``function(tensor, axes, pad)`` to every tensor of every field."""
-        return type(self)(**_mapped(self, function))
+        return type(self)(**_map(self, function))
 
     def select(self: RolloutT, rows: Tensor, *, width: int | None = None) -> RolloutT:
         """The rows of an index [b] int64 or a mask [B] bool, in that order, with every field; cut to ``width``."""
@@ -121,7 +173,7 @@ class Rollout:
 
     def fit_width(self: RolloutT, width: int) -> RolloutT:
         """Cuts or pads the response axis to ``width`` positions."""
-        return self.map(lambda tensor, axes, pad: _resized(tensor, width, pad) if axes == TOKEN else tensor)
+        return self.map(lambda tensor, axes, pad: _resize(tensor, width, pad) if axes == TOKEN else tensor)
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
         """Every tensor on ``device``."""
@@ -131,7 +183,7 @@ class Rollout:
         """``number`` rows of padding with the same set of fields: ids -1, one prompt token, no response."""
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
 
-    def sanitised(self: RolloutT) -> RolloutT:
+    def sanitize(self: RolloutT) -> RolloutT:
         """0 at every invalid token of every float field, so that NaN there reaches neither value nor gradient."""
 
         def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
@@ -175,6 +227,15 @@ class Rollout:
         return (type(self).from_state, (self.state(),))
 
 
+def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
+    """Rows [L, ...] of different lengths as one tensor [B, T, ...], filled with 0 on the right, and their lengths."""
+    width = max([1, *map(len, rows)])
+    padded = torch.zeros(len(rows), width, *(rows[0].shape[1:] if rows else ()), dtype=dtype)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded, torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
+
 def concatenate(parts: Sequence[Rollout]) -> Rollout:
     """Joins rollouts row by row, padded to the widest prompt and response.
 
@@ -188,11 +249,11 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
         raise ValueError(f"expected rollouts with the same fields, but only some have {_difference(names)}")
     sizes = {PROMPT: max(part.prompt_ids.shape[1] for part in parts), TOKEN: max(part.width for part in parts)}
 
-    def widened(tensor: Tensor, axes: str, pad: float) -> Tensor:
-        return tensor if axes == ROW else _resized(tensor, sizes[axes], pad)
+    def widen(tensor: Tensor, axes: str, pad: float) -> Tensor:
+        return tensor if axes == ROW else _resize(tensor, sizes[axes], pad)
 
     parts = [part for part in parts if len(part)] or parts[:1]  # no rows do not know what their extras look like
-    columns_of = [_mapped(part, widened) for part in parts]
+    columns_of = [_map(part, widen) for part in parts]
     joined: dict[str, Any] = {}
     for name, first in columns_of[0].items():
         if isinstance(first, Mapping):
@@ -202,8 +263,8 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     return type(parts[0])(**joined)
 
 
-def _check_shape(name: str, tensor: Tensor, own: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if own != expected:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
         raise ValueError(f"expected {name} of shape {list(expected)}, got {list(tensor.shape)}")
 
 
@@ -230,7 +291,7 @@ def _entries(column: _Column, value: Any) -> list[tuple[str, Tensor]]:
     return [] if value is None else [(column.name, value)]
 
 
-def _mapped(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:
+def _map(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name, axes, pad, named in _columns(type(rollout)):
         value = getattr(rollout, name)
@@ -241,7 +302,7 @@ def _mapped(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) 
     return changed
 
 
-def _resized(tensor: Tensor, width: int, pad: float) -> Tensor:
+def _resize(tensor: Tensor, width: int, pad: float) -> Tensor:
     have = tensor.shape[1]
     if have >= width:
         return tensor[:, :width]

@@ -1,21 +1,27 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_rl.algorithm import LossParts, Objective
-from lightning_rl.corrections import LossView, Stat
+from lightning_rl.algorithm import Algorithm, LossParts
+from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
 from lightning_rl.corrections.stat import merged_moments
-from lightning_rl.policy import Microbatch, Outputs, PolicyModel
+from lightning_rl.distributed import ALONE, Collectives
+from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.model import check_finite
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
-from lightning_rl.signal.selection import GlobalConcat, own_values
+
+Forward = Callable[[Microbatch], Outputs]
+"""What a policy, or a table in its place, says of a microbatch; with gradient."""
+
+TRACED_ENTRIES = 64  # of each parameter
 
 
 @dataclass(slots=True)
@@ -28,18 +34,18 @@ class StepWeights:
     rollout: Rollout
     microbatches: tuple[Microbatch, ...]
     global_sum: GlobalSum
-    _known: dict[int, Tensor] = field(default_factory=dict)  # by identity: a reduction need not be hashable
+    _weights: dict[int, Tensor] = field(default_factory=dict)  # by identity: a reduction need not be hashable
 
     def of(self, reduction: Reduction, microbatch: Microbatch) -> Tensor:
         """The weights of a microbatch's tokens, shape [b, T]; zeros for padding."""
-        if id(reduction) not in self._known:
-            self._known[id(reduction)] = self._computed(reduction)
-        known, (rows, width) = self._known[id(reduction)], microbatch.layout.shape
+        if id(reduction) not in self._weights:
+            self._weights[id(reduction)] = self._over_step(reduction)
+        weights, (rows, width) = self._weights[id(reduction)], microbatch.layout.shape
         if not len(microbatch.index):
-            return known.new_zeros(rows, width)
-        return known[microbatch.index, :width]
+            return weights.new_zeros(rows, width)
+        return weights[microbatch.index, :width]
 
-    def _computed(self, reduction: Reduction) -> Tensor:
+    def _over_step(self, reduction: Reduction) -> Tensor:
         here = torch.zeros_like(self.rollout.trained)
         for microbatch in self.microbatches:
             here[microbatch.index] = True
@@ -71,7 +77,7 @@ class StepGradient:
         """The moments of a statistic over all microbatches of this rank, shape [4]."""
         return merged_moments(torch.stack([stats[name].moments for stats in self.stats]))
 
-    def measured(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
+    def metrics(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
         """The step's losses over all ranks, its gradient norm, and other numbers of the step.
 
         Losses are left out on every rank alike if the norm, which all ranks share, is not finite: the mean over the
@@ -84,58 +90,131 @@ class StepGradient:
         return Stat.singles(values)
 
 
-def accumulated(
+def accumulate_gradient(
     rollout: Rollout,
     microbatches: tuple[Microbatch, ...],
-    policy: PolicyModel,
-    objective: Objective,
+    forward: Forward,
+    algorithm: Algorithm,
     *,
-    global_sum: GlobalSum,
-    global_concat: GlobalConcat = own_values,
-    around: Callable[[bool], AbstractContextManager[object]],
     backward: Callable[[Tensor], None],
+    around: Callable[[bool], AbstractContextManager[object]] = lambda _last: nullcontext(),
+    collectives: Collectives = ALONE,
+    trace: StepTrace | None = None,
 ) -> StepGradient:
     """Runs forward, loss and backward of every microbatch.
 
     Args:
         rollout: with its signal.
         microbatches: of this optimizer step, as many on every rank.
-        policy: gets the gradient.
-        objective: the loss.
-        global_sum: adds tensors up over the ranks.
-        global_concat: joins tensors of the ranks.
-        around: context for a microbatch, told whether it is the last.
+        forward: what gets the gradient.
+        algorithm: the loss.
         backward: differentiates a loss.
+        around: context for a microbatch, told whether it is the last.
+        collectives: what the ranks do together.
+        trace: keeps outputs, gradients and parts of the loss; None for nobody.
     """
-    weights, gradient = StepWeights(rollout, microbatches, global_sum), StepGradient()
-    entropy_gradient, prepared = objective.entropy_gradient, None
+    weights, gradient = StepWeights(rollout, microbatches, collectives.sum), StepGradient()
+    entropy_gradient, prepared = algorithm.trains_entropy, None
 
-    def viewed(microbatch: Microbatch) -> LossView:
+    def view_of(microbatch: Microbatch) -> LossView:
         rows = microbatch.rows_of(rollout)
-        with objective.contributions.forward_context(rows):
-            outputs = policy(microbatch.layout)
+        with algorithm.corrections.forward_context(rows):
+            outputs = forward(microbatch)
         check_finite(outputs, rows)
-        return view_of(rows, outputs, entropy_gradient=entropy_gradient)
+        return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
-    if objective.loss.prepares:
+    if algorithm.loss.prepares:
         with torch.no_grad():
-            views = [viewed(microbatch).sanitised() for microbatch in microbatches]
-            prepared = objective.loss.prepare(views, global_sum, global_concat)
+            views = [view_of(microbatch).sanitize() for microbatch in microbatches]
+            prepared = algorithm.loss.prepare(views, collectives.sum, collectives.concat)
     for number, microbatch in enumerate(microbatches):
         with around(number == len(microbatches) - 1):
-            view = viewed(microbatch)
+            view = view_of(microbatch)
             if prepared is not None:
                 view = view.replace(prepared=prepared[number])
-            loss = objective(view, lambda reduction, own=microbatch: weights.of(reduction, own))
+            traced = None if trace is None else trace.follow(view)
+            loss = algorithm.microbatch_loss(view, lambda reduction, at=microbatch: weights.of(reduction, at))
+            if traced is not None:
+                traced.parts = loss.parts
             backward(loss.total)
         gradient.add(loss)
     return gradient
 
 
-def view_of(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False) -> LossView:
+def from_table(outputs: Outputs) -> Forward:
+    """A table [B, T] in the place of a policy: what it says of a microbatch are the rows of its index."""
+
+    def forward(microbatch: Microbatch) -> Outputs:
+        index, (rows, width) = microbatch.index, microbatch.layout.shape
+        if not len(index):  # padding still takes part in the backward
+            nothing = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
+            return Outputs(nothing, nothing.detach(), None if outputs.values is None else nothing)
+        logprobs, entropy = outputs.logprobs[index, :width], outputs.entropy[index, :width]
+        return Outputs(logprobs, entropy, None if outputs.values is None else outputs.values[index, :width])
+
+    return forward
+
+
+def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False) -> LossView:
     """What losses and corrections see; without an old pass the old policy is the step's own, detached."""
-    known = {spec.name: getattr(rows, spec.name) for spec in fields(rows)}
+    values = {spec.name: getattr(rows, spec.name) for spec in fields(rows)}
     if rows.old_logprobs is None:
-        known["old_logprobs"] = outputs.logprobs.detach()
+        values["old_logprobs"] = outputs.logprobs.detach()
     entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()
-    return LossView(**known, logprobs=outputs.logprobs, entropy=entropy, current_values=outputs.values)
+    return LossView(**values, logprobs=outputs.logprobs, entropy=entropy, current_values=outputs.values)
+
+
+class ParameterTracer:
+    """Follows a few entries of every trained parameter through one optimizer step, for a :class:`StepTrace`.
+
+    Args:
+        model: whose parameters are all here.
+        trace: where the entries are kept.
+    """
+
+    def __init__(self, model: nn.Module, trace: StepTrace) -> None:
+        self.model, self.trace = model, trace
+        self._handles: list[RemovableHandle] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._follow(name, parameter)
+
+    def _follow(self, name: str, parameter: nn.Parameter) -> None:
+        summed = torch.zeros_like(_entries(parameter), dtype=torch.float64)
+        self.trace.parameters[name] = ParameterTrace(summed=summed)
+
+        def add(gradient: Tensor) -> None:
+            summed.add_(_entries(gradient).double())
+
+        self._handles.append(parameter.register_hook(add))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once the gradient is complete, before the optimizer uses it."""
+        rates = {id(parameter): float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
+        norms = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            norms.append(torch.linalg.vector_norm(parameter.grad.double()))
+            if name in self.trace.parameters:
+                entries = self.trace.parameters[name]
+                entries.gradient, entries.before = _entries(parameter.grad).double(), _entries(parameter).clone()
+                entries.lr = rates.get(id(parameter), 0.0)
+        self.trace.clipped_norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def after_step(self) -> None:
+        """Once the optimizer has moved."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.trace.parameters:
+                self.trace.parameters[name].after = _entries(parameter).clone()
+        self.release()
+
+    def release(self) -> None:
+        """Follows no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _entries(parameter: Tensor) -> Tensor:
+    return parameter.detach().flatten()[:TRACED_ENTRIES]

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GAE, PromptDataModule, RLLightningModule, VLLMEngine, grpo, warmup_then_linear
+from lightning_rl import GAE, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, grpo, warmup_then_linear
 from lightning_rl.callbacks import NoEOSMask, TruncatedIS
 
 GRPO = {"advantages": grpo, "group_size": 8}  # 32 prompts, 8 answers to each
@@ -39,7 +39,7 @@ def main(
     prompts = 256 // options["group_size"]
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        engine=VLLMEngine() if engine == "vllm" else None, minibatches=updates, max_new_tokens=12,
+        engine=VLLMEngine() if engine == "vllm" else None, sampling=Sampling(max_new_tokens=12), minibatches=updates,
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(min(5, rollouts // 2) * updates, rollouts * updates),
         max_staleness=max_staleness, seed=seed, **options,

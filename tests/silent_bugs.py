@@ -9,14 +9,14 @@ import torch
 from kit.support import parity_reward, tiny_policy
 from torch import Tensor
 
-from lightning_rl import Contributions, FakeEngine, Objective, Reinforce, RLCallback, Rollout, Stat, token_mean
+from lightning_rl import Corrections, FakeEngine, Objective, Reinforce, RLCallback, Rollout, Stat, token_mean
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.corrections.stat import merged_moments, shown_value
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Drawer
-from lightning_rl.rollouts.signal import with_signal
+from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.update import accumulated
 
@@ -57,7 +57,7 @@ def one_step(
         rollout,
         plan_of_rows(rollout, [[list(rows) for rows in cut]]).step(0),
         policy,
-        Objective(loss=loss or Reinforce(), reduction=reduction, contributions=Contributions(callbacks), **options),
+        Objective(loss=loss or Reinforce(), reduction=reduction, contributions=Corrections(callbacks), **options),
         global_sum=global_sum,
         around=lambda _last: nullcontext(),
         backward=lambda total: total.backward(),
@@ -70,7 +70,7 @@ def signal(
     rollout: Rollout, estimator: Any, *callbacks: RLCallback, global_sum: GlobalSum = own_sum
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages and what is logged beside them."""
-    found, stats = with_signal(rollout, resolve_advantages(estimator), Contributions(callbacks), global_sum)
+    found, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks), global_sum)
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}
 
 
@@ -80,7 +80,7 @@ def drawer(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **o
     engine.load_weights([], 6)
     known: dict[str, Any] = {
         "engine": engine, "tokenizer": None, "rewards": Rewards([parity_reward]),
-        "contributions": Contributions(callbacks), "group_size": G, "temperature": 1.0, "max_new_tokens": 6,
+        "contributions": Corrections(callbacks), "group_size": G, "temperature": 1.0, "max_new_tokens": 6,
         "eos_ids": frozenset({1}), "stop": (), "seed": 11, "logprobs": True, "dtype": torch.float32,
         "generating": nullcontext,
     }  # fmt: skip

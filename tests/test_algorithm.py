@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from lightning_rl import (
     ClippedSurrogate,
-    Contributions,
+    Corrections,
     LossParts,
     LossTerm,
     LossView,
@@ -49,7 +49,7 @@ def ragged_view(seed: int = 0) -> LossView:
 
 
 def evaluate(view: LossView, reduction: Reduction = sequence_mean, **options: Any) -> LossParts:
-    given = {"loss": ClippedSurrogate(), "contributions": Contributions(), "reduction": reduction, **options}
+    given = {"loss": ClippedSurrogate(), "contributions": Corrections(), "reduction": reduction, **options}
     return Objective(**given)(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
 
 
@@ -60,8 +60,8 @@ def term(coef: float = 0.1, **options: Any) -> Any:
 def test_masks_and_weights_multiply_the_policy_loss_and_nothing_else() -> None:
     view = ragged_view()
     options: dict[str, Any] = {"entropy_coef": 0.3, "value_coef": 0.7}
-    plain = evaluate(view, contributions=Contributions([term()]), **options).parts
-    halved = evaluate(view, contributions=Contributions([term(), HALVE]), **options).parts
+    plain = evaluate(view, contributions=Corrections([term()]), **options).parts
+    halved = evaluate(view, contributions=Corrections([term(), HALVE]), **options).parts
     assert_close(halved.pop("loss/policy"), plain.pop("loss/policy") / 2)
     assert set(plain) == {"loss/total", "term/loss", "loss/entropy", "loss/value"}
     assert all(torch.equal(plain[name], halved[name]) for name in plain if name != "loss/total")
@@ -69,23 +69,23 @@ def test_masks_and_weights_multiply_the_policy_loss_and_nothing_else() -> None:
 
 def test_a_masked_term_is_multiplied_as_well() -> None:
     view = ragged_view()
-    plain = evaluate(view, contributions=Contributions([term(masked=True)])).parts
-    halved = evaluate(view, contributions=Contributions([HALVE, term(masked=True)])).parts
+    plain = evaluate(view, contributions=Corrections([term(masked=True)])).parts
+    halved = evaluate(view, contributions=Corrections([HALVE, term(masked=True)])).parts
     assert_close(halved["term/loss"], plain["term/loss"] / 2)
-    assert torch.equal(plain["term/loss"], evaluate(view, contributions=Contributions([term()])).parts["term/loss"])
+    assert torch.equal(plain["term/loss"], evaluate(view, contributions=Corrections([term()])).parts["term/loss"])
 
 
 @reductions
 def test_a_term_may_bring_its_own_reduction(reduction: Reduction) -> None:
     view = ragged_view()
-    found = evaluate(view, contributions=Contributions([term(reduction=reduction)])).parts["term/loss"]
+    found = evaluate(view, contributions=Corrections([term(reduction=reduction)])).parts["term/loss"]
     weights = reduction(view.valid_tokens, view.trained, view.groups, own_sum)
     assert_close(found, (weights * view.logprobs.detach() ** 2 * view.valid_tokens).sum())
 
 
 @reductions
 def test_the_total_is_the_sum_of_what_is_logged(reduction: Reduction) -> None:
-    options: dict[str, Any] = {"contributions": Contributions([term(0.25), HALVE, REJECT])}
+    options: dict[str, Any] = {"contributions": Corrections([term(0.25), HALVE, REJECT])}
     found = evaluate(ragged_view(), reduction, entropy_coef=0.3, value_coef=0.7, **options)
     parts = found.parts
     joined = parts["loss/policy"] + 0.25 * parts["term/loss"] + 0.3 * parts["loss/entropy"] + 0.7 * parts["loss/value"]
@@ -98,7 +98,7 @@ def test_the_total_is_the_sum_of_what_is_logged(reduction: Reduction) -> None:
 def test_the_loss_is_linear_in_each_coefficient_with_the_logged_part_as_slope(knob: str) -> None:
     def at(coef: float) -> LossParts:
         knobs: dict[str, Any] = {"entropy_coef": 0.2, "value_coef": 0.2} | ({} if knob == "term" else {knob: coef})
-        return evaluate(ragged_view(), contributions=Contributions([term(coef if knob == "term" else 0.2)]), **knobs)
+        return evaluate(ragged_view(), contributions=Corrections([term(coef if knob == "term" else 0.2)]), **knobs)
 
     logged = {"entropy_coef": "loss/entropy", "value_coef": "loss/value", "term": "term/loss"}[knob]
     assert_close((at(3.0).total - at(1.0).total).detach() / 2, at(1.0).parts[logged])
@@ -132,7 +132,7 @@ def test_poison_at_a_masked_token_reaches_neither_loss_nor_gradient_nor_metric(f
     def run(view: LossView) -> tuple[LossParts, list[Tensor]]:
         inputs = [view.logprobs, view.entropy, view.required("current_values")]
         callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True), HALVE, term(masked=True)]
-        found = evaluate(view, contributions=Contributions(callbacks), entropy_coef=0.1)
+        found = evaluate(view, contributions=Corrections(callbacks), entropy_coef=0.1)
         return found, list(torch.autograd.grad(found.total, inputs))
 
     view = ragged_view()
@@ -191,7 +191,7 @@ def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
 ) -> None:
     callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.2, as_loss=True), HALVE, term(reduction=prompt_mean)]
     options: dict[str, Any] = {
-        "contributions": Contributions(callbacks),
+        "contributions": Corrections(callbacks),
         "entropy_coef": 0.1,
         "loss": ClippedSurrogate(),
     }

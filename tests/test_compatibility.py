@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kit.support import callback_of
 
-from lightning_rl import GAE, ClippedSurrogate, Contributions, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
+from lightning_rl import GAE, ClippedSurrogate, Corrections, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, ReMax
 from lightning_rl.callbacks import (
     OPSM,
@@ -50,7 +50,7 @@ def reads(*callbacks: RLCallback, **given: Any) -> Needs:
         "steps_per_rollout": 4,
     }
     settings |= given
-    return check_reads(Contributions(callbacks), settings.pop("loss"), settings.pop("estimator"), **settings)
+    return check_reads(Corrections(callbacks), settings.pop("loss"), settings.pop("estimator"), **settings)
 
 
 def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
@@ -152,7 +152,7 @@ def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> N
         "count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
     )
     with pytest.raises(ValueError, match=message):
-        check_ratios(Contributions([OffPolicyIS()]), ClippedSurrogate())
+        check_ratios(Corrections([OffPolicyIS()]), ClippedSurrogate())
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,15 @@ def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> N
 def test_weights_may_not_count_a_policy_twice_among_themselves(ratios: list[Ratio], side: str) -> None:
     callbacks = [weigher(f"weight{number}", ratio) for number, ratio in enumerate(ratios)]
     with pytest.raises(ValueError, match=f"Weight1 carries the ratio .* and Weight0 .*{side}"):
-        check_ratios(Contributions(callbacks), Reinforce())
+        check_ratios(Corrections(callbacks), Reinforce())
 
 
 def test_legal_chains_pass() -> None:
-    check_ratios(Contributions([OffPolicyIS()]), Reinforce())
-    check_ratios(Contributions([weigher("truncated", ("old", "rollout"))]), ClippedSurrogate())
-    check_ratios(Contributions([weigher("plain", None), weigher("other", None)]), ClippedSurrogate())
-    check_ratios(Contributions([OffPolicyIS()]), resolve_loss(lambda view: -view.logprobs))
-    check_ratios(Contributions([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
+    check_ratios(Corrections([OffPolicyIS()]), Reinforce())
+    check_ratios(Corrections([weigher("truncated", ("old", "rollout"))]), ClippedSurrogate())
+    check_ratios(Corrections([weigher("plain", None), weigher("other", None)]), ClippedSurrogate())
+    check_ratios(Corrections([OffPolicyIS()]), resolve_loss(lambda view: -view.logprobs))
+    check_ratios(Corrections([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo])
@@ -186,14 +186,14 @@ def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator:
     with pytest.raises(
         ValueError, match=rf"ReferenceKL gives a reward .* advantages={name} .*ReferenceKL\(as_loss=True\)"
     ):
-        check_estimator(Contributions([ReferenceKL()]), estimator, critic=False)
-    check_estimator(Contributions([ReferenceKL(as_loss=True)]), estimator, critic=False)
-    check_estimator(Contributions([ReferenceKL()]), GAE(), critic=True)
+        check_estimator(Corrections([ReferenceKL()]), estimator, critic=False)
+    check_estimator(Corrections([ReferenceKL(as_loss=True)]), estimator, critic=False)
+    check_estimator(Corrections([ReferenceKL()]), GAE(), critic=True)
     own = callback_of("own", token_reward=lambda rollout: rollout.values)
     with pytest.raises(
         ValueError, match=r"Own gives .* for each row: use an estimator that works per token such as GAE"
     ):
-        check_estimator(Contributions([own]), estimator, critic=False)
+        check_estimator(Corrections([own]), estimator, critic=False)
 
 
 COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalised()]
@@ -204,8 +204,8 @@ COMPARING += [Normalised(mean="none", std="group"), Normalised(mean="group", std
 @pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
 def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
     with pytest.raises(ValueError, match=rf"advantages={estimator.name} compares .* use group_size=2 or more, or an"):
-        check_estimator(Contributions(), estimator, critic=False, group_size=1)
-    check_estimator(Contributions(), estimator, critic=False, group_size=2)
+        check_estimator(Corrections(), estimator, critic=False, group_size=1)
+    check_estimator(Corrections(), estimator, critic=False, group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -214,32 +214,32 @@ def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estima
     ids=lambda estimator: estimator.name,
 )
 def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
-    check_estimator(Contributions(), estimator, critic="values" in estimator.reads, group_size=1)
+    check_estimator(Corrections(), estimator, critic="values" in estimator.reads, group_size=1)
 
 
 def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -> None:
     with pytest.raises(
         ValueError, match=r"advantages=ReMax .* greedy answer, which RewardNormalization .* use one without the other"
     ):
-        check_estimator(Contributions([RewardNormalization()]), ReMax(), critic=False)
-    check_estimator(Contributions([OverlongPenalty(9, 4)]), ReMax(), critic=False)
-    check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False)
+        check_estimator(Corrections([RewardNormalization()]), ReMax(), critic=False)
+    check_estimator(Corrections([OverlongPenalty(9, 4)]), ReMax(), critic=False)
+    check_estimator(Corrections([RewardNormalization()]), PerRow(reinforce), critic=False)
 
 
 def test_two_entropy_bonuses_are_refused_by_both_names() -> None:
     for coef in (0.1, -0.1):
         with pytest.raises(ValueError, match=f"got entropy_coef={coef} and EntropyBonus: leave one out"):
-            check_entropy(Contributions([EntropyBonus()]), coef)
-    check_entropy(Contributions([EntropyBonus()]), 0.0)
-    check_entropy(Contributions([NoEOSMask()]), 0.1)
+            check_entropy(Corrections([EntropyBonus()]), coef)
+    check_entropy(Corrections([EntropyBonus()]), 0.0)
+    check_entropy(Corrections([NoEOSMask()]), 0.1)
 
 
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(
         ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
     ):
-        check_estimator(Contributions(), PerRow(grpo), critic=True)
-    check_estimator(Contributions(), GAE(), critic=True)
+        check_estimator(Corrections(), PerRow(grpo), critic=True)
+    check_estimator(Corrections(), GAE(), critic=True)
 
 
 @pytest.mark.parametrize("number", [0, -1.0, float("nan")])
@@ -269,9 +269,9 @@ def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
 @pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
 def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
     with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
-        check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=1)
-    check_estimator(Contributions([correction]), PerRow(reinforce), critic=False, group_size=2)
-    check_estimator(Contributions([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)
+        check_estimator(Corrections([correction]), PerRow(reinforce), critic=False, group_size=1)
+    check_estimator(Corrections([correction]), PerRow(reinforce), critic=False, group_size=2)
+    check_estimator(Corrections([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)
 
 
 def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
@@ -279,7 +279,7 @@ def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1,
     generating = FakeEngine(lambda _: [])
     vars(generating).update(engine)
     check_pipelining(
-        Contributions(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness
+        Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness
     )
 
 

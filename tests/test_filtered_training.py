@@ -14,9 +14,9 @@ from lightning_rl import FakeEngine, Request, Rollout, TransformersEngine
 from lightning_rl.callbacks import ReferenceKL, TeacherKL
 from lightning_rl.generation.filters import NO_FILTER, RowFilters, TokenFilter
 from lightning_rl.policy import PolicyModel
-from lightning_rl.policy.packing import lay_out
+from lightning_rl.policy.packing import pack
 from lightning_rl.policy.sampling_mask import from_bits, holds, to_bits
-from lightning_rl.rollout import KEPT
+from lightning_rl.rollout import SAMPLING_MASK
 
 VOCABULARY = 16
 FILTERS = [TokenFilter(top_k=4), TokenFilter(top_p=0.9), TokenFilter(min_p=0.1), TokenFilter(top_k=6, top_p=0.8)]
@@ -55,12 +55,14 @@ def requests_of(number: int, keep: TokenFilter, **options: Any) -> list[Request]
 def test_the_engine_draws_from_what_it_says_it_kept(keep: TokenFilter) -> None:
     model = tiny_policy(dtype=torch.float64)
     requests = requests_of(20, keep)
-    for request, completion in zip(requests, synced(model, KEPT).generate(requests, logprobs=True), strict=True):
+    for request, completion in zip(
+        requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True
+    ):
         ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
         with torch.no_grad():
             scores = (model(input_ids=ids[None]).logits[0, asked - 1 : -1] / 0.8).log_softmax(-1)
         kept = RowFilters([keep], scores.device).kept(scores, torch.zeros(len(scores), dtype=torch.int64))
-        assert torch.equal(from_bits(completion.token_extras[KEPT], VOCABULARY), kept)
+        assert torch.equal(from_bits(completion.token_extras[SAMPLING_MASK], VOCABULARY), kept)
         expected = scores.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, ids[asked:, None])[:, 0]
         assert completion.logprobs is not None and not completion.prompt_extras
         torch.testing.assert_close(completion.logprobs, expected)
@@ -91,7 +93,7 @@ def test_four_steps_over_a_filtered_rollout_stay_finite(keep: TokenFilter) -> No
     for rollout in seen:
         old, drawn = rollout.required("old_logprobs"), rollout.required("rollout_logprobs")
         torch.testing.assert_close(old[rollout.valid_tokens], drawn[rollout.valid_tokens], rtol=0, atol=1e-5)
-        assert holds(rollout.token_extras[KEPT], rollout.response_ids)[rollout.valid_tokens].all()
+        assert holds(rollout.token_extras[SAMPLING_MASK], rollout.response_ids)[rollout.valid_tokens].all()
     first = seen[0]
     for other in (first.required("ref_logprobs"), first.token_extras["teacher_logprobs"]):
         assert torch.equal(other[first.valid_tokens], first.required("old_logprobs")[first.valid_tokens])
@@ -102,7 +104,7 @@ def test_what_would_be_kept_now_leaves_drawn_tokens_out() -> None:
     module = tiny_module(minibatches=2, epochs=2, top_p=0.9)
     fit(module, callbacks=[recorder(seen)("seen")], max_steps=4)
     rollout, model = seen[0], module.required_policy.model
-    layout = lay_out(rollout, packed=False)
+    layout = pack(rollout, packed=False)
     with torch.no_grad():
         logits = model(input_ids=layout.input_ids).logits.flatten(0, 1)[layout.source]
     now = RowFilters([TokenFilter(top_p=0.9)], logits.device).kept(
@@ -116,12 +118,12 @@ def kept_rollout() -> Rollout:
     rollout = ragged_rollout(dtype=torch.float64)
     kept = torch.rand(12, 7, VOCABULARY, generator=torch.Generator().manual_seed(0)) > 0.5
     kept = kept.scatter(2, rollout.response_ids[..., None], value=True) & rollout.valid_tokens[..., None]
-    return rollout.replace(token_extras={KEPT: to_bits(kept)})
+    return rollout.replace(token_extras={SAMPLING_MASK: to_bits(kept)})
 
 
 def logprobs_of(rollout: Rollout, *, packed: bool) -> Tensor:
     policy = PolicyModel(tiny_policy(dtype=torch.float64), None, temperature=0.7, packed=packed)
-    return policy(lay_out(rollout, packed=packed)).logprobs.detach()
+    return policy(pack(rollout, packed=packed)).logprobs.detach()
 
 
 def test_neither_layout_nor_split_nor_order_changes_a_log_probability() -> None:
@@ -155,7 +157,7 @@ def test_a_filter_that_keeps_everything_trains_like_none() -> None:
 
 def test_a_filter_with_an_engine_that_cannot_say_what_it_kept_is_an_error_at_setup() -> None:
     engine = FakeEngine(lambda _: [2])
-    with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "kept_tokens" .* FakeEngine'):
+    with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "sampling_mask" .* FakeEngine'):
         fit(tiny_module(engine=engine, top_p=0.9))
     engine.load_weights([], 0)
     with pytest.raises(ValueError, match="which FakeEngine ignores"):
@@ -167,7 +169,7 @@ def test_an_engine_that_draws_what_it_did_not_keep_is_found_out() -> None:
         @override
         def _draw(self, requests: Any, *, logprobs: bool) -> Any:
             found = super()._draw(requests, logprobs=logprobs)
-            found[-1].token_extras[KEPT].zero_()
+            found[-1].token_extras[SAMPLING_MASK].zero_()
             return found
 
     with pytest.raises(ValueError, match="expected Careless to keep every token that it draws"):

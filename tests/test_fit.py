@@ -369,7 +369,10 @@ def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
         ({"entropy_coef": -1.0}, "expected entropy_coef >= 0, got -1.0"),
         ({"value_coef": float("nan")}, "expected value_coef >= 0, got nan"),
         ({"value_loss": "mse"}, "expected value_loss to be a ValueLoss or a function, got 'mse'"),
-        ({"reward_weights": [float("nan")]}, "expected finite reward weights, got"),
+        (
+            {"rewards": {"a": (parity_reward, float("nan"))}},
+            "expected a function or .function, finite weight. for reward a",
+        ),
     ],
 )
 def test_a_wrong_argument_is_an_error_at_construction(options: dict[str, Any], message: str) -> None:

@@ -23,9 +23,8 @@ from lightning_rl import (
     TransformersEngine,
 )
 from lightning_rl.callbacks import DynamicSampling
-from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.checkpointing import INTERRUPTED, AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.generation.engine import EngineState
-from lightning_rl.interrupts import INTERRUPTED
 
 
 class Signals(RLCallback):

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lightning_rl import (
     ClippedSurrogate,
-    Contributions,
+    Corrections,
     Objective,
     RLCallback,
     Rollout,
@@ -47,7 +47,7 @@ Found = dict[str, Tensor]
 
 def near_the_policy(dtype: torch.dtype) -> Rollout:
     """A ragged rollout whose log-probabilities are the tiny policy's own, with some drift; NaN outside cleaned."""
-    rollout = ragged_rollout(dtype=dtype).sanitised()
+    rollout = ragged_rollout(dtype=dtype).sanitize()
     microbatch = plan_of_rows(rollout, [SPLITS["one"]]).step(0)[0]
     with torch.no_grad():
         own = PolicyModel(tiny_policy(dtype=dtype), None, temperature=0.7, packed=True)(microbatch.layout).logprobs
@@ -55,7 +55,7 @@ def near_the_policy(dtype: torch.dtype) -> Rollout:
     draw = torch.Generator().manual_seed(3)
     fields = {"rollout_logprobs": 0.4, "old_logprobs": 0.2, "ref_logprobs": 0.4}
     drift = {name: scale * torch.randn(own.shape, generator=draw, dtype=dtype) for name, scale in fields.items()}
-    return rollout.replace(**{name: own + noise for name, noise in drift.items()}).sanitised()
+    return rollout.replace(**{name: own + noise for name, noise in drift.items()}).sanitize()
 
 
 def corrections() -> list[RLCallback]:
@@ -67,7 +67,7 @@ def one_step(rollout: Rollout, plan: Plan, *, packed: bool, reduction: Any, dtyp
     model = tiny_policy(dtype=dtype)
     policy = PolicyModel(model, model, temperature=0.7, packed=packed)
     objective = Objective(
-        loss=ClippedSurrogate(), reduction=reduction, contributions=Contributions(corrections()), entropy_coef=0.01
+        loss=ClippedSurrogate(), reduction=reduction, contributions=Corrections(corrections()), entropy_coef=0.01
     )
     step = accumulated(
         rollout,
@@ -145,14 +145,14 @@ def test_order_of_the_rows_changes_nothing(dtype: torch.dtype) -> None:
 
 
 def test_a_rollout_of_only_padding_gives_zero_gradient_to_every_weight(dtype: torch.dtype) -> None:
-    rollout = ragged_rollout(dtype=dtype).sanitised()
+    rollout = ragged_rollout(dtype=dtype).sanitize()
     plan = plan_of_rows(rollout, [[[], []]])
     found = one_step(rollout, plan, packed=True, reduction=token_mean, dtype=dtype)
     assert len(found["gradient"]) and not found["gradient"].any()
 
 
 def test_importance_weights_do_not_depend_on_the_split(dtype: torch.dtype) -> None:
-    rollout = ragged_rollout(dtype=dtype).sanitised()
+    rollout = ragged_rollout(dtype=dtype).sanitize()
     weights = OffPolicyIS()
     model = PolicyModel(tiny_policy(dtype=dtype), None, temperature=1.0, packed=True)
 

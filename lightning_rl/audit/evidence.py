@@ -1,31 +1,47 @@
 """Evidence: what the checks look at, and the stages of the run repeated on changed copies of a small slice."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_rl import distributed
-from lightning_rl.advantages import RewardSignal
-from lightning_rl.audit.facts import RunFacts, Subject
-from lightning_rl.audit.finding import Finding
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.recorded import RewardCall
-from lightning_rl.audit.trace import StepEvidence
-from lightning_rl.corrections import Contributions, LossView, RLCallback
+from lightning_rl.audit.step import StepEvidence
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
+from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request
 from lightning_rl.losses import FunctionLoss
-from lightning_rl.policy import Outputs, PolicyModel
+from lightning_rl.naming import name_of
+from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.signal import Spy, with_signal
+from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.selection import own_values
-from lightning_rl.update import accumulated, view_of
+from lightning_rl.update import accumulate_gradient, from_table, loss_view
+
+SHOWN_A_ROLLOUT = tuple(
+    name for name, entry in CONTRIBUTIONS.items() if entry.when in ("sampling", "signal") and entry.returns != "tensors"
+)
+SHOWN_A_VIEW = tuple(
+    name for name, entry in CONTRIBUTIONS.items() if entry.when == "update" and entry.returns != "context"
+)
+
+
+def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorithm:
+    """The same with copies of its corrections that wait for no other rank, without those that only look on."""
+    repeated = [
+        callback
+        for callback in callbacks
+        if any(CONTRIBUTIONS[method].bends or method == "metrics" for method in callback.contributes)
+    ]
+    return algorithm.replace(corrections=ReplayCorrections(repeated).alone())
 
 
 class Contribution(NamedTuple):
@@ -74,7 +90,7 @@ class Evidence:
         edits: of fields of the rollout, by whatever way, with who made them.
     """
 
-    algorithm: Subject
+    algorithm: Algorithm
     facts: RunFacts
     rollout: Rollout
     groups: Rollout
@@ -105,7 +121,7 @@ class Evidence:
     def contributions(self, *methods: str) -> list[Contribution]:
         """Every correction with each of the methods that it offers."""
         corrections = self.algorithm.corrections
-        return [Contribution(callback, method) for method in methods for callback in corrections.offering(method)]
+        return [Contribution(callback, method) for method in methods for callback in corrections.contributors(method)]
 
     @cached_property
     def completions(self) -> dict[int, Completion]:
@@ -114,12 +130,9 @@ class Evidence:
 
     def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
         """Another rollout of this run with its signal, on this rank alone, and its shaped reward."""
-        spy = Spy(self.algorithm.advantages)
-        with distributed.alone():
-            rollout, _ = with_signal(
-                rollout.replace(advantages=None, returns=None), spy, self.algorithm.corrections, own_sum
-            )
-        return rollout, cast(RewardSignal, spy.seen).shaped
+        raw, algorithm = rollout.replace(advantages=None, returns=None), self.algorithm
+        rollout, rewards, _ = estimate_signal(raw, algorithm.advantages, algorithm.corrections)
+        return rollout, rewards.shaped
 
     def advantages_of(self, rollout: Rollout) -> Tensor:
         """The advantages that the signal stage makes of another rollout, [B, T]."""
@@ -166,7 +179,7 @@ class Evidence:
         """What losses and corrections see of :attr:`rows`, or of a changed copy, once the policy has moved."""
         outputs = self.drift_outputs(drift)
         outputs = outputs._replace(entropy=outputs.entropy.detach().requires_grad_(entropy_gradient))
-        return view_of(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
+        return loss_view(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
 
     def prepare(self, view: LossView) -> LossView:
         """The view with what the loss finds out from a whole step, which here is the view itself."""
@@ -187,7 +200,7 @@ class Evidence:
         rows: Rollout | None = None,
         *,
         partition: Sequence[Sequence[int]] | None = None,
-        corrections: Contributions | None = None,
+        corrections: Corrections | None = None,
     ) -> TableStep:
         """The update stage on :attr:`rows` or a changed copy, without a model; in one microbatch, or cut into some."""
         rollout, outputs = self.rows if rows is None else rows, self.drift_outputs(0.3)
@@ -195,33 +208,16 @@ class Evidence:
         microbatch_rows = [list(range(len(rollout)))] if partition is None else [list(part) for part in partition]
         plan = plan_of_rows(rollout.to("cpu"), [microbatch_rows], packed=self.facts.packing)
         microbatches = plan.to(rollout.groups.device).step(0)
-        tables = {id(microbatch.layout): microbatch.index for microbatch in microbatches}
-
-        def policy(layout: Any) -> Outputs:
-            index, (number, width) = tables[id(layout)], layout.shape
-            if not len(index):
-                nothing = table.sum() * 0 + table.new_zeros(number, width)
-                return Outputs(nothing, nothing.detach(), None if outputs.values is None else nothing)
-            return Outputs(*(None if part is None else part[index, :width] for part in outputs))  # pyright: ignore[reportArgumentType]
-
-        totals = list[float]()
+        algorithm, totals = self.algorithm, list[float]()
+        if corrections is not None:
+            algorithm = algorithm.replace(corrections=corrections)
 
         def backward(loss: Tensor) -> None:
             totals.append(float(loss.detach()))
             if loss.requires_grad:
                 loss.backward()
 
-        with distributed.alone():
-            gradient = accumulated(
-                rollout,
-                microbatches,
-                cast(PolicyModel, policy),
-                self.algorithm.objective(corrections),
-                global_sum=own_sum,
-                global_concat=own_values,
-                around=lambda _last: nullcontext(),
-                backward=backward,
-            )
+        gradient = accumulate_gradient(rollout, microbatches, from_table(outputs), algorithm, backward=backward)
         return TableStep(gradient.parts, torch.zeros_like(table) if table.grad is None else table.grad, sum(totals))
 
 
@@ -229,8 +225,3 @@ def pattern_of(rows: Rollout) -> Tensor:
     """Numbers in [-1, 1] that depend on sample and position alone, shape [b, T]."""
     position = torch.arange(rows.width, device=rows.groups.device)
     return torch.sin(1.0 + 3.0 * rows.sample_ids[:, None] + 5.0 * position)
-
-
-def name_of(part: object) -> str:
-    """How findings call a function or an object."""
-    return getattr(part, "__name__", type(part).__name__)

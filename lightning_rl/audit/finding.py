@@ -1,45 +1,15 @@
-"""Finding: what a check saw that must not be, who caused it, and what to do."""
+"""What a finding needs: the error that carries it, and the places where two tensors differ."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from lightning_rl.finding import Finding
+
 
 class AuditError(RuntimeError):
     """Raised by ``SignalAudit(mode="raise")``; the message holds every finding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One violated invariant. A check says what is special about it; the register fills in what it leaves out.
-
-    Attributes:
-        check: name of the check.
-        culprit: the callback with its method, the estimator, loss, reduction, engine or stage that caused it.
-        expected: what the invariant demands.
-        observed: what was there instead.
-        cure: what to do.
-        samples: identities of the rows concerned, at most a few.
-        positions: response positions concerned, at most a few.
-    """
-
-    check: str = ""
-    culprit: str = ""
-    expected: str = ""
-    observed: str = ""
-    cure: str = ""
-    samples: Sequence[int] = ()
-    positions: Sequence[int] = ()
-
-    def __str__(self) -> str:
-        """One paragraph for a console."""
-        place = f" (samples {list(self.samples)}, positions {list(self.positions)})" if self.samples else ""
-        return (
-            f"{self.check}: {self.culprit}: expected {self.expected}, observed {self.observed}{place}. "
-            f"What to do: {self.cure}."
-        )
 
 
 def differences(

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_rl import distributed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import KEPT, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
 FLOOR = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
@@ -56,8 +55,8 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
     policy, temperature = module.required_policy, module.required_policy.temperature
     policy.temperature = temperature * heat
     try:
-        context = module.run.contributions.forward_context(microbatch.rows_of(rows))
-        with module.trainer.precision_plugin.forward_context(), distributed.alone(), context:
+        context = module.run.corrections.alone().forward_context(microbatch.rows_of(rows))
+        with module.trainer.precision_plugin.forward_context(), context:
             outputs = policy(microbatch.layout)
     finally:
         policy.temperature = temperature
@@ -79,7 +78,7 @@ def reference_weights(module: RLLightningModule) -> Tensor:
 
 def forwards_plainly(module: RLLightningModule) -> bool:
     """Whether the policy's forward is a model's own one and the weights are all here."""
-    return not module.parallel.sharded and not module.run.contributions.offering("forward_context")
+    return not module.parallel.sharded and not module.run.corrections.contributors("forward_context")
 
 
 @torch.no_grad()
@@ -96,7 +95,7 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
         models["reference"] = reference.model
     few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     with module.trainer.precision_plugin.forward_context():
-        return [plain for name in models for plain in _stretches(name, models[name], few, module.temperature)]
+        return [plain for name in models for plain in _stretches(name, models[name], few, module.sampling.temperature)]
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
@@ -112,8 +111,8 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
         end = min(begin + PLAIN_TOKENS, response)
         targets = ids[row][prompt + begin : prompt + end, None]
         scores = logits[row, prompt + begin - 1 : prompt + end - 1].double()
-        if KEPT in rows.token_extras:
-            mask = from_bits(rows.token_extras[KEPT][row, begin:end], scores.shape[-1])
+        if SAMPLING_MASK in rows.token_extras:
+            mask = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
             scores = scores.masked_fill(~mask, -torch.inf)
         normal = (scores / temperature).log_softmax(-1)
         logprobs, at_one, at_square = (

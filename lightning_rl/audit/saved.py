@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.checks import CHECKS
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.facts import RunFacts, Subject
-from lightning_rl.audit.finding import Finding
+from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.recompute import recompute_step
-from lightning_rl.audit.recorded import RewardCall
 from lightning_rl.audit.run_checks import run_checks
-from lightning_rl.audit.trace import ParameterStep, StepEvidence
-from lightning_rl.corrections import RLCallback
-from lightning_rl.generation import Completion, Request
-from lightning_rl.generation.filters import TokenFilter
+from lightning_rl.audit.step import StepEvidence
+from lightning_rl.corrections import ParameterTrace, RLCallback
+from lightning_rl.finding import Finding
+from lightning_rl.generation import Completion, Request, Sampling
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
@@ -75,13 +75,13 @@ def recheck(
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")
-    evidence = _evidence(state, Subject.of(module, callbacks))
+    evidence = _evidence(state, repeatable(module.algorithm, callbacks))
     if evidence.step is not None:
         evidence.step.expected, evidence.step.parts = recompute_step(evidence, evidence.step)
     return run_checks([CHECKS[name] for name in names], evidence)
 
 
-def _evidence(state: Mapping[str, Any], algorithm: Subject) -> Evidence:
+def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
     facts = {**state["facts"], "eos_ids": tuple(state["facts"]["eos_ids"])}
     rollouts: dict[str, Any] = {name: Rollout.from_state(state[name]) for name in ROLLOUTS}
     outputs: dict[str, Any] = {name: None if state[name] is None else Outputs(*state[name]) for name in OUTPUTS}
@@ -103,13 +103,13 @@ def _evidence(state: Mapping[str, Any], algorithm: Subject) -> Evidence:
 def _sample_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
     asked = {spec.name: getattr(request, spec.name) for spec in fields(request)}
     returned = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
-    asked |= {"eos_ids": sorted(request.eos_ids), "keep": asdict(request.keep)}
+    asked |= {"sampling": asdict(request.sampling)}
     return asked, {**returned, "finish": int(completion.finish)}
 
 
 def _sample(asked: Mapping[str, Any], returned: Mapping[str, Any]) -> tuple[Request, Completion]:
-    plain = {**asked, "eos_ids": frozenset(asked["eos_ids"]), "keep": TokenFilter(**asked["keep"])}
-    return Request(**plain), Completion(**{**returned, "finish": Finish(returned["finish"])})
+    request = Request(**{**asked, "sampling": Sampling(**asked["sampling"])})
+    return request, Completion(**{**returned, "finish": Finish(returned["finish"])})
 
 
 def _step_state(step: StepEvidence) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _step_state(step: StepEvidence) -> dict[str, Any]:
 
 
 def _step(state: Mapping[str, Any]) -> StepEvidence:
-    parameters = {name: ParameterStep(**parameter) for name, parameter in state["parameters"].items()}
+    parameters = {name: ParameterTrace(**parameter) for name, parameter in state["parameters"].items()}
     rows, outputs = Rollout.from_state(state["rows"]), Outputs(*state["outputs"])
     return StepEvidence(**{**state, "rows": rows, "outputs": outputs, "parameters": parameters})
 

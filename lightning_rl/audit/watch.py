@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit.finding import Finding, bitwise_equal, differences
+from lightning_rl.audit.finding import bitwise_equal, differences
 from lightning_rl.corrections import RLCallback
+from lightning_rl.finding import Finding
+from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 
 HOOKS = (
@@ -60,27 +62,35 @@ class HookProfiler(Profiler):
 class FieldWatch:
     """Compares the fields of a finished rollout before and after every hook of a callback that could edit them.
 
-    Lightning runs each hook as an action of the Trainer's profiler, so nothing of a callback has to be touched.
+    Lightning runs each hook as an action of the Trainer's profiler, and the corrections tell of each contribution, so
+    nothing of a callback has to be touched.
 
     Args:
-        trainer: of the run; its profiler is another until :meth:`release`.
+        module: the run; the profiler of its Trainer is another until :meth:`release`.
         callbacks: whose hooks are looked at.
-        current: the rollout as the run holds it now, if it does.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Iterable[Callback], current: Callable[[], Rollout | None]) -> None:
-        self._trainer, self._current = cast(Any, trainer), current  # Lightning does not declare the profiler
+    def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
+        self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
         self._culprits = {
             f"[Callback]{callback.state_key}.{hook}": f"callback {_name_of(callback)}.{hook}"
             for callback in callbacks
             for hook in HOOKS
             if getattr(type(callback), hook) is not getattr(Callback, hook)
         }
-        self._armed, self._finished, self._raw = False, None, dict[str, Tensor]()
+        self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
         self._profiler = HookProfiler(self._trainer.profiler, self._before_action, self._after_action)
         self._trainer.profiler = self._profiler
+        module.run.corrections.before_each = self._before_contribution
+        module.run.corrections.after_each = self._after_contribution
+
+    def release(self) -> None:
+        """Puts everything back."""
+        if self._trainer.profiler is self._profiler:
+            self._trainer.profiler = self._profiler.profiler
+        self._module.run.corrections.before_each = self._module.run.corrections.after_each = None
 
     def arm(self) -> None:
         """Takes the next finished rollout as the truth, as soon as a callback observes it."""
@@ -96,10 +106,14 @@ class FieldWatch:
         """Looks no more until it is armed again."""
         self._armed, self._finished, self._raw = False, None, {}
 
-    def after_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
-        """A callback has observed or measured a rollout."""
+    def _before_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
+        del callback
         if method == "observe" and self._armed:
             self.begin(rollout)
+        if rollout is self._finished:
+            self.look(rollout=rollout)
+
+    def _after_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
         if rollout is self._finished:
             self.look(f"callback {callback.name}.{method}", rollout)
 
@@ -113,7 +127,9 @@ class FieldWatch:
 
     def look(self, culprit: str = SOMEBODY, rollout: Rollout | None = None) -> None:
         """Compares, and notes what differs together with who did it; what was noted once becomes the truth."""
-        rollout = self._current() if rollout is None else rollout
+        current = self._module.run.current
+        if rollout is None and current is not None:
+            rollout = current.rollout
         if not self._raw or rollout is None:
             return
         tensors = dict(rollout.tensors())
@@ -131,11 +147,6 @@ class FieldWatch:
         """Edits since the last time."""
         edits, self._edits = self._edits, []
         return edits
-
-    def release(self) -> None:
-        """Gives the Trainer its profiler back."""
-        if self._trainer.profiler is self._profiler:
-            self._trainer.profiler = self._profiler.profiler
 
 
 def _name_of(callback: Callback) -> str:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback
-from lightning_rl.policy.fingerprint import hashed
+from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.rollout import Rollout
 from lightning_rl.run_module import RunModule
 
@@ -38,7 +38,7 @@ class Fingerprints(RLCallback):
     @override
     def observe(self, rollout: Rollout) -> None:
         prompts = [("prompt_ids", rollout.prompt_ids), ("sample_ids", rollout.sample_ids)]
-        self._rollout = {"prompts": hashed(prompts), "rollout": hashed(rollout.tensors())}
+        self._rollout = {"prompts": fingerprint(prompts), "rollout": fingerprint(rollout.tensors())}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,9 +57,9 @@ class Fingerprints(RLCallback):
             if not name.startswith("time/") and name != "tokens_per_second"
         }
         own = {
-            "metrics": hashed((name, torch.tensor(value, dtype=torch.float64)) for name, value in metrics.items()),
-            "weights": hashed(module.parallel.full_parameters(module.required_policy)),
-            "optimizer": hashed(_states(trainer.optimizers)),
+            "metrics": fingerprint((name, torch.tensor(value, dtype=torch.float64)) for name, value in metrics.items()),
+            "weights": fingerprint(module.parallel.full_parameters(module.required_policy)),
+            "optimizer": fingerprint(_states(trainer.optimizers)),
         }
         self.taken[batch.index] = Fingerprint({**self._rollout, **own}, metrics)
 

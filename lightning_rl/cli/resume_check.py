@@ -77,7 +77,7 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
             _say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
             if differences:
                 _say("            first difference: " + min(differences, key=lambda d: (d[1], KINDS.index(d[0])))[2])
-        if distributed.world_size() > 1:
+        if distributed.process_count() > 1:
             dist.barrier()
     _say("\nbitwise equal" if equal else "\nNOT EQUAL")
     return 0 if equal else 1
@@ -125,16 +125,16 @@ def _detail(kind: str, ours: Fingerprint, theirs: Fingerprint) -> str:
 
 
 def _gathered(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    everyone = distributed.gathered_objects(differences)
+    everyone = distributed.process_objects(differences)
     return [tuple(found) for own in everyone for found in own]  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
 
 
 def _from_first(folder: Path) -> Path:
     """Rank 0's folder on every rank, once the process group exists."""
-    return Path(str(distributed.gathered_objects(str(folder))[0]))
+    return Path(str(distributed.process_objects(str(folder))[0]))
 
 
 def _say(text: str) -> None:
-    if distributed.world_size() == 1 or dist.get_rank() == 0:
+    if distributed.process_count() == 1 or dist.get_rank() == 0:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()

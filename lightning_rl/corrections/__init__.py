@@ -1,8 +1,23 @@
 """What a correction may contribute, what it gets to see, and how contributions combine."""
 
-from lightning_rl.corrections.base import LossTerm, RLCallback
-from lightning_rl.corrections.combine import Contributions
+from lightning_rl.corrections.base import CONTRIBUTIONS, POLICY_LOSS_FACTORS, Contribution, LossTerm, RLCallback
+from lightning_rl.corrections.combine import Corrections
+from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.corrections.stat import Stat
+from lightning_rl.corrections.trace import MicrobatchTrace, ParameterTrace, StepTrace
 from lightning_rl.corrections.view import LossView
 
-__all__ = ["Contributions", "LossTerm", "LossView", "RLCallback", "Stat"]
+__all__ = [
+    "CONTRIBUTIONS",
+    "POLICY_LOSS_FACTORS",
+    "Contribution",
+    "Corrections",
+    "LossTerm",
+    "LossView",
+    "MicrobatchTrace",
+    "ParameterTrace",
+    "RLCallback",
+    "ReplayCorrections",
+    "Stat",
+    "StepTrace",
+]

@@ -1,10 +1,10 @@
 """RLCallback: the base of every correction, a Lightning callback that contributes to the training signal."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxtyping import Bool, Float
 from lightning.pytorch import Callback
@@ -12,13 +12,59 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections.stat import Stat
+from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
+from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import Reduction
 
 Policy = Literal["current", "old", "rollout"]
 Ratio = tuple[Policy, Policy]
 RLCallbackT = TypeVar("RLCallbackT", bound="RLCallback")
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What is known about a contribution method, so that nothing else has to keep a list of them.
+
+    Attributes:
+        when: ``"sampling"``, ``"signal"`` (both see the rollout), ``"update"`` (sees the view of a microbatch) or
+            ``"watch"`` (sees, and returns nothing).
+        returns: ``"row mask"``, ``"row float"``, ``"token mask"``, ``"token float"``, ``"term"``, ``"tensors"``,
+            ``"context"``, ``"stats"`` or ``"nothing"``.
+        combined_by: how those of several callbacks become one.
+        bends: ``"prompts"``, ``"rows"``, ``"rewards"``, ``"policy loss"``, ``"loss"``, ``"forward"``, or ``""`` for
+            what only brings what others read, measures or looks on.
+    """
+
+    when: Literal["sampling", "signal", "update", "watch"]
+    returns: str
+    combined_by: str
+    bends: str = ""
+
+
+CONTRIBUTIONS: Mapping[str, Contribution] = {
+    "reward_mask": Contribution("sampling", "row mask", "and", "rewards"),
+    "reward_bonus": Contribution("sampling", "row float", "sum", "rewards"),
+    "keep_groups": Contribution("sampling", "row mask", "and", "prompts"),
+    "exclude": Contribution("sampling", "row mask", "or", "rows"),
+    "provide": Contribution("signal", "tensors", "disjoint union"),
+    "token_reward": Contribution("signal", "token float", "sum", "rewards"),
+    "sequence_mask": Contribution("update", "row mask", "and", "policy loss"),
+    "token_mask": Contribution("update", "token mask", "and", "policy loss"),
+    "token_weight": Contribution("update", "token float", "product", "policy loss"),
+    "loss_term": Contribution("update", "term", "sum", "loss"),
+    "forward_context": Contribution("update", "context", "nesting", "forward"),
+    "rollout_metrics": Contribution("signal", "stats", "merging"),
+    "metrics": Contribution("update", "stats", "merging"),
+    "observe_generated": Contribution("watch", "nothing", ""),
+    "observe_rewards": Contribution("watch", "nothing", ""),
+    "observe": Contribution("watch", "nothing", ""),
+    "observe_step": Contribution("watch", "nothing", ""),
+}
+"""Every contribution method, in the order of a rollout's life. :meth:`Corrections.contributors` says who offers one."""
+
+POLICY_LOSS_FACTORS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "policy loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +87,7 @@ class LossTerm:
 class RLCallback(Callback):
     """Contributes to the training signal through any of the methods below, each of which returns a new value.
 
-    Nothing that comes in may be edited: the core checks and names the callback that did. Contributions of several
+    Nothing that comes in may be edited: the core checks and names the callback that did. Corrections of several
     callbacks combine with commutative operations in the order of their names, so the order of the list never matters.
 
     Attributes:
@@ -54,8 +100,9 @@ class RLCallback(Callback):
         compares_rows: whether its bonus of a row depends on the other rows.
         compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
         trains_entropy: whether its loss term needs the gradient of ``view.entropy``.
-        most_rounds: how often prompts are drawn at most until enough groups are kept, if it filters groups.
-        LOOKING: the methods by which a callback only looks on, or brings what others read.
+        max_rounds: how often prompts are sampled at most until enough groups are kept, if it filters groups.
+        traces_parameters: whether the steps that it observes need a few entries of every parameter.
+        collectives: what the ranks of the run do together; the core hands it in at setup.
     """
 
     name: str = ""
@@ -67,30 +114,9 @@ class RLCallback(Callback):
     compares_rows: bool = False
     compares_groups: bool = False
     trains_entropy: bool = False
-    most_rounds: int = 10
-
-    METHODS: ClassVar[tuple[str, ...]] = (
-        "reward_mask",
-        "reward_bonus",
-        "keep_groups",
-        "exclude",
-        "provide",
-        "token_reward",
-        "sequence_mask",
-        "token_mask",
-        "token_weight",
-        "loss_term",
-        "forward_context",
-        "rollout_metrics",
-        "metrics",
-        "observe",
-        "observe_drawn",
-        "observe_update",
-    )
-
-    LOOKING: ClassVar[frozenset[str]] = frozenset(
-        ("observe", "observe_drawn", "observe_update", "provide", "rollout_metrics")
-    )
+    max_rounds: int = 10
+    traces_parameters: bool = False
+    collectives: Collectives = ALONE
 
     @property
     @override
@@ -101,7 +127,7 @@ class RLCallback(Callback):
     @property
     def contributes(self) -> frozenset[str]:
         """The contribution methods that this callback offers: by default those that its class overrides."""
-        return frozenset(m for m in self.METHODS if getattr(type(self), m) is not getattr(RLCallback, m))
+        return frozenset(m for m in CONTRIBUTIONS if getattr(type(self), m) is not getattr(RLCallback, m))
 
     def named(self: RLCallbackT, name: str) -> RLCallbackT:
         """A copy under another name, to use a correction twice in one run."""
@@ -162,11 +188,32 @@ class RLCallback(Callback):
         """Statistics of a microbatch, before any rejection, with the same keys at every call."""
         raise NotImplementedError
 
+    def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Looks at what the engine was asked and answered, pairs of Request and Completion in their order.
+
+        Empty for samples that come out of a checkpoint.
+        """
+
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
+        """Looks at the samples of one round with their rewards, before any of them is masked or filtered.
+
+        Args:
+            rollout: the samples.
+            calls: a :class:`lightning_rl.rewards.RewardCall` for each reward function.
+        """
+
     def observe(self, rollout: Rollout) -> None:
         """Looks at a finished rollout."""
 
-    def observe_drawn(self, rollout: Rollout) -> None:
-        """Looks at the samples of one round of drawing, scored, before any of them is masked or filtered."""
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        """Whether it wants to observe an optimizer step, which costs a copy of what the policy says of its rows.
 
-    def observe_update(self, view: LossView) -> None:
-        """Looks at a microbatch of an optimizer step, between its loss and its backward."""
+        Args:
+            rollout_number: number of the rollout.
+            step: number of the optimizer step within it.
+        """
+        del rollout_number, step
+        return "observe_step" in self.contributes
+
+    def observe_step(self, trace: StepTrace) -> None:
+        """Looks at an optimizer step, once it is over; see :meth:`traces_step`."""

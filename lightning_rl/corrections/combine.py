@@ -1,15 +1,18 @@
-"""Contributions: calls every correction in the order of the names, checks what it gives, and combines."""
+"""Corrections: calls every callback in the order of the names, checks what it gives, and combines."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_rl.corrections.base import LossTerm, RLCallback
+from lightning_rl.corrections.base import CONTRIBUTIONS, LossTerm, RLCallback
 from lightning_rl.corrections.stat import Stat
+from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
+from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout
 
 RESERVED = frozenset(
@@ -38,18 +41,26 @@ class PolicyFactor(NamedTuple):
     stats: dict[str, Stat]
 
 
-class Contributions:
+class Corrections:
     """The corrections of a run, sorted by name.
 
     Args:
         callbacks: those of the trainer that are RLCallbacks, in any order.
+        collectives: what the ranks of the run do together, for the callbacks.
+
+    Attributes:
+        before_each: called with (callback, method, rollout or view) before each contribution and observation of the
+            run; None for nobody.
+        after_each: the same after it.
 
     Raises:
         ValueError: if a name is empty or used twice.
     """
 
-    def __init__(self, callbacks: Sequence[RLCallback] = ()) -> None:
+    def __init__(self, callbacks: Sequence[RLCallback] = (), collectives: Collectives | None = None) -> None:
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.name))
+        self.before_each: Callable[[RLCallback, str, Rollout], None] | None = None
+        self.after_each: Callable[[RLCallback, str, Rollout], None] | None = None
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
             if callback.name in RESERVED:
@@ -58,73 +69,88 @@ class Contributions:
                 raise ValueError(f"expected {type(callback).__name__} to set the class attribute `name`, got none")
             if names.count(callback.name) > 1:
                 raise ValueError(f'expected unique names, got "{callback.name}" twice: use .named("another") on one')
-        self._by_method = {
+            if collectives is not None:
+                callback.collectives = collectives
+        self._contributors = {
             method: tuple(callback for callback in self.callbacks if method in callback.contributes)
-            for method in RLCallback.METHODS
+            for method in CONTRIBUTIONS
         }
 
-    def offering(self, method: str) -> tuple[RLCallback, ...]:
-        """The callbacks that offer a contribution method."""
-        return self._by_method[method]
+    def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
+        """The callbacks that offer any of some contribution methods; see :data:`CONTRIBUTIONS`."""
+        offering = {callback for method in methods for callback in self._contributors[method]}
+        return tuple(callback for callback in self.callbacks if callback in offering)
+
+    def alone(self) -> "Corrections":
+        """Copies of the callbacks that take part in no collective, in a value of the same type."""
+        return type(self)([copy.copy(callback) for callback in self.callbacks], ALONE)
 
     def reward_mask(self, rollout: Rollout) -> Tensor:
         """Rows that every callback lets take part in the reward, shape [B] bool."""
         combined = torch.ones(len(rollout), dtype=torch.bool, device=rollout.groups.device)
-        for _, mask in self._each("reward_mask", rollout, "row mask"):
+        for _, mask in self._each("reward_mask", rollout):
             combined = combined & mask
         return combined
 
     def reward_bonus(self, rollout: Rollout) -> Tensor | None:
         """Sum of all bonuses, shape [B], or None."""
-        return self._sum("reward_bonus", rollout, "row float")
+        return self._sum("reward_bonus", rollout)
 
     def keep_groups(self, rollout: Rollout) -> Tensor:
-        """Rows of the groups that every callback keeps, shape [B] bool."""
+        """Rows of the groups that every callback keeps, shape [B] bool.
+
+        Raises:
+            ValueError: naming a group of which only a part would be kept.
+        """
         combined = torch.ones(len(rollout), dtype=torch.bool, device=rollout.groups.device)
-        for _, mask in self._each("keep_groups", rollout, "row mask"):
+        for _, mask in self._each("keep_groups", rollout):
             combined = combined & mask
+        partly = torch.isin(rollout.groups[combined], rollout.groups[~combined].unique())
+        if partly.any():
+            group = int(rollout.groups[combined][partly][0])
+            raise ValueError(f"expected keep_groups to decide about whole groups, but it splits group {group}")
         return combined
 
     def exclude(self, rollout: Rollout) -> tuple[Tensor, dict[str, Stat]]:
         """Rows that any callback excludes, shape [B] bool, with each one's share of the real rows."""
         combined = torch.zeros(len(rollout), dtype=torch.bool, device=rollout.groups.device)
         stats = {}
-        for callback, mask in self._each("exclude", rollout, "row mask"):
+        for callback, mask in self._each("exclude", rollout):
             stats[f"{callback.name}/excluded"] = Stat.of(mask, rollout.real)
             combined = combined | mask
         return combined, stats
 
     def provide(self, rollout: Rollout) -> Rollout:
         """The rollout with every provided tensor in the field that its name begins with."""
-        known = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
-        for callback, given in self._each("provide", rollout, None):
-            for name, tensor in given.items():
+        fields = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
+        for callback, tensors in self._each("provide", rollout):
+            for name, tensor in tensors.items():
                 field, _, key = name.partition("/")
                 shape = rollout.groups.shape if field == "extras" else rollout.response_ids.shape
-                if field not in known or not key or tensor.shape[: len(shape)] != shape:
+                if field not in fields or not key or tensor.shape[: len(shape)] != shape:
                     raise ValueError(
                         f'expected provide of {callback.name} to name its tensors "extras/..." [B, ...] or '
                         f'"token_extras/..." [B, T, ...], got "{name}" {list(tensor.shape)}'
                     )
-                if key in known[field]:
+                if key in fields[field]:
                     raise ValueError(f'expected "{name}" from one callback, but {callback.name} provides it as well')
-                known[field][key] = tensor.detach()
-        return rollout.replace(**known)
+                fields[field][key] = tensor.detach()
+        return rollout.replace(**fields)
 
     def token_reward(self, rollout: Rollout) -> Tensor | None:
         """Sum of all token rewards, shape [B, T], or None."""
-        return self._sum("token_reward", rollout, "token float")
+        return self._sum("token_reward", rollout)
 
     def policy_factor(self, view: LossView) -> PolicyFactor:
         """The product of all masks and weights, shape [b, T]; statistics count the population before rejection."""
         factor, stats = None, dict[str, Stat]()
-        for callback, mask in self._each("sequence_mask", view, "row mask"):
+        for callback, mask in self._each("sequence_mask", view):
             stats[f"{callback.name}/rejected"] = Stat.of(~mask, view.trained)
             factor = _times(factor, mask[:, None].expand_as(view.valid_tokens).to(view.logprobs.dtype))
-        for callback, mask in self._each("token_mask", view, "token mask"):
+        for callback, mask in self._each("token_mask", view):
             stats[f"{callback.name}/rejected_tokens"] = Stat.of(~mask, view.valid_tokens)
             factor = _times(factor, mask.to(view.logprobs.dtype))
-        for callback, weight in self._each("token_weight", view, "token float"):
+        for callback, weight in self._each("token_weight", view):
             if weight.requires_grad:
                 raise ValueError(f"expected a weight without gradient, but token_weight of {callback.name} carries one")
             population = Stat.of(weight, view.valid_tokens)
@@ -134,87 +160,101 @@ class Contributions:
 
     def loss_terms(self, view: LossView) -> list[tuple[str, LossTerm]]:
         """Every term with its callback's name."""
-        terms = []
-        for callback, term in self._each("loss_term", view, None):
-            _check(callback, "loss_term", term.per_token, view, "token float")
-            terms.append((callback.name, term))
-        return terms
+        return [(callback.name, term) for callback, term in self._each("loss_term", view)]
 
     @contextmanager
     def forward_context(self, rows: Rollout) -> Iterator[None]:
-        """All contexts around a training forward, nested."""
+        """The contexts of all callbacks, nested."""
         with ExitStack() as stack:
-            for callback, context in self._each("forward_context", rows, None):
-                del callback
+            for _, context in self._each("forward_context", rows):
                 stack.enter_context(context)
             yield
 
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
         """All statistics of a finished rollout."""
-        return self._merged("rollout_metrics", rollout)
+        return self._merge("rollout_metrics", rollout)
 
     def metrics(self, view: LossView) -> dict[str, Stat]:
         """All statistics of a microbatch."""
-        return self._merged("metrics", view)
+        return self._merge("metrics", view)
 
     def observe(self, rollout: Rollout) -> None:
         """Shows the finished rollout to everyone who looks."""
-        for _ in self._each("observe", rollout, None):
+        for _ in self._each("observe", rollout):
             pass
 
-    def observe_drawn(self, rollout: Rollout) -> None:
-        """Shows what one round drew."""
-        for _ in self._each("observe_drawn", rollout, None):
+    def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Shows what the engine was asked and answered."""
+        for callback in self._contributors["observe_generated"]:
+            callback.observe_generated(pairs)
+
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
+        """Shows the samples of one round with what the reward functions said of them."""
+        for _ in self._each("observe_rewards", rollout, calls):
             pass
 
-    def observe_update(self, view: LossView) -> None:
-        """Shows a microbatch of an optimizer step."""
-        for _ in self._each("observe_update", view, None):
-            pass
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        """Whether anybody observes an optimizer step."""
+        return any(c.traces_step(rollout_number, step) for c in self._contributors["observe_step"])
 
-    def _each(self, method: str, seen: Rollout, shape: str | None) -> Iterator[tuple[RLCallback, Any]]:
-        for callback in self._by_method[method]:
+    def observe_step(self, trace: StepTrace) -> None:
+        """Shows an optimizer step to everyone who asked for it."""
+        for callback in self._contributors["observe_step"]:
+            if callback.traces_step(trace.rollout_number, trace.step):
+                callback.observe_step(trace)
+
+    def _each(self, method: str, seen: Rollout, *further: Any) -> Iterator[tuple[RLCallback, Any]]:
+        for callback in self._contributors[method]:
+            if self.before_each is not None:
+                self.before_each(callback, method, seen)
             before = seen.versions()
-            given = getattr(callback, method)(seen)
-            changed = [name for name, version in seen.versions().items() if version != before[name]]
-            if changed:
+            contribution = getattr(callback, method)(seen, *further)
+            edited = [name for name, version in seen.versions().items() if version != before[name]]
+            if edited:
                 raise RuntimeError(
-                    f"{method} of {callback.name} wrote in place to {', '.join(changed)}: "
+                    f"{method} of {callback.name} wrote in place to {', '.join(edited)}: "
                     "a contribution returns a new tensor and edits nothing (use x * y, not x *= y)"
                 )
-            if shape is not None:
-                _check(callback, method, given, seen, shape)
-            yield callback, given
+            if self.after_each is not None:
+                self.after_each(callback, method, seen)
+            _check(callback, method, contribution, seen)
+            yield callback, contribution
 
-    def _sum(self, method: str, rollout: Rollout, shape: str) -> Tensor | None:
+    def _sum(self, method: str, rollout: Rollout) -> Tensor | None:
         total = None
-        for _, given in self._each(method, rollout, shape):
-            total = given.detach() if total is None else total + given.detach()
+        for _, contribution in self._each(method, rollout):
+            total = contribution.detach() if total is None else total + contribution.detach()
         return total
 
-    def _merged(self, method: str, seen: Rollout) -> dict[str, Stat]:
-        stats: dict[str, Stat] = {}
-        for callback, given in self._each(method, seen, None):
+    def _merge(self, method: str, seen: Rollout) -> dict[str, Stat]:
+        merged: dict[str, Stat] = {}
+        for callback, stats in self._each(method, seen):
             prefix = f"{type(callback).name or callback.name}/"  # the file's name; a twin logs under its own
-            foreign = [key for key in given if not key.startswith(prefix)]
+            foreign = [key for key in stats if not key.startswith(prefix)]
             if foreign:
                 raise ValueError(f'expected {callback.name} to log under "{prefix}", got {", ".join(foreign)}')
-            stats |= {f"{callback.name}/{key.removeprefix(prefix)}": stat for key, stat in given.items()}
-        return stats
+            merged |= {f"{callback.name}/{key.removeprefix(prefix)}": stat for key, stat in stats.items()}
+        return merged
 
 
 def _times(factor: Tensor | None, other: Tensor) -> Tensor:
     return other if factor is None else factor * other
 
 
-def _check(callback: RLCallback, method: str, given: Tensor, seen: Rollout, shape: str) -> None:
-    axes, kind = shape.split()
-    if not isinstance(given, Tensor):
-        raise TypeError(f"expected {method} of {callback.name} to return a tensor, got {type(given).__name__}")
-    expected = seen.groups.shape if axes == "row" else seen.response_ids.shape
-    fits_kind = given.dtype == torch.bool if kind == "mask" else given.is_floating_point()
-    if given.shape != expected or not fits_kind:
+def _check(callback: RLCallback, method: str, contribution: Any, seen: Rollout) -> None:
+    """Refuses a tensor of another shape or kind than CONTRIBUTIONS says."""
+    returns = CONTRIBUTIONS[method].returns
+    if returns == "term":
+        contribution, returns = contribution.per_token, "token float"
+    axes, _, kind = returns.partition(" ")
+    if not kind:
+        return
+    if not isinstance(contribution, Tensor):
+        raise TypeError(f"expected {method} of {callback.name} to return a tensor, got {type(contribution).__name__}")
+    shape = seen.groups.shape if axes == "row" else seen.response_ids.shape
+    fits_kind = contribution.dtype == torch.bool if kind == "mask" else contribution.is_floating_point()
+    if contribution.shape != shape or not fits_kind:
         raise ValueError(
             f"expected {method} of {callback.name} to return a {'bool' if kind == 'mask' else 'float'} tensor "
-            f"{list(expected)}, got {str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+            f"{list(shape)}, got {str(contribution.dtype).removeprefix('torch.')} {list(contribution.shape)}"
         )

@@ -12,19 +12,13 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_rl.distributed.collectives import (
-    GROUPS,
-    alone,
-    any_process,
-    draws,
+    ALONE,
+    Alone,
+    Collectives,
     failing_together,
-    from_drawing,
-    gathered_objects,
-    global_concat,
-    global_gather,
-    global_maximum,
-    global_objects,
-    global_sum,
-    world_size,
+    process_count,
+    process_maximum,
+    process_objects,
 )
 from lightning_rl.distributed.ddp import DataParallel
 from lightning_rl.distributed.fsdp1 import FullyShardedDataParallel1
@@ -33,10 +27,17 @@ from lightning_rl.distributed.parallel import Parallel
 from lightning_rl.distributed.zero import ZeRO
 
 __all__ = [
-    "GROUPS", "FSDP2Strategy", "Parallel", "alone", "any_process", "draws", "failing_together", "from_drawing",
-    "gathered_objects", "global_concat", "global_gather", "global_maximum", "global_objects", "global_sum",
-    "parallel_of", "world_size",
-]  # fmt: skip
+    "ALONE",
+    "Alone",
+    "Collectives",
+    "FSDP2Strategy",
+    "Parallel",
+    "failing_together",
+    "parallel_of",
+    "process_count",
+    "process_maximum",
+    "process_objects",
+]
 
 KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (
     (DeepSpeedStrategy, ZeRO),  # derives from DDPStrategy, so it comes first

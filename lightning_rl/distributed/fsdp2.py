@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_rl.distributed.collectives import GROUPS, Groups
+from lightning_rl.distributed.collectives import Collectives
 from lightning_rl.distributed.parallel import Parallel
 from lightning_rl.distributed.tensor import add_up_partial_gradients, split_layers
 
@@ -63,10 +64,11 @@ class FullyShardedDataParallel2(Parallel):
     def rank(self) -> int:
         return self.mesh["data_parallel"].get_local_rank()
 
+    @cached_property
     @override
-    def groups(self) -> Groups:
+    def collectives(self) -> Collectives:
         rows, layers = self.mesh["data_parallel"], self.mesh["tensor_parallel"]
-        return Groups() if layers.size() == 1 else Groups(rows.get_group(), layers.get_group())
+        return Collectives() if layers.size() == 1 else Collectives(rows.get_group(), layers.get_group())
 
     @override
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
@@ -93,8 +95,8 @@ class FullyShardedDataParallel2(Parallel):
 
     @override
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
-        if GROUPS.layers is not None:
-            add_up_partial_gradients(model, GROUPS.layers)
+        if self.collectives.layers is not None:
+            add_up_partial_gradients(model, self.collectives.layers)
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         grads = [[cast(Tensor, parameter.grad) for parameter in part] for part in _by_mesh(parameters)]
         norms = torch.stack([_full(nn.utils.get_total_norm(part)) for part in grads])

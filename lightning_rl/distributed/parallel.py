@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_rl.distributed.collectives import GROUPS, Groups, end_at_exit
+from lightning_rl.distributed.collectives import Collectives, end_at_exit
 
 
 class Accept(Protocol):
@@ -45,19 +46,18 @@ class Parallel:
         """Which of them this one is."""
         return int(getattr(self.strategy, "global_rank", 0))
 
-    def groups(self) -> Groups:
-        """The process groups of the collectives."""
-        return Groups()
+    @cached_property
+    def collectives(self) -> Collectives:
+        """What its ranks do together; there once the strategy has set its environment up."""
+        return Collectives()
 
     def check(self, max_grad_norm: float | None) -> None:
-        """Sets what the strategy needs to know, or refuses what would be silently wrong.
+        """Refuses what would be silently wrong, and sets what the strategy needs to know.
 
         Raises:
             ValueError: naming the setting and the fix.
         """
         del max_grad_norm
-        groups = self.groups()
-        GROUPS.rows, GROUPS.layers = groups.rows, groups.layers
         end_at_exit()
         if self.strategy.root_device.type == "mps":
             raise ValueError('expected a device with float64, which statistics need, got mps: use accelerator="cpu"')

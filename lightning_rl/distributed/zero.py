@@ -103,4 +103,4 @@ class ZeRO(Parallel):
 
 def read_by_root(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that the root reads itself instead of calling the layer that holds them."""
-    return list(cast(Any, model).read_directly())
+    return list(cast(Any, model).head_parameters())

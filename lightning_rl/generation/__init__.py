@@ -10,6 +10,7 @@ from lightning_rl.generation.engine import (
 )
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.generation.filters import TokenFilter
+from lightning_rl.generation.sampling import Sampling
 from lightning_rl.generation.transformers import TransformersEngine
 from lightning_rl.generation.vllm.engine import VLLMEngine
 from lightning_rl.generation.vllm.server import VLLMServerEngine
@@ -17,5 +18,5 @@ from lightning_rl.generation.weights.canary import Canary, CanaryError
 
 __all__ = [
     "Canary", "CanaryError", "Completion", "Engine", "EngineError", "EngineState", "FakeEngine", "Request",
-    "TokenFilter", "TransformersEngine", "VLLMEngine", "VLLMServerEngine", "request_seed",
+    "Sampling", "TokenFilter", "TransformersEngine", "VLLMEngine", "VLLMServerEngine", "request_seed",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.filters import NO_FILTER, TokenFilter
+from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
 
 if TYPE_CHECKING:
@@ -38,12 +39,29 @@ class Request:
     prefix_ids: tuple[int, ...]
     sample_id: int
     seed: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    eos_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
+    sampling: "Sampling"
     turn: int = 0
-    keep: TokenFilter = NO_FILTER
+
+    @property
+    def max_new_tokens(self):
+        return self.sampling.max_new_tokens
+
+    @property
+    def temperature(self):
+        return self.sampling.temperature
+
+    @property
+    def eos_ids(self):
+        return frozenset(self.sampling.eos_token_ids)
+
+    @property
+    def stop(self):
+        return self.sampling.stop
+
+    @property
+    def keep(self):
+        x = self.sampling
+        return TokenFilter(top_k=x.top_k, top_p=x.top_p, min_p=x.min_p) if x.filters else NO_FILTER
 
     def __post_init__(self) -> None:
         """Checks what every engine relies on."""
@@ -138,6 +156,29 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
         self.version = -1
+
+    @property
+    def capabilities(self):
+        from types import SimpleNamespace
+
+        from lightning_rl.generation.transformers import TransformersEngine
+
+        return SimpleNamespace(
+            returns_logprobs=self.returns_logprobs,
+            filters=self.filters,
+            extras=self.records,
+            sleeps=self.sleeps,
+            collective=self.collective,
+            syncs_while_generating=self.syncs_while_generating,
+            shares_policy=isinstance(self, TransformersEngine),
+        )
+
+    @property
+    def extras(self):
+        return self.recorded
+
+    def select_extras(self, names):
+        self.record(names)
 
     def record(self, names: frozenset[str]) -> None:
         """Says before the start what every completion has to carry in its extras from then on.

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lightning_rl.policy.sampling_mask import to_bits
-from lightning_rl.rollout import KEPT, ROUTES
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
     def sampled(self, rows: Int[Tensor, " L"], step: int, kept: Bool[Tensor, "L V"]) -> None:
         """The tokens that each row could draw at a step."""
         if self.keeps:
-            self._write(KEPT, rows, step, to_bits(kept))
+            self._write(SAMPLING_MASK, rows, step, to_bits(kept))
 
     def _write(self, name: str, rows: Tensor, step: int, values: Tensor) -> None:
         if name not in self.tokens:

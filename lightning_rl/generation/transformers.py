@@ -19,8 +19,8 @@ from lightning_rl.generation.filters import RowFilters
 from lightning_rl.generation.recorder import Recorder
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.generation.weights.tracing import recording
-from lightning_rl.policy.routes import recording_routes
-from lightning_rl.rollout import KEPT, ROUTES, Finish
+from lightning_rl.policy.expert_routes import record_routes
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
 COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped; 0.5 to 0.9 measure the same
 
@@ -40,7 +40,7 @@ class TransformersEngine(Engine):
 
     scores = True
     filters = True
-    records = frozenset((ROUTES, KEPT))
+    records = frozenset((ROUTES, SAMPLING_MASK))
 
     def __init__(self, *, max_rows: int = 512, canary: Canary | bool | None = True) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class TransformersEngine(Engine):
         self._model.eval()  # transformers switches the cache off in train mode under activation checkpointing
         try:
             drawn: dict[int, Completion] = {}
-            with recording_routes(self._model) if ROUTES in self.recorded else nullcontext() as routes:
+            with record_routes(self._model) if ROUTES in self.recorded else nullcontext() as routes:
                 for part in self._batches(requests):
                     batch = _Batch(
                         self._model, self._tokenizer, [requests[place] for place in part], self.version,
-                        routes=routes, kept=KEPT in self.recorded,
+                        routes=routes, kept=SAMPLING_MASK in self.recorded,
                     )  # fmt: skip
                     drawn.update(zip(part, batch.run(logprobs=logprobs), strict=True))
         finally:

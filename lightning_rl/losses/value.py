@@ -20,6 +20,7 @@ class ValueLoss:
     Source: Schulman et al. 2017, arXiv:1707.06347; clipping: the authors' code (openai/baselines, ppo2).
 
     Args:
+        coef: what the reduced loss is multiplied with, at least 0.
         clip: how far a value may move within a rollout, above 0; None for no clip.
         huber: error from which on the loss grows linearly, above 0; infinite for never.
 
@@ -27,11 +28,14 @@ class ValueLoss:
         ValueError: if an option is out of range.
     """
 
+    coef: float = 1.0
     clip: float | None = 0.2
     huber: float = math.inf
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
+        if not (self.coef >= 0 and math.isfinite(self.coef)):
+            raise ValueError(f"expected coef >= 0, got {self.coef}")
         check_value_options(self.clip, self.huber)
 
     def __call__(

@@ -1,7 +1,7 @@
 """The policy, its critic and its reference: log-probabilities and values of action tokens from a transformers model."""
 
 from lightning_rl.policy.model import Outputs, PolicyModel, Scorer
-from lightning_rl.policy.packing import Layout, lay_out
+from lightning_rl.policy.packing import Layout, pack
 from lightning_rl.policy.plan import Microbatch, Plan, make_plan
 
-__all__ = ["Layout", "Microbatch", "Outputs", "Plan", "PolicyModel", "Scorer", "lay_out", "make_plan"]
+__all__ = ["Layout", "Microbatch", "Outputs", "Plan", "PolicyModel", "Scorer", "make_plan", "pack"]

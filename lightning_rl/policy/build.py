@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.policy.lora import unwrapped
+from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
 
@@ -31,7 +31,7 @@ def build_policy(
     Raises:
         ValueError: if either check fails; the message says what to change.
     """
-    model = unwrapped(build_model(policy))
+    model = base_model_of(build_model(policy))
     backbone = None if critic is None else model if critic == "shared" else build_model(critic)
     check_dropout(model)
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed)
@@ -90,28 +90,28 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
 def eos_ids_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    given: Sequence[int] | None = None,
+    eos_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
 ) -> frozenset[int]:
-    """Every id that ends a response: those given, or the generation config's (maybe several) and the tokenizer's.
+    """Every id that ends a response: ``eos_token_ids``, or the generation config's (maybe several) and the tokenizer's.
 
     Raises:
         ValueError: if there is none, and no stop string either, so that no response could ever end.
     """
     configured = None if model.generation_config is None else model.generation_config.eos_token_id
-    found = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
+    ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
     if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
-        found.add(tokenizer.eos_token_id)
-    found = found if given is None else set(given)
-    if not found and not stop:
+        ids.add(tokenizer.eos_token_id)
+    ids = ids if eos_token_ids is None else set(eos_token_ids)
+    if not ids and not stop:
         raise ValueError(
             "expected an end of responses, but neither model nor tokenizer has an EOS: pass eos_token_ids= or stop="
         )
-    return frozenset(found)
+    return frozenset(ids)
 
 
-def longest_prompt(model: PreTrainedModel, max_new_tokens: int) -> int | None:
-    """Most tokens of a prompt that leave room for a whole response; None for a model without a context limit.
+def max_prompt_length(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """How many tokens a prompt may have to leave room for a whole response; None for a model without a context limit.
 
     Raises:
         ValueError: if there is no room for any prompt.

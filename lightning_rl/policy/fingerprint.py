@@ -1,4 +1,4 @@
-"""Hashing: one short hash of many tensors, equal exactly if all of them are."""
+"""Fingerprint: one short hash of many tensors, equal exactly if all of them are."""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def hashed(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """A hash of names, shapes, types and bytes, in order."""
     digest = hashlib.blake2b(digest_size=6)
     for name, tensor in tensors:

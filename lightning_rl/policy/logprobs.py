@@ -21,7 +21,7 @@ def token_logprobs(
     targets: Int[Tensor, " A"],
     *,
     temperature: float = 1.0,
-    kept: UInt8[Tensor, "A V8"] | None = None,
+    sampling_mask: UInt8[Tensor, "A V8"] | None = None,
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
     r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
 
@@ -34,13 +34,13 @@ def token_logprobs(
         bias: the head's bias, shape [V], or None.
         targets: token ids, shape [A].
         temperature: what the logits are divided by, above 0.
-        kept: bits of the tokens to normalise over, see :mod:`.policy.sampling_mask`, among them every target;
+        sampling_mask: bits of the tokens to normalize over, see :mod:`.policy.sampling_mask`, among them every target;
             the others take no part in value or gradient. None for the whole vocabulary.
 
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, kept)  # pyright: ignore[reportReturnType]
+    return _Head.apply(hidden, weight, bias, targets, temperature, sampling_mask)  # pyright: ignore[reportReturnType]
 
 
 class _Head(torch.autograd.Function):
@@ -53,18 +53,18 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        kept: Tensor | None,
+        sampling_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         exact = _exact_dtype(weight)
-        logprobs, entropy, normaliser = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
+        logprobs, entropy, normalizer = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden, weight):
-                logits = _filtered(_logits(hidden[part], weight, bias, temperature), kept, part)
-                normaliser[part] = torch.logsumexp(logits, -1)
-                logits -= normaliser[part, None]
+                logits = _exclude(_logits(hidden[part], weight, bias, temperature), sampling_mask, part)
+                normalizer[part] = torch.logsumexp(logits, -1)
+                logits -= normalizer[part, None]
                 logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
                 entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -73,15 +73,15 @@ class _Head(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, entropy, sampling_mask = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden, weight):
-                logits = _filtered(_logits(hidden[part], weight, bias, ctx.temperature), kept, part)
-                logits -= normaliser[part, None]
+                logits = _exclude(_logits(hidden[part], weight, bias, ctx.temperature), sampling_mask, part)
+                logits -= normalizer[part, None]
                 grad = _logit_gradient(logits, part, targets, entropy, grad_logprobs, grad_entropy)
                 grad /= ctx.temperature
                 _accumulate(grad, hidden[part], weight, grad_hidden[part], grad_weight)
@@ -98,7 +98,7 @@ def _logit_gradient(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Overwrites normalised ``logits`` with the gradient of the logits, before the division by the temperature."""
+    """Overwrites normalized ``logits`` with the gradient of the logits, before the division by the temperature."""
     slope = torch.zeros_like(entropy[part]) if grad_logprobs is None else grad_logprobs[part].to(logits.dtype)
     if grad_entropy is None:
         grad = logits.exp_().mul_(-slope[:, None])
@@ -128,8 +128,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     return logits.div_(temperature)
 
 
-def _filtered(logits: Tensor, kept: Tensor | None, part: slice) -> Tensor:
-    return logits if kept is None else logits.masked_fill_(~from_bits(kept[part], logits.shape[1]), FILTERED)
+def _exclude(logits: Tensor, sampling_mask: Tensor | None, part: slice) -> Tensor:
+    return (
+        logits
+        if sampling_mask is None
+        else logits.masked_fill_(~from_bits(sampling_mask[part], logits.shape[1]), FILTERED)
+    )
 
 
 def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:

@@ -14,13 +14,13 @@ from lightning_rl.policy.model import Scorer
 from lightning_rl.policy.packing import Layout
 
 
-def unwrapped(model: nn.Module) -> PreTrainedModel:
+def base_model_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside of a peft model, adapters injected; any other model as it is."""
     inner = getattr(model, "get_base_model", None)
     return cast(PreTrainedModel, model if inner is None else inner())
 
 
-def merged(model: nn.Module) -> PreTrainedModel:
+def merge_adapters(model: nn.Module) -> PreTrainedModel:
     """A peft model's transformers model with the adapters added to the weights; any other model as it is."""
     merge = getattr(model, "merge_and_unload", None)
     return cast(PreTrainedModel, model if merge is None else merge())

@@ -1,6 +1,5 @@
 """PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
 
-import hashlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import token_logprobs
-from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, lay_out, packed_attention
+from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
 from lightning_rl.rollout import Finish, Rollout
 
 
@@ -66,7 +66,7 @@ class PolicyModel(nn.Module):
     def forward(self, layout: Layout) -> Outputs:
         """Scores the valid tokens of a microbatch."""
         states = _hidden_states(self.model.base_model, layout)
-        logprobs, entropy = _scored(self.model, states, layout, self.temperature)
+        logprobs, entropy = _score(self.model, states, layout, self.temperature)
         return Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
 
     @override
@@ -75,13 +75,13 @@ class PolicyModel(nn.Module):
 
         Rotary frequencies are buffers. Rounded to bfloat16 they are off by a radian after 1000 tokens.
         """
-        kept = dict(self.named_buffers())
+        buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)
-        for name, exact in kept.items():
-            found = self.get_buffer(name)
-            if found.dtype != exact.dtype:
+        for name, exact in buffers.items():
+            cast_buffer = self.get_buffer(name)
+            if cast_buffer.dtype != exact.dtype:
                 holder, _, key = name.rpartition(".")
-                setattr(self.get_submodule(holder), key, exact.to(found.device))
+                setattr(self.get_submodule(holder), key, exact.to(cast_buffer.device))
         return self
 
     def layers(self) -> list[nn.Module]:
@@ -89,11 +89,11 @@ class PolicyModel(nn.Module):
         names = set(getattr(self.model, "_no_split_modules", None) or ())
         return [part for part in self.modules() if type(part).__name__ in names]
 
-    def read_directly(self) -> list[nn.Parameter]:
+    def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that the forward reads without calling the layer that holds them: those of the heads."""
         head = _head_of(self.model)
-        found = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
-        return [parameter for parameter in found if parameter is not None]
+        parameters = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
+        return [parameter for parameter in parameters if parameter is not None]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Trainable parameters as optimizer groups, ``policy`` and, with a critic, ``critic``."""
@@ -105,11 +105,11 @@ class PolicyModel(nn.Module):
     def _values(self, states: Tensor, layout: Layout) -> Tensor | None:
         if self.value_head is None:
             return None
-        own = states if self.critic is None else _hidden_states(self.critic, layout)
+        states = states if self.critic is None else _hidden_states(self.critic, layout)
         weight = self.value_head.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
-        with torch.autocast(own.device.type, enabled=False):
-            flat = torch.mv(own[layout.source].to(exact), weight[0].to(exact))
+        with torch.autocast(states.device.type, enabled=False):
+            flat = torch.mv(states[layout.source].to(exact), weight[0].to(exact))
         return layout.scatter(flat)
 
 
@@ -126,11 +126,7 @@ class Scorer:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all weights, equal exactly if they are. They are frozen, so it is computed once."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, parameter in self.model.named_parameters():
-            digest.update(name.encode())
-            digest.update(parameter.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return fingerprint(self.model.named_parameters())
 
     def shard(self, split: Callable[[nn.Module, list[nn.Module]], nn.Module]) -> None:
         """Splits the weights over the ranks; their hash is taken before."""
@@ -152,16 +148,21 @@ def _head_of(model: PreTrainedModel) -> nn.Linear:
 
 
 def _hidden_states(backbone: nn.Module, layout: Layout) -> Tensor:
-    with packed_attention(layout) as boundaries:
+    with packed_attention(layout) as arguments:
         positions = {"position_ids": layout.position_ids} if layout.lengths else {}
-        output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **boundaries)
+        output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
     return output.last_hidden_state.flatten(0, 1)
 
 
-def _scored(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
+def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
     head = _head_of(model)
     return token_logprobs(
-        states[layout.source], head.weight, head.bias, layout.targets, temperature=temperature, kept=layout.kept
+        states[layout.source],
+        head.weight,
+        head.bias,
+        layout.targets,
+        temperature=temperature,
+        sampling_mask=layout.sampling_mask,
     )
 
 
@@ -178,8 +179,8 @@ def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
     if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
     rows = _random_rows(model)
-    layout = lay_out(rows, packed=packed).to(model.device)
-    ours = layout.scatter(_scored(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])
+    layout = pack(rows, packed=packed).to(model.device)
+    ours = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
     for row in range(len(rows)):
         prompt, response = int(rows.prompt_lengths[row]), int(rows.response_lengths[row])

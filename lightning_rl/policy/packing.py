@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_rl.rollout import KEPT, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 PACKED_ATTENTION = "lightning_rl_packed"
 
@@ -43,9 +43,9 @@ class Layout:
     rows: Int[Tensor, " A"]
     columns: Int[Tensor, " A"]
     lengths: tuple[int, ...]  # of the packed sequences; empty when padded
-    boundaries: Int[Tensor, " b1"]  # cumulated lengths, int32
+    cu_seqlens: Int[Tensor, " b1"]  # cumulated lengths, int32
     shape: tuple[int, int]  # [b, T] of the rows
-    kept: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that were not filtered out in the sampling
+    sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that were not filtered out
 
     def to(self, device: torch.device | str) -> "Layout":
         """Every tensor on ``device``."""
@@ -58,9 +58,9 @@ class Layout:
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
 
 
-def lay_out(rows: Rollout, *, packed: bool = True) -> Layout:
+def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     """Joins prompt and response of every row and finds the prediction of every valid token."""
-    tokens, inside = joined(rows, rows.prompt_ids, rows.response_ids)
+    tokens, inside = join_sequences(rows, rows.prompt_ids, rows.response_ids)
     lengths = inside.sum(-1)
     packed = packed and bool((lengths != lengths[0]).any())  # rows of one length need no padding anyway
     position = torch.arange(tokens.shape[1], device=lengths.device).expand(len(rows), -1)
@@ -75,13 +75,13 @@ def lay_out(rows: Rollout, *, packed: bool = True) -> Layout:
         rows=row,
         columns=column,
         lengths=tuple(lengths.tolist()) if packed else (),
-        boundaries=functional.pad(ends, (1, 0)).to(torch.int32),
+        cu_seqlens=functional.pad(ends, (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
-        kept=rows.token_extras[KEPT][row, column] if KEPT in rows.token_extras else None,
+        sampling_mask=rows.token_extras[SAMPLING_MASK][row, column] if SAMPLING_MASK in rows.token_extras else None,
     )
 
 
-def joined(
+def join_sequences(
     rows: Rollout, prompt: Shaped[Tensor, "b P ..."], response: Shaped[Tensor, "b T ..."]
 ) -> tuple[Shaped[Tensor, "b S ..."], Bool[Tensor, "b S"]]:
     """A field of the prompts and the same of the responses side by side, as the model reads them, padded on the right.
@@ -93,8 +93,8 @@ def joined(
     position, row = (torch.arange(size, device=number.device) for size in (int(lengths.max()), len(rows)))
     from_prompt = prompt[row[:, None], position.clamp(max=prompt.shape[1] - 1)]
     from_response = response[row[:, None], (position - number).clamp(0, response.shape[1] - 1)]
-    asked = (position < number).reshape(len(rows), -1, *[1] * (prompt.dim() - 2))
-    return torch.where(asked, from_prompt, from_response), position < lengths[:, None]
+    in_prompt = (position < number).reshape(len(rows), -1, *[1] * (prompt.dim() - 2))
+    return torch.where(in_prompt, from_prompt, from_response), position < lengths[:, None]
 
 
 _PACKED_NOW: ContextVar[bool] = ContextVar("packed_now", default=False)
@@ -112,7 +112,7 @@ def packed_attention(layout: Layout) -> Iterator[dict[str, Any]]:
         return
     token = _PACKED_NOW.set(True)
     try:
-        yield {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.boundaries}
+        yield {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.cu_seqlens}
     finally:
         _PACKED_NOW.reset(token)
 
@@ -121,7 +121,7 @@ def _attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     lengths = arguments.pop("sequence_lengths", None)
-    boundaries = arguments.pop("sequence_boundaries", None)
+    cu_seqlens = arguments.pop("sequence_boundaries", None)
     if lengths is None:
         if _PACKED_NOW.get():
             raise ValueError(f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model")
@@ -134,7 +134,7 @@ def _attention(
         window = int(attention_mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
     if _flash_applies(query):
-        return _flash(query, key, value, boundaries, max(lengths), scaling, window), None
+        return _flash(query, key, value, cu_seqlens, max(lengths), scaling, window), None
     runs, sizes = _runs(lengths)
     queries, keys, values = (
         [
@@ -156,24 +156,21 @@ def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """Attention within each of n sequences of one length, from [n, heads, length, D] to [n * length, heads, D]."""
+    mask = _window_mask(query, window)
     mixed = functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_window_mask(query, window),
-        is_causal=not _windowed(query, window),
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def _windowed(query: Tensor, window: int | None) -> bool:
-    return window is not None and query.shape[2] > window
-
-
 def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
-    if window is None or not _windowed(query, window):
+    if window is None or query.shape[2] <= window:
         return None
     position = torch.arange(query.shape[2], device=query.device)
     distance = position[:, None] - position[None]
@@ -194,8 +191,8 @@ def _flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
@@ -204,7 +201,7 @@ def _flash(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     reach = (-1, -1) if window is None else (window - 1, 0)
     mixed = flash_attn_varlen_func(
-        q, k, v, boundaries, boundaries, longest, longest, softmax_scale=scaling, causal=True, window_size=reach
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale=scaling, causal=True, window_size=reach
     )
     return mixed[None]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rl.policy.packing import Layout, lay_out
+from lightning_rl.policy.packing import Layout, pack
 from lightning_rl.rollout import Rollout
 
 RowLists = list[list[list[int]]]
@@ -57,7 +57,7 @@ def make_plan(
     minibatches: int,
     token_budget: int,
     packed: bool = True,
-    most: Callable[[Sequence[int]], list[int]] = list,
+    max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
     """Splits the trained rows into minibatches of whole groups and those into microbatches of similar lengths.
 
@@ -66,17 +66,17 @@ def make_plan(
         minibatches: optimizer steps per epoch.
         token_budget: tokens of a microbatch, padding included where there is any; a longer row has one of its own.
         packed: without padding, or padded on the right.
-        most: the element-wise maximum over all ranks, so that all have the same number of microbatches.
+        max_over_ranks: the element-wise maximum over all ranks, so that all have the same number of microbatches.
     """
     groups = list(dict.fromkeys(rollout.groups[rollout.trained].tolist()))
     share, rest = divmod(len(groups), minibatches)
     plan: RowLists = []
     for number in range(minibatches):
         first = number * share + min(number, rest)
-        own = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
-        rows = (rollout.trained & torch.isin(rollout.groups, own)).nonzero()[:, 0]
-        plan.append(_budgeted(rollout, rows, token_budget, packed=packed))
-    for minibatch, number in zip(plan, most([len(minibatch) for minibatch in plan]), strict=True):
+        chosen = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
+        rows = (rollout.trained & torch.isin(rollout.groups, chosen)).nonzero()[:, 0]
+        plan.append(_microbatch_rows(rollout, rows, token_budget, packed=packed))
+    for minibatch, number in zip(plan, max_over_ranks([len(minibatch) for minibatch in plan]), strict=True):
         minibatch.extend([] for _ in range(number - len(minibatch)))
     return plan_of_rows(rollout, plan, packed=packed)
 
@@ -86,16 +86,16 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
     return Plan(tuple(tuple(_microbatch(rollout, rows, packed=packed) for rows in minibatch) for minibatch in plan))
 
 
-def _budgeted(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
+def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
     lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows]
     microbatches: list[list[int]] = []
-    longest, total = 0, 0
+    max_length, total = 0, 0
     for place in lengths.argsort(descending=True, stable=True).tolist():
         length = int(lengths[place])
-        filled = total + length if packed else longest * (len(microbatches[-1]) + 1) if microbatches else 0
+        filled = total + length if packed else max_length * (len(microbatches[-1]) + 1) if microbatches else 0
         if not microbatches or filled > budget:
             microbatches.append([])
-            longest, total = length, 0
+            max_length, total = length, 0
         microbatches[-1].append(int(rows[place]))
         total += length
     return microbatches
@@ -103,6 +103,6 @@ def _budgeted(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> l
 
 def _microbatch(rollout: Rollout, rows: list[int], *, packed: bool) -> Microbatch:
     index = torch.tensor(rows, dtype=torch.int64)
-    own = rollout.select(index) if rows else rollout.padding_rows(1)
-    own = own.fit_width(max(1, int(own.response_lengths.max())))
-    return Microbatch(index, lay_out(own, packed=packed))
+    selected = rollout.select(index) if rows else rollout.padding_rows(1)
+    selected = selected.fit_width(max(1, int(selected.response_lengths.max())))
+    return Microbatch(index, pack(selected, packed=packed))

@@ -1,4 +1,4 @@
-"""Kept tokens: which of the vocabulary could be drawn at a position, one bit for each token.
+"""Sampling mask: which tokens of the vocabulary could be drawn at a position, one bit for each.
 
 A set is V/8 bytes whatever the filter lets through, so its size is known before anything is drawn: a nucleus holds one
 token here and half of the vocabulary there, and lists of ids would be padded to the longest of a whole rollout. Every
@@ -12,15 +12,15 @@ from torch import Tensor
 BITS = 8
 
 
-def to_bits(kept: Bool[Tensor, "... V"]) -> UInt8[Tensor, "... V8"]:
+def to_bits(mask: Bool[Tensor, "... V"]) -> UInt8[Tensor, "... V8"]:
     """Eight tokens to a byte, the first of them in its lowest bit; the last byte is filled with 0.
 
     Example:
         >>> to_bits(torch.tensor([True, False, True, False, False, False, False, False, True]))
         tensor([5, 1], dtype=torch.uint8)
     """
-    padded = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.shape[-1] % BITS))
-    places = torch.arange(BITS, dtype=torch.uint8, device=kept.device)
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % BITS))
+    places = torch.arange(BITS, dtype=torch.uint8, device=mask.device)
     return (padded.unflatten(-1, (-1, BITS)) << places).sum(-1, dtype=torch.uint8)
 
 
@@ -42,5 +42,5 @@ def holds(bits: UInt8[Tensor, "... V8"], tokens: Int[Tensor, "..."]) -> Bool[Ten
         >>> holds(torch.tensor([[5, 1], [5, 1]], dtype=torch.uint8), torch.tensor([8, 1])).tolist()
         [True, False]
     """
-    own = bits.gather(-1, (tokens // BITS)[..., None])[..., 0]
-    return (own >> (tokens % BITS).to(torch.uint8) & 1).bool()
+    byte = bits.gather(-1, (tokens // BITS)[..., None])[..., 0]
+    return (byte >> (tokens % BITS).to(torch.uint8) & 1).bool()

@@ -19,7 +19,7 @@ class Teacher:
     Args:
         source: name or path of a causal language model with the policy's vocabulary, or a callable that builds one.
         temperature: what its logits are divided by; the one of the sampling, so that it can be compared.
-        token_budget: most tokens of a microbatch.
+        token_budget: tokens of a microbatch at most.
         packed: whether it scores without padding.
         precise: context of every forward, for the precision of the run.
 
@@ -52,6 +52,6 @@ class Teacher:
         plan = make_plan(rollout.to("cpu"), minibatches=1, token_budget=self.token_budget, packed=self.packed)
         for microbatch in plan.to(device).microbatches():
             with self.precise():
-                found = self.scorer.logprobs(microbatch.layout)
-            logprobs[microbatch.index, : found.shape[1]] = found.to(exact)
+                part = self.scorer.logprobs(microbatch.layout)
+            logprobs[microbatch.index, : part.shape[1]] = part.to(exact)
         return logprobs

@@ -1,1 +1,1 @@
-"""The stages of a rollout, each a function of the one before: draw, score, signal, update; and the checks at setup."""
+"""What makes a rollout, one file for each step: sample, prefetch, logprobs, signal; and the state of a run between."""

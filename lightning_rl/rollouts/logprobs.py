@@ -1,21 +1,21 @@
-"""Score: log-probabilities of the policy before the update, of the reference, and the critic's values."""
+"""What the models say of a rollout before its update: old and reference log-probabilities, values of the critic."""
 
 import torch
 from torch import Tensor
 
-from lightning_rl.corrections import Contributions
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Plan, PolicyModel, Scorer
 from lightning_rl.policy.model import check_finite
 from lightning_rl.rollout import Rollout
 
 
 @torch.no_grad()
-def scored(
+def add_logprobs(
     rollout: Rollout,
     plan: Plan,
     policy: PolicyModel,
     reference: Scorer | None,
-    contributions: Contributions,
+    corrections: Corrections,
     *,
     old: bool,
 ) -> Rollout:
@@ -30,7 +30,7 @@ def scored(
     for microbatch in plan.microbatches():
         rows = microbatch.rows_of(rollout)
         if old or critic:
-            with contributions.forward_context(rows):
+            with corrections.forward_context(rows):
                 outputs = policy(microbatch.layout)
             check_finite(outputs, rows)
             _write(old_logprobs, microbatch.index, outputs.logprobs)

@@ -1,186 +1,216 @@
-"""Draw: prompts to completions to rewards, in rounds until enough groups are kept."""
+"""Sample: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.corrections import Contributions, Stat
+from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
-from lightning_rl.distributed import draws, failing_together, from_drawing, global_objects
-from lightning_rl.generation import Completion, Engine, EngineError, Request, TokenFilter, request_seed
-from lightning_rl.generation.filters import NO_FILTER
+from lightning_rl.distributed import ALONE, Collectives, failing_together
+from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
 from lightning_rl.policy.sampling_mask import holds
-from lightning_rl.rewards import Rewards
-from lightning_rl.rollout import GREEDY_SCORE, KEPT, ROUTES, Finish, Rollout, concatenate
-from lightning_rl.rollouts.samples import Order, Sampled
+from lightning_rl.rewards import RewardCall, Rewards
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Rollout, concatenate, pad_rows
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawer:
+class SampleRequests:
+    """What an engine is asked for at once.
+
+    Args:
+        prompts: of this rank.
+        requests: for the samples that train, the same number for each prompt, in the order of the prompts.
+        greedy: for a greedy answer to each prompt that never trains; None if nobody compares with it.
+    """
+
+    prompts: Sequence[Prompt]
+    requests: Sequence[Request]
+    greedy: Sequence[Request] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The answer to :class:`SampleRequests`: rows without rewards, which can wait, and be saved, like that.
+
+    Args:
+        prompts: of this rank.
+        rows: the same number of rows for each prompt, in the order of the prompts.
+        greedy: a row for each prompt, or None.
+        pairs: each request with its completion; none for samples that come out of a checkpoint.
+    """
+
+    prompts: Sequence[Prompt]
+    rows: Rollout
+    greedy: Rollout | None = None
+    pairs: Sequence[tuple[Request, Completion]] = field(default=(), compare=False)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values and tensors that load under ``weights_only=True``, without the prompts."""
+        return {"samples": self.rows.state(), "greedy": None if self.greedy is None else self.greedy.state()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> "Samples":
+        """The inverse of :meth:`state`, with the prompts that were sampled."""
+        greedy: Mapping[str, Tensor] | None = state["greedy"]
+        return Samples(
+            prompts=prompts,
+            rows=Rollout.from_state(state["samples"]),
+            greedy=None if greedy is None else Rollout.from_state(greedy),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
     """Everything that turns prompts into scored samples.
 
     Args:
         engine: generates.
         tokenizer: turns completions into text for the rewards; without one they get the token ids.
         rewards: scores.
-        contributions: the corrections; here reward masks and kept groups.
+        sampling: how tokens are drawn, with ids that end a response.
         group_size: samples of each prompt.
-        temperature: of the sampling.
-        max_new_tokens: most tokens of a response.
-        eos_ids: ids that end a response.
-        stop: strings that end a response.
         seed: of the run.
-        logprobs: whether the engine's log-probabilities are kept.
+        corrections: here reward masks, kept groups and who looks on.
         dtype: of rewards and log-probabilities.
-        generating: context to generate in, for the precision of the forward.
+        forward_context: context to generate in, for the precision of the forward.
         greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
-        keep: which tokens may be drawn.
+        collectives: what the ranks do together.
     """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase | None
     rewards: Rewards
-    contributions: Contributions
+    sampling: Sampling
     group_size: int
-    temperature: float
-    max_new_tokens: int
-    eos_ids: frozenset[int]
-    stop: tuple[str, ...]
     seed: int
-    logprobs: bool
-    dtype: torch.dtype
-    generating: Callable[[], AbstractContextManager[object]]
+    corrections: Corrections = field(default_factory=Corrections)
+    dtype: torch.dtype = torch.float32
+    forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     greedy_baseline: bool = False
-    keep: TokenFilter = NO_FILTER
+    collectives: Collectives = ALONE
 
-    def draw(
-        self,
-        take: Callable[[int], list[Prompt]],
-        number: int,
-        *,
-        cycle: int,
-        rank: int,
-        first: Sampled | Sequence[Prompt] | None = None,
+    @property
+    def max_rounds(self) -> int:
+        """How often prompts are sampled at most until enough groups are kept."""
+        return max((callback.max_rounds for callback in self.corrections.contributors("keep_groups")), default=1)
+
+    def fill_groups(
+        self, take: Callable[[int], list[Prompt]], groups: int, number: int, *, rank: int = 0, first: Samples
     ) -> tuple[Rollout, dict[str, Stat]]:
-        """``number`` groups for this rank. Ranks agree between the rounds; within one there is no collective.
+        """``groups`` groups for this rank, scored, and how many were filtered.
+
+        Ranks agree between the rounds; within one there is no collective.
 
         Args:
-            take: the next prompts.
-            number: how many groups.
-            cycle: number of the rollout.
+            take: the next prompts, for further rounds.
+            groups: how many.
+            number: of the rollout.
             rank: this one.
-            first: the first round, if its prompts were taken or even sampled before.
+            first: the first round.
         """
-        kept: list[Rollout] = []
-        missing, filtered = number, 0
-        rounds = max((filtering.most_rounds for filtering in self.contributions.offering("keep_groups")), default=1)
-        for _ in range(rounds):
-            wanted = global_objects(missing)
+        parts: list[Rollout] = []
+        samples, missing, filtered = first, groups, 0
+        for round_number in range(self.max_rounds):
+            wanted = self.collectives.objects(missing)
             if not sum(wanted):
                 break
-            if isinstance(first, Sampled):
-                part = self.scored(first)
-            else:
-                prompts = dealt(take(sum(wanted)), wanted)[rank] if first is None else first
-                part = self.sample(prompts, cycle, greedy_baseline=self.greedy_baseline)
-            first = None
-            self.contributions.observe_drawn(part)
-            part = part.replace(rewarded=part.rewarded & self.contributions.reward_mask(part))
-            keep = _whole_groups(part, self.contributions.keep_groups(part))
-            kept.append(part.select(keep))
-            found = int(keep.sum()) // self.group_size
-            filtered += len(part) // self.group_size - found
-            missing -= found
+            if round_number:
+                prompts = deal(take(sum(wanted)), wanted)[rank]
+                samples = self.generate_together(self.requests(prompts, number))
+            self.corrections.observe_generated(samples.pairs)
+            part, calls = self.score(samples)
+            self.corrections.observe_rewards(part, calls)
+            part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
+            keep = self.corrections.keep_groups(part)
+            parts.append(part.select(keep))
+            kept = int(keep.sum()) // self.group_size
+            filtered += len(part) // self.group_size - kept
+            missing -= kept
         if missing:
-            warnings.warn(f"{missing} groups are missing after {rounds} rounds of refilling", stacklevel=2)
-        counts = {"groups/sampled": filtered + number - missing, "groups/filtered": filtered}
-        return concatenate(kept), {name: Stat.single(count).sum() for name, count in counts.items()}
+            warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
+        counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
+        return concatenate(parts), {name: Stat.single(count).sum() for name, count in counts.items()}
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        cycle: int,
-        *,
-        group_size: int | None = None,
-        temperature: float | None = None,
-        greedy_baseline: bool = False,
+        self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: Sampling | None = None
     ) -> Rollout:
-        """Generates and scores ``group_size`` samples of each prompt, and a greedy answer that never trains."""
-        order = self.order(
-            prompts, cycle, group_size=group_size, temperature=temperature, greedy_baseline=greedy_baseline
-        )
-        with failing_together("generation", EngineError):
-            sampled = self.sampled(order)
-        return self.scored(sampled)
-
-    def order(
-        self,
-        prompts: Sequence[Prompt],
-        cycle: int,
-        *,
-        group_size: int | None = None,
-        temperature: float | None = None,
-        greedy_baseline: bool = False,
-    ) -> Order:
-        """What :meth:`sample` asks the engine for."""
-        size = self.group_size if group_size is None else group_size
-        prompts = prompts if draws() else []
-        requests = self.requests(prompts, cycle, size, temperature)
-        greedy = self.requests(prompts, cycle, 1, 0.0, first_id=GREEDY_IDS) if greedy_baseline else None
-        return Order(prompts=prompts, requests=requests, greedy=greedy)
-
-    def sampled(self, order: Order) -> Sampled:
-        """Generates. Runs no code of rewards or corrections and has no collective, so any thread may do it."""
-        completions, number = self.completed([*order.requests, *(order.greedy or ())]), len(order.requests)
-        samples = self._rollout(_each(order.prompts, number), order.requests, completions)
-        if order.greedy is None:
-            return Sampled(prompts=order.prompts, samples=samples)
-        greedy = self._rollout(order.prompts, order.greedy, completions[number:])
-        return Sampled(prompts=order.prompts, samples=samples, greedy=greedy)
-
-    def scored(self, sampled: Sampled) -> Rollout:
-        """Samples with their rewards, and with the score of the greedy answers that came with them."""
-        rollout = self._rewarded(_each(sampled.prompts, len(sampled.samples)), sampled.samples)
-        if sampled.greedy is not None:
-            rollout = self._with_baseline(rollout, self._rewarded(sampled.prompts, sampled.greedy))
-        return from_drawing(rollout)
+        """Generates and scores samples that do not train, one of each prompt by default, from the run's seed."""
+        requests = self.requests(prompts, 0, group_size=group_size or 1, sampling=sampling, baseline=False)
+        return self.score(self.generate_together(requests))[0]
 
     def requests(
         self,
         prompts: Sequence[Prompt],
-        cycle: int,
-        group_size: int,
-        temperature: float | None = None,
+        number: int,
         *,
-        first_id: int = 0,
+        group_size: int | None = None,
+        sampling: Sampling | None = None,
+        baseline: bool | None = None,
+    ) -> SampleRequests:
+        """What the engine is asked for, for ``group_size`` samples of each prompt in rollout ``number``."""
+        prompts, size = prompts if self.collectives.generates else [], group_size or self.group_size
+        requests = self._requests(prompts, number, size, sampling or self.sampling)
+        if not (self.greedy_baseline if baseline is None else baseline):
+            return SampleRequests(prompts=prompts, requests=requests)
+        greedy = replace(self.sampling, temperature=0.0)
+        baselines = self._requests(prompts, number, 1, greedy, first_id=GREEDY_IDS)
+        return SampleRequests(prompts=prompts, requests=requests, greedy=baselines)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], number: int, size: int, sampling: Sampling, first_id: int = 0
     ) -> list[Request]:
-        """Requests for ``group_size`` samples of each prompt."""
+        ids = [(prompt, first_id + prompt.index * size + place) for prompt in prompts for place in range(size)]
         return [
             Request(
                 prefix_ids=prompt.token_ids,
-                sample_id=first_id + prompt.index * group_size + j,
-                seed=request_seed(self.seed, cycle, first_id + prompt.index * group_size + j),
-                max_new_tokens=self.max_new_tokens,
-                temperature=self.temperature if temperature is None else temperature,
-                eos_ids=self.eos_ids,
-                stop=self.stop,
-                keep=NO_FILTER if temperature == 0 else self.keep,
+                sample_id=sample_id,
+                seed=request_seed(self.seed, number, sample_id),
+                sampling=sampling,
             )
-            for prompt in prompts
-            for j in range(group_size)
+            for prompt, sample_id in ids
         ]
 
-    def completed(self, requests: list[Request]) -> list[Completion]:
-        """What the engine makes of requests."""
-        with self.generating():
-            return self.engine.generate(requests, logprobs=self.logprobs)  # for none as well: ranks may share an engine
+    def generate_together(self, requests: SampleRequests) -> Samples:
+        """Generates; if one rank fails, all do."""
+        with failing_together("generation", EngineError):
+            return self.generate(requests)
+
+    def generate(self, requests: SampleRequests) -> Samples:
+        """Generates. Runs no code of rewards or corrections and has no collective, so any thread may do it."""
+        asked = [*requests.requests, *(requests.greedy or ())]
+        completions, size = self.converse(asked), len(requests.requests)
+        rows = self._rollout(_repeat(requests.prompts, size), asked[:size], completions[:size])
+        greedy = None
+        if requests.greedy is not None:
+            greedy = self._rollout(requests.prompts, requests.greedy, completions[size:])
+        pairs = list(zip(asked, completions, strict=True))
+        return Samples(prompts=requests.prompts, rows=rows, greedy=greedy, pairs=pairs)
+
+    def converse(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion for each request.
+
+        The answer is the whole response: conversations have one turn. One of several goes on from here, with requests
+        of ``turn + 1`` whose prefix is the one before, what was drawn and what came back; the tokens that nobody drew
+        are holes of ``action_mask``.
+        """
+        with self.forward_context():  # for no requests as well: ranks may share an engine
+            return self.engine.generate(requests, logprobs=self.engine.capabilities.returns_logprobs)
+
+    def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall]]:
+        """Samples with their rewards, and the calls that gave them; greedy answers give each row its baseline."""
+        rollout, calls = self._with_rewards(_repeat(samples.prompts, len(samples.rows)), samples.rows)
+        if samples.greedy is not None:
+            greedy, further = self._with_rewards(samples.prompts, samples.greedy)
+            rollout, calls = self._with_baseline(rollout, greedy), [*calls, *further]
+        return self.collectives.share(rollout), calls
 
     def text(self, token_ids: Sequence[int]) -> str:
         """A completion as the rewards see it."""
@@ -188,14 +218,14 @@ class Drawer:
 
     def _with_baseline(self, rollout: Rollout, greedy: Rollout) -> Rollout:
         size = len(rollout) // max(len(greedy), 1)
-        rewarded = greedy.rewarded & self.contributions.reward_mask(greedy)
+        rewarded = greedy.rewarded & self.corrections.reward_mask(greedy)
         score = torch.where(rewarded, greedy.rewards, 0.0)
-        bonus = self.contributions.reward_bonus(greedy)
+        bonus = self.corrections.reward_bonus(greedy)
         score = (score if bonus is None else (score.double() + bonus).to(score.dtype)).repeat_interleave(size)
-        known = rollout.rewarded & rewarded.repeat_interleave(size)
-        return rollout.replace(rewarded=known, extras={**rollout.extras, GREEDY_SCORE: score})
+        rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
+        return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 
-    def _rewarded(self, prompts: Sequence[Prompt], rollout: Rollout) -> Rollout:
+    def _with_rewards(self, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[Rollout, list[RewardCall]]:
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
         keys = sorted({key for prompt in prompts for key in prompt.columns})
@@ -206,73 +236,49 @@ class Drawer:
             columns={key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
             dtype=self.dtype,
         )
-        return rollout.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=scores.scored & rollout.trained)
+        rewarded = scores.scored & rollout.trained
+        scored = rollout.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=rewarded)
+        return scored, list(scores.calls)
 
     def _rollout(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]
     ) -> Rollout:
-        completions = completions[: len(requests)]
-        ids = [completion.token_ids for completion in completions]
-        response, lengths = _padded([torch.tensor(row, dtype=torch.int64) for row in ids], torch.int64)
-        prompt, prompt_lengths = _padded([torch.tensor(request.prefix_ids) for request in requests], torch.int64)
-        actions = torch.arange(response.shape[1]) < lengths[:, None]
-        token_extras = _recorded([c.token_extras for c in completions], lengths, self.engine.recorded)
-        prompt_extras = _recorded(
-            [c.prompt_extras for c in completions], prompt_lengths, self.engine.recorded & {ROUTES}
+        rollout = Rollout.of_samples(
+            [request.prefix_ids for request in requests],
+            [completion.token_ids for completion in completions],
+            groups=[prompt.index for prompt in prompts],
+            sample_ids=[request.sample_id for request in requests],
+            finish=[completion.finish for completion in completions],
+            versions=[c.versions or (c.version,) * len(c.token_ids) for c in completions],
+            dtype=self.dtype,
         )
-        if KEPT in token_extras and not (holds(token_extras[KEPT], response) | ~actions).all():
+        recorded = self.engine.extras
+        extras = _pad_extras([c.token_extras for c in completions], rollout.response_lengths, recorded)
+        masks = extras.get(SAMPLING_MASK)
+        if masks is not None and not (holds(masks, rollout.response_ids) | ~rollout.action_mask).all():
             raise ValueError(
                 f"expected {type(self.engine).__name__} to keep every token that it draws, got one it did not"
             )
-        trained = torch.tensor([completion.finish != Finish.ABORT for completion in completions], dtype=torch.bool)
-        return Rollout(
-            prompt_ids=prompt,
-            prompt_lengths=prompt_lengths,
-            response_ids=response,
-            response_lengths=lengths,
-            action_mask=actions,
-            valid_tokens=actions,
-            groups=torch.tensor([row.index for row in prompts], dtype=torch.int64),
-            sample_ids=torch.tensor([request.sample_id for request in requests], dtype=torch.int64),
-            finish=torch.tensor([completion.finish for completion in completions], dtype=torch.uint8),
-            policy_version=torch.where(actions, _versions(completions), -1),
-            trained=trained,
-            rewarded=torch.zeros_like(trained),
-            rewards=torch.zeros(len(ids), dtype=self.dtype),
-            rollout_logprobs=self._logprobs(completions) if self.logprobs else None,
-            token_extras=token_extras,
-            prompt_extras=prompt_extras,
+        return rollout.replace(
+            rollout_logprobs=self._logprobs(completions) if self.engine.capabilities.returns_logprobs else None,
+            token_extras=extras,
+            prompt_extras=_pad_extras(
+                [c.prompt_extras for c in completions], rollout.prompt_lengths, recorded & {ROUTES}
+            ),
         )
 
     def _logprobs(self, completions: Sequence[Completion]) -> Tensor:
-        given = [completion.logprobs for completion in completions]
-        for completion, row in zip(completions, given, strict=True):
+        rows = [completion.logprobs for completion in completions]
+        for completion, row in zip(completions, rows, strict=True):
             if row is None or len(row) != len(completion.token_ids):
                 raise ValueError(
                     f"expected a log-probability for each of {len(completion.token_ids)} tokens from "
                     f"{type(self.engine).__name__}, got {'none' if row is None else len(row)}"
                 )
-        return _padded([row for row in given if row is not None], self.dtype)[0]
+        return pad_rows([row for row in rows if row is not None], self.dtype)[0]
 
 
-def _recorded(rows: list[Mapping[str, Tensor]], lengths: Tensor, names: frozenset[str]) -> dict[str, Tensor]:
-    """What the engine recorded, each name padded with 0 to the longest row."""
-    found: dict[str, Tensor] = {}
-    for name in sorted(names):
-        for extras, length in zip(rows, lengths.tolist(), strict=True):
-            if name not in extras or len(extras[name]) != length:
-                got = "nothing" if name not in extras else len(extras[name])
-                raise ValueError(f"expected {name} of each of {length} tokens from the engine, got {got}")
-        found[name], _ = _padded([extras[name] for extras in rows], rows[0][name].dtype if rows else torch.uint8)
-    return found
-
-
-def _each(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
-    """The prompt of each of so many rows, the same number for each prompt."""
-    return [prompt for prompt in prompts for _ in range(rows // len(prompts))]
-
-
-def dealt(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
+def deal(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
     """Deals prompts out to the ranks in turn, each until it has enough: ``[rank::world]`` if all want the same."""
     hands: list[list[Prompt]] = [[] for _ in wanted]
     rank = 0
@@ -284,24 +290,40 @@ def dealt(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]
     return hands
 
 
-def _whole_groups(rollout: Rollout, keep: Tensor) -> Tensor:
-    dropped = rollout.groups[~keep].unique()
-    partly = torch.isin(rollout.groups[keep], dropped)
-    if partly.any():
-        group = int(rollout.groups[keep][partly][0])
-        raise ValueError(f"expected keep_groups to decide about whole groups, but it splits group {group}")
-    return keep
+def check_staleness(rollout: Rollout, number: int, max_staleness: int) -> None:
+    """Refuses tokens of weights that are too old for rollout ``number``.
+
+    Raises:
+        RuntimeError: naming sample, version and bound.
+    """
+    late = rollout.action_mask & (number - rollout.policy_version > max_staleness)
+    if late.any():
+        row, position = late.nonzero()[0].tolist()
+        raise RuntimeError(
+            f"expected tokens of rollout {number} from weights at most {max_staleness} rollouts old (max_staleness), "
+            f"got version {int(rollout.policy_version[row, position])} at row {row} (sample "
+            f"{int(rollout.sample_ids[row])}), response position {position}"
+        )
 
 
-def _versions(completions: Sequence[Completion]) -> Tensor:
-    """Of the weights that drew each token [B, T]."""
-    rows = [completion.versions or (completion.version,) * len(completion.token_ids) for completion in completions]
-    return _padded([torch.tensor(row, dtype=torch.int64) for row in rows], torch.int64)[0]
+def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
+    """How many rollouts before rollout ``number`` the weights were synced that drew each token."""
+    age = Stat.of(number - rollout.policy_version, rollout.valid_tokens)
+    return {"staleness/mean": age, "staleness/max": age.maximum()}
 
 
-def _padded(rows: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    width = max([1, *map(len, rows)])
-    padded = torch.zeros(len(rows), width, *(rows[0].shape[1:] if rows else ()), dtype=dtype)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return padded, torch.tensor([len(row) for row in rows], dtype=torch.int64)
+def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
+    """The prompt of each of so many rows, the same number for each prompt."""
+    return [prompt for prompt in prompts for _ in range(rows // len(prompts))]
+
+
+def _pad_extras(rows: list[Mapping[str, Tensor]], lengths: Tensor, names: frozenset[str]) -> dict[str, Tensor]:
+    """What the engine recorded, each name padded with 0 to the longest row."""
+    padded: dict[str, Tensor] = {}
+    for name in sorted(names):
+        for extras, length in zip(rows, lengths.tolist(), strict=True):
+            if name not in extras or len(extras[name]) != length:
+                got = "nothing" if name not in extras else len(extras[name])
+                raise ValueError(f"expected {name} of each of {length} tokens from the engine, got {got}")
+        padded[name], _ = pad_rows([extras[name] for extras in rows], rows[0][name].dtype if rows else torch.uint8)
+    return padded

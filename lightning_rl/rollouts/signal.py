@@ -1,54 +1,65 @@
 """Signal: from rewards and log-probabilities to the advantage of every token. Raw quantities stay raw."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_rl.advantages import Advantages, Estimator, RewardSignal
-from lightning_rl.corrections import Contributions, Stat
+from lightning_rl.advantages import Estimator, RewardSignal
+from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
 from lightning_rl.signal.advantages import group_statistics
 from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
 from lightning_rl.signal.rewards import shaped_rewards
 
 
-def with_signal(
-    rollout: Rollout,
-    estimator: Estimator,
-    contributions: Contributions,
-    global_sum: GlobalSum = own_sum,
-) -> tuple[Rollout, dict[str, Stat]]:
-    """The rollout with ``advantages`` (and ``returns`` from a token estimator), and statistics of its rewards.
+class SignalledRollout(NamedTuple):
+    """A rollout with its signal.
+
+    Attributes:
+        rollout: with ``advantages``, and ``returns`` from a token estimator.
+        rewards: what the estimator saw, the shaped reward among it.
+        stats: statistics of rewards and advantages.
+    """
+
+    rollout: Rollout
+    rewards: RewardSignal
+    stats: dict[str, Stat]
+
+
+def estimate_signal(
+    rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = own_sum
+) -> SignalledRollout:
+    """From rewards, bonuses and token rewards to the advantage of every token.
 
     Args:
-        rollout: planned and scored: ``trained``, ``rewarded`` and ``valid_tokens`` are final.
+        rollout: planned, with log-probabilities: ``trained``, ``rewarded`` and ``valid_tokens`` are final.
         estimator: from rewards to advantages.
-        contributions: the corrections; here provided fields, bonuses and token rewards.
+        corrections: here provided fields, bonuses and token rewards.
         global_sum: adds tensors up over the ranks.
 
     Raises:
         ValueError: if a reward or an advantage is not finite; the message names the sample.
     """
-    rollout = contributions.provide(rollout).sanitised()
-    bonus, token_rewards = contributions.reward_bonus(rollout), contributions.token_reward(rollout)
+    rollout = corrections.provide(rollout).sanitize()
+    bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
     scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
     if bonus is not None:
         scores = (scores.double() + bonus).to(scores.dtype)
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
     _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
-    advantages, returns = estimator(
-        RewardSignal(
-            scores=scores,
-            rewarded=rollout.rewarded,
-            groups=rollout.groups,
-            valid_tokens=rollout.valid_tokens,
-            token_rewards=torch.zeros_like(shaped) if token_rewards is None else token_rewards,
-            shaped=shaped,
-            values=rollout.values,
-            greedy=rollout.extras.get(GREEDY_SCORE),
-            global_sum=global_sum,
-        )
+    rewards = RewardSignal(
+        scores=scores,
+        rewarded=rollout.rewarded,
+        groups=rollout.groups,
+        valid_tokens=rollout.valid_tokens,
+        token_rewards=torch.zeros_like(shaped) if token_rewards is None else token_rewards,
+        shaped=shaped,
+        values=rollout.values,
+        greedy=rollout.extras.get(GREEDY_SCORE),
+        global_sum=global_sum,
     )
+    advantages, returns = estimator(rewards)
     _check_finite(advantages, rollout)
     stats = reward_metrics(rollout, scores, shaped)
     if GREEDY_SCORE in rollout.extras:
@@ -57,12 +68,12 @@ def with_signal(
         stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
     advantage = Stat.of(advantages, rollout.valid_tokens)
     stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
-    return rollout.replace(advantages=advantages, returns=returns), stats
+    return SignalledRollout(rollout.replace(advantages=advantages, returns=returns), rewards, stats)
 
 
-def excluding(rollout: Rollout, contributions: Contributions) -> tuple[Rollout, dict[str, Stat]]:
+def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, dict[str, Stat]]:
     """The rollout without the rows that a correction excludes: the three masks, each derived from the one before."""
-    excluded, stats = contributions.exclude(rollout)
+    excluded, stats = corrections.exclude(rollout)
     trained = rollout.trained & rollout.real & ~excluded
     valid = rollout.action_mask & trained[:, None]
     return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), stats
@@ -105,22 +116,8 @@ def _check_finite(advantages: Tensor, rollout: Rollout) -> None:
     if torch.isfinite(advantages).all():
         return
     row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
-    found, sample = float(advantages[row, position]), int(rollout.sample_ids[row])
+    advantage, sample = float(advantages[row, position]), int(rollout.sample_ids[row])
     raise ValueError(
-        f"expected finite rewards and advantages, got {found} for sample {sample} at position {position}: a bonus, "
+        f"expected finite rewards and advantages, got {advantage} for sample {sample} at position {position}: a bonus, "
         "token reward or provided field of a callback is not finite"
     )
-
-
-class Spy(Estimator):
-    """An estimator, and what it was given."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator = estimator
-        self.seen: RewardSignal | None = None
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        """Estimates, and keeps the signal."""
-        self.seen = signal
-        return self.estimator(signal)

@@ -1,4 +1,4 @@
-"""RunState: everything that a run knows besides its weights, and what of it a checkpoint keeps."""
+"""The state of a run besides its weights: the rollout in progress, everything else, and what a checkpoint keeps."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,60 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.compatibility import Needs
-from lightning_rl.corrections import Contributions, Stat
+from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
-from lightning_rl.metrics import MetricLog, RunningStats
-from lightning_rl.policy import Scorer
-from lightning_rl.rollouts.held import Held
-from lightning_rl.rollouts.prefetch import Ahead
-from lightning_rl.timing import PhaseTimes
+from lightning_rl.distributed import Collectives
+from lightning_rl.generation import Sampling
+from lightning_rl.metrics import MetricLog, PhaseTimes, RunningStats
+from lightning_rl.policy import Plan, Scorer
+from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.prefetch import Prefetcher
+from lightning_rl.update import ParameterTracer
 
-MOST_NONFINITE_IN_A_ROW = 3
+MAX_NONFINITE_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurrentRollout:
+    """A finished rollout from its first optimizer step to its last, with its plan and its write counters.
+
+    Args:
+        number: of the rollout.
+        rollout: with its signal.
+        plan: used by every pass over it.
+        versions: :meth:`Rollout.versions` when the rollout was finished.
+    """
+
+    number: int
+    rollout: Rollout
+    plan: Plan
+    versions: Mapping[str, tuple[int, int]]
+
+    @staticmethod
+    def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
+        """Holds a rollout from now on."""
+        return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=rollout.versions())
+
+    def check_untouched(self) -> None:
+        """Raises a RuntimeError that names the field if anybody wrote to the rollout since it was finished."""
+        edited = [name for name, version in self.rollout.versions().items() if version != self.versions[name]]
+        if edited:
+            raise RuntimeError(
+                f"the held rollout was written to in place between optimizer steps: {', '.join(edited)}; some "
+                "callback keeps a reference to it and edits it"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Plain values and tensors that load under ``weights_only=True``."""
+        return {"number": self.number, "rollout": self.rollout.to("cpu").state(), "rows": self.plan.rows()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], device: torch.device, *, packed: bool) -> "CurrentRollout":
+        """The inverse of :meth:`state`, on a device."""
+        rollout = Rollout.from_state(state["rollout"])
+        plan = plan_of_rows(rollout, state["rows"], packed=packed)
+        return CurrentRollout.of(state["number"], rollout.to(device), plan.to(device))
 
 
 @dataclass(slots=True)
@@ -25,40 +70,44 @@ class RunState:
     """The one mutable place of a run. Lives outside of the module tree, so it is neither sharded nor moved.
 
     Attributes:
-        contributions: the corrections, found at setup.
-        needs: which optional passes have to run.
+        corrections: those of the trainer's callbacks, from setup on.
+        needs: which optional fields somebody reads.
         reference: the frozen policy, if something reads it.
         replica: what the embedded engine decodes with, where a rank lacks parts of the policy or trains it meanwhile.
-        eos_ids: ids that end a response.
+        sampling: that of the module, with the ids that end a response.
         engine_started: whether the engine can take weights.
-        held: the rollout in progress.
-        ahead: the rollouts in flight.
+        current: the rollout in progress.
+        prefetcher: the rollouts that are generated ahead.
         metrics: what has not been logged yet.
         validation: the same of the validation that runs.
         times: seconds by phase.
+        rollout_stats: what was logged of the current rollout.
+        tracer: follows the parameters through the optimizer step that is being made.
         stepped: whether the policy has moved since it was built.
         skipped: optimizer steps that were left out.
         nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
         loaded: this rank's part of a checkpoint, until fit starts.
     """
 
-    contributions: Contributions = field(default_factory=Contributions)
+    corrections: Corrections = field(default_factory=Corrections)
     needs: Needs = field(default_factory=Needs)
     reference: Scorer | None = None
     replica: PreTrainedModel | None = None
-    eos_ids: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
     engine_started: bool = False
-    held: Held | None = None
-    ahead: Ahead = field(default_factory=Ahead)
+    current: CurrentRollout | None = None
+    prefetcher: Prefetcher = field(default_factory=Prefetcher)
     metrics: MetricLog = field(default_factory=MetricLog)
     validation: RunningStats = field(default_factory=RunningStats)
     times: PhaseTimes = field(default_factory=PhaseTimes)
+    rollout_stats: dict[str, Stat] = field(default_factory=dict)
+    tracer: ParameterTracer | None = None
     stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
 
-    def accepts(self, norm: Tensor, *, patient: bool = False) -> bool:
+    def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
         """Whether a step with this gradient norm is made; counts those that are not.
 
         Args:
@@ -74,30 +123,36 @@ class RunState:
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1
-        if not patient and self.nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW:
+        if not patient and self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise FloatingPointError(
-                f"{MOST_NONFINITE_IN_A_ROW} optimizer steps in a row had a gradient norm of {float(norm)}: lower the "
+                f"{MAX_NONFINITE_IN_A_ROW} optimizer steps in a row had a gradient norm of {float(norm)}: lower the "
                 "learning rate, or look for a loss term, weight or reward that is not finite"
             )
         return False
 
-    def count(self, cycle: int) -> None:
+    def count(self, number: int) -> None:
         """Notes how far the run is: number of the rollout, optimizer steps left out."""
-        counters = Stat.singles({"optim/skipped": torch.tensor(self.skipped), "rollout": torch.tensor(cycle)})
+        counters = Stat.singles({"optim/skipped": torch.tensor(self.skipped), "rollout": torch.tensor(number)})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
     def state(self) -> dict[str, Any]:
         """This rank's part of a checkpoint, in values that load under ``weights_only=True``."""
         return {
-            "held": None if self.held is None else self.held.state(),
-            "ahead": self.ahead.state(),
+            "current": None if self.current is None else self.current.state(),
+            "prefetched": self.prefetcher.state(),
             "metrics": self.metrics.state(),
             "skipped": self.skipped,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
     def begin(
-        self, device: torch.device, *, packed: bool, at: Callable[[Iterable[int]], list[Prompt]], max_staleness: int
+        self,
+        device: torch.device,
+        *,
+        packed: bool,
+        at: Callable[[Iterable[int]], list[Prompt]],
+        max_staleness: int,
+        collectives: Collectives,
     ) -> None:
         """Starts a fit: continues from what was loaded, or drops a rollout that an earlier fit left behind.
 
@@ -105,28 +160,30 @@ class RunState:
             device: where the rollout in progress belongs.
             packed: whether microbatches are free of padding.
             at: the prompts at some places of the stream.
-            max_staleness: how many rollouts may be in flight.
+            max_staleness: how many rollouts may be generated ahead.
+            collectives: what the ranks do together.
 
         Raises:
             ValueError: if the checkpoint has more of them.
         """
-        loaded, self.loaded, self.held = self.loaded, None, None
-        self.ahead.close()
-        self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device), 0, 0
+        loaded, self.loaded, self.current = self.loaded, None, None
+        self.rollout_stats, self.tracer = {}, None
+        self.prefetcher.close()
+        self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
         if self.reference is not None:
             self.reference.to(device)
         if loaded is None:
             return
         self.metrics.load(loaded["metrics"])
         self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
-        if len(loaded["ahead"]) > max_staleness:
+        if len(loaded["prefetched"]) > max_staleness:
             raise ValueError(
                 f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "
-                f"{len(loaded['ahead'])}: resume with max_staleness={len(loaded['ahead'])}"
+                f"{len(loaded['prefetched'])}: resume with max_staleness={len(loaded['prefetched'])}"
             )
-        self.ahead.load(loaded["ahead"], at)
-        if loaded["held"] is not None:
-            self.held = Held.from_state(loaded["held"], device, packed=packed)
+        self.prefetcher.load(loaded["prefetched"], at)
+        if loaded["current"] is not None:
+            self.current = CurrentRollout.from_state(loaded["current"], device, packed=packed)
 
     def load(self, checkpoint: Mapping[str, Any], *, rank: int, world_size: int) -> None:
         """Takes this rank's part of a checkpoint.
@@ -135,15 +192,15 @@ class RunState:
             ValueError: if the checkpoint was written by another number of ranks or with another reference.
         """
         self.stepped = True
-        ranks, known = checkpoint["ranks"], checkpoint["reference_hash"]
+        ranks, reference = checkpoint["ranks"], checkpoint["reference_hash"]
         mine = None if self.reference is None else self.reference.fingerprint
         if len(ranks) != world_size:
             raise ValueError(
                 f"expected a checkpoint of {world_size} ranks, got one of {len(ranks)}: resume with as many devices"
             )
-        if mine is not None and known is not None and known != mine:
+        if mine is not None and reference is not None and reference != mine:
             raise ValueError(
-                f"expected the reference of the checkpoint ({known}), got another one ({mine}): pass the reference= "
-                "and policy= that the run began with"
+                f"expected the reference of the checkpoint ({reference}), got another one ({mine}): pass the "
+                "reference= and policy= that the run began with"
             )
         self.loaded = ranks[rank]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_rl.audit import Finding
 from lightning_rl.audit.checks.rewards import rows_valued_otherwise
-from lightning_rl.audit.recorded import RewardCall
-from lightning_rl.rewards import Reward
+from lightning_rl.naming import name_of
+from lightning_rl.rewards import Reward, RewardCall
 from lightning_rl.testing.smallest import PropertyError, smallest
 
 MEANINGS = {
@@ -55,8 +55,7 @@ def check_reward(
     broken = smallest(st.lists(row, min_size=1, max_size=5), look)
     if broken is not None:
         rows, finding = broken
-        name = getattr(reward, "__name__", type(reward).__name__)
-        raise PropertyError(f"reward {name}", finding, [str(row) for row in rows], MEANINGS[finding.check])
+        raise PropertyError(f"reward {name_of(reward)}", finding, [str(row) for row in rows], MEANINGS[finding.check])
 
 
 def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -7,16 +7,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rl.advantages import Estimator, PerRow, ReinforcePlusPlus, RowFunction, resolve_advantages
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit import CHECKS, Finding
-from lightning_rl.audit.evidence import Evidence, name_of
-from lightning_rl.audit.facts import RunFacts, Subject
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.corrections import LossView, RLCallback
-from lightning_rl.corrections.provided import Provided
-from lightning_rl.losses import PolicyLoss, resolve_loss
+from lightning_rl.corrections.replay import ReplayCorrections
+from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
+from lightning_rl.naming import name_of
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import dr_grpo
+from lightning_rl.signal.advantages import dr_grpo, reinforce
+from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
 
@@ -70,7 +73,7 @@ def check_advantage(advantages: Estimator | RowFunction | str) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     estimator = resolve_advantages(advantages)
-    _check(f"advantages={estimator.name}", Subject(advantages=estimator), ADVANTAGE)
+    _check(f"advantages={estimator.name}", _algorithm(advantages=estimator), ADVANTAGE)
 
 
 def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
@@ -83,7 +86,7 @@ def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     resolved = resolve_loss(loss)
-    _check(f"loss={name_of(resolved if isinstance(loss, str) else loss)}", Subject(loss=resolved), LOSS)
+    _check(f"loss={name_of(resolved if isinstance(loss, str) else loss)}", _algorithm(loss=resolved), LOSS)
 
 
 def check_callback(callback: RLCallback) -> None:
@@ -95,10 +98,28 @@ def check_callback(callback: RLCallback) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else PerRow(dr_grpo)
-    _check(f"callback {callback.name}", Subject(advantages=estimator, corrections=Provided([callback])), CALLBACK)
+    _check(
+        f"callback {callback.name}",
+        _algorithm(advantages=estimator, corrections=ReplayCorrections([callback])),
+        CALLBACK,
+    )
 
 
-def _check(what: str, algorithm: Subject, names: Sequence[str]) -> None:
+def _algorithm(
+    *,
+    loss: PolicyLoss | None = None,
+    advantages: Estimator | None = None,
+    corrections: ReplayCorrections | None = None,
+) -> Algorithm:
+    return Algorithm(
+        loss=loss or ClippedSurrogate(),
+        advantages=advantages or PerRow(reinforce),
+        reduction=token_mean,
+        corrections=corrections or ReplayCorrections(),
+    )
+
+
+def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
         return _findings(algorithm, names if wanted is None else [wanted], rollout_of_rows(*example))
 
@@ -108,7 +129,7 @@ def _check(what: str, algorithm: Subject, names: Sequence[str]) -> None:
         raise PropertyError(what, finding, [str(row) for row in rows])
 
 
-def _findings(algorithm: Subject, names: Sequence[str], rollout: Rollout) -> list[Finding]:
+def _findings(algorithm: Algorithm, names: Sequence[str], rollout: Rollout) -> list[Finding]:
     """Findings about one rollout, of the first check that finds something."""
     groups = some_groups(rollout, 0)
     rows = some_rows(groups, 0)

@@ -16,7 +16,6 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
-    Contributions,
     KLCov,
     Normalised,
     RLCallback,
@@ -64,7 +63,7 @@ def clean(recipe: str, rollouts: int, seed: int, **trainer: Any) -> SignalAudit:
     """A run without faults that is audited at every rollout."""
     audit, options = SignalAudit(1, "raise"), dict(RECIPES[recipe]().options)
     steps = {"minibatches": 2, "epochs": 1} if recipe != "rloo" else {}
-    settings: dict[str, Any] = {"temperature": 0.7, "engine_logprobs": True, "seed": seed, **options, **steps}
+    settings: dict[str, Any] = {"temperature": 0.7, "seed": seed, **options, **steps}
     module = tiny_module(policy=partial(tiny_policy, seed), optimizer=partial(AdamW, lr=1e-3), **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,12 +104,15 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], list[RLCallback]]]] = {
     "teacher as a reward": ({"advantages": "reinforce_plus_plus"}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)]),
     "batch normalisation": ({"advantages": Normalised(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
     "group and batch": ({"advantages": Normalised(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
-    "rows without reward": ({"rewards": [sparse, parity_reward], "reward_weights": [1.0, 0.0]}, list),
+    "rows without reward": ({"rewards": {"sparse": sparse, "parity_reward": (parity_reward, 0.0)}}, list),
     "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches": 2}, list),
     "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches": 2}, list),
     "kl-cov": ({"loss": KLCov(fraction=0.3, coef=0.5), "minibatches": 2, "token_budget": 24}, list),
     "m2po": ({"loss": "m2po", "minibatches": 2}, lambda: [EntropyBonus(0.01, target=1.0)]),
-    "entropy and dual clip": ({"loss": ClippedSurrogate(dual_clip=3.0), "entropy_coef": 0.01, "epochs": 2}, list),
+    "entropy and dual clip": (
+        {"loss": ClippedSurrogate(dual_clip=3.0), "epochs": 2},
+        lambda: [EntropyBonus(0.01)],
+    ),
     "top-k": ({"top_k": 6, "top_p": 0.9, "temperature": 0.8, "minibatches": 2}, lambda: [TruncatedIS()]),
     "no clipping, a schedule": ({"max_grad_norm": None, "lr_scheduler": warmup_then_linear(2, 10)}, list),
     "cold": ({"temperature": 0.3, "epochs": 2, "eos_token_ids": [1, 5]}, lambda: [ReferenceKL(0.1, as_loss=True)]),
@@ -123,7 +125,7 @@ def test_no_alarm_in_other_configurations(name: str, tmp_path: Path) -> None:
     options, corrections = OTHERS[name]
     for seed in range(2):
         audit = SignalAudit(1, "raise")
-        module = tiny_module(**{"engine_logprobs": True, "seed": seed, **options})
+        module = tiny_module(**{"seed": seed, **options})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit(module, callbacks=[*corrections(), audit], data=tiny_prompts(32, 4), default_root_dir=tmp_path)
@@ -142,12 +144,12 @@ def test_the_runs_of_the_faults_are_clean_without_them() -> None:
 
 
 def test_watching_changes_nothing() -> None:
-    found = []
-    for watching in ([], [SignalAudit(1, "raise")]):
-        module = tiny_module(minibatches=2, epochs=2, engine_logprobs=True)
-        fit(module, callbacks=[OPSM(1e-3), ReferenceKL(0.1, as_loss=True), *watching])
-        found.append(weights_of(module))
-    assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
+    weights = []
+    for audits in ([], [SignalAudit(1, "raise")]):
+        module = tiny_module(minibatches=2, epochs=2)
+        fit(module, callbacks=[OPSM(1e-3), ReferenceKL(0.1, as_loss=True), *audits])
+        weights.append(weights_of(module))
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
 def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Path) -> None:
@@ -206,10 +208,24 @@ def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Pa
     assert not other.findings
 
 
-def test_the_engine_is_as_before_once_a_fit_is_over() -> None:
-    engine = TransformersEngine()
-    fit(tiny_module(engine=engine), callbacks=[SignalAudit(1, "raise")])
-    assert "generate" not in vars(engine)
+class Wrapping(RLCallback):
+    """Looks for what is wrapped while a run is audited."""
+
+    name = "wrapping"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.held = {name for part in self.parts for name in vars(part) if callable(getattr(type(part), name, None))}
+
+
+def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is_over() -> None:
+    profiler, module, wrapping = SimpleProfiler(), tiny_module(), Wrapping()
+    wrapping.parts = [module, module.engine, module.rewards, module.run.metrics, wrapping, NoEOSMask()]
+    before = {name for part in wrapping.parts for name in vars(part) if callable(getattr(type(part), name, None))}
+    trainer: Any = fit(module, callbacks=[wrapping, SignalAudit(1, "raise")], profiler=profiler)
+    assert wrapping.held == before
+    assert trainer.profiler is profiler
+    assert any("wrapping.on_train_batch_end" in action for action in profiler.recorded_durations)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +243,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 def test_every_check_says_what_it_means_and_contributions_stay_legal() -> None:
     assert len(CHECKS) >= 40 and all(check.meaning.endswith(".") for check in CHECKS.values())
-    assert Contributions([SignalAudit()]).callbacks[0].name == "signal_audit"
+    assert Corrections([SignalAudit()]).callbacks[0].name == "signal_audit"
 
 
 def test_the_page_lists_every_check() -> None:

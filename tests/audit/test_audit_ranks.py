@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from faults.faulty import DetachedKL
+from faults.parts import DetachedKL
 from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor

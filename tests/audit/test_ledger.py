@@ -25,14 +25,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_rl import Contributions, Finish, RLCallback, Rollout, grpo
+from lightning_rl import Corrections, Finish, RLCallback, Rollout, grpo
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.audit.accounting import drawn_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
 from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.recording.threaded_ranks import Lockstep
-from lightning_rl.rollouts.signal import excluding, with_signal
+from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
 from lightning_rl.signal.masked import own_sum
 
 UNITS = ("sequences", "tokens", "weight")
@@ -74,10 +74,10 @@ def drawn_rollout(seed: int = 0, rows: int = 24) -> Rollout:
 
 def finished(drawn: Rollout, callbacks: list[RLCallback]) -> Rollout:
     """The stages from the draw to the signal."""
-    contributions = Contributions(callbacks)
+    contributions = Corrections(callbacks)
     own = drawn.replace(rewarded=drawn.rewarded & contributions.reward_mask(drawn))
     own = own.select(contributions.keep_groups(own))
-    return with_signal(excluding(own, contributions)[0], resolve_advantages(grpo), contributions, own_sum)[0]
+    return estimate_signal(exclude_rows(own, contributions)[0], resolve_advantages(grpo), contributions, own_sum)[0]
 
 
 def figures(
@@ -87,14 +87,14 @@ def figures(
 
     def rank(own: Rollout) -> list[dict[str, Any]]:
         ledger, module = SignalLedger(), tiny_module()
-        module.run.contributions = Contributions([*callbacks, ledger])
+        module.run.contributions = Corrections([*callbacks, ledger])
         ledger.on_fit_start(cast(Trainer, None), module)  # it asks nothing of a Trainer
         ledger.observe_drawn(own)
         rollout = finished(own, callbacks)
         ledger.observe(rollout)
         seen = [dict(ledger.rollout_metrics(rollout))]
         for part in torch.arange(len(rollout)).chunk(cuts) if cuts > 1 else [torch.arange(len(rollout))]:
-            rows = rollout.select(part[rollout.trained[part]]).sanitised()
+            rows = rollout.select(part[rollout.trained[part]]).sanitize()
             moved = rows.required("old_logprobs") + drift * torch.sin(
                 rows.sample_ids[:, None] + torch.arange(float(rows.width))
             )
@@ -113,7 +113,7 @@ def figures(
 
 
 def stages(callbacks: list[RLCallback]) -> list[str]:
-    contributions = Contributions(callbacks)
+    contributions = Corrections(callbacks)
     return [*drawn_stages(contributions), *update_stages(contributions)]
 
 
@@ -182,7 +182,7 @@ def test_tokens_behind_the_clip_are_charged_to_it(rewards: list[float], clipped:
     assert found["ledger/weight/used"] == 1 - clipped
 
 
-CORRECTIONS = [DynamicSampling(most_rounds=3), TruncatedIS(), IcePop(0.9, 1.1), OPSM(1e-3), NoEOSMask()]
+CORRECTIONS = [DynamicSampling(max_rounds=3), TruncatedIS(), IcePop(0.9, 1.1), OPSM(1e-3), NoEOSMask()]
 OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=3e-2), "engine_logprobs": True}
 quiet = pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
 

@@ -9,7 +9,7 @@ from kit.support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, 
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Contributions, Rollout, concatenate, distributed
+from lightning_rl import GAE, Corrections, Rollout, concatenate, distributed
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
 from lightning_rl.compatibility import check_estimator
@@ -69,7 +69,7 @@ def test_poison_at_masked_tokens_is_not_measured(poison: float) -> None:
         rollout = ragged_rollout(dtype=torch.float64)
         ref = torch.where(rollout.valid_tokens, rollout.required("ref_logprobs"), fill)
         callback = AdaptiveKL(horizon=100)
-        Contributions([callback]).observe(rollout.replace(ref_logprobs=ref))
+        Corrections([callback]).observe(rollout.replace(ref_logprobs=ref))
         found.append(callback.beta)
     assert found[0] == found[1] != 0.05
 
@@ -109,7 +109,7 @@ def test_the_new_coefficient_counts_from_the_next_reward_or_loss() -> None:
 
 
 def test_until_it_moves_it_is_reference_kl() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     assert torch.equal(AdaptiveKL(0.3).token_reward(rollout), ReferenceKL(0.3).token_reward(rollout))
     view = view_of([-0.5, -2.0], ref_logprobs=[-1.0, -1.0])
     terms = [kind(0.3, as_loss=True, unbiased=True).loss_term(view) for kind in (AdaptiveKL, ReferenceKL)]
@@ -144,9 +144,9 @@ def test_both_forms_measure_on_the_old_policy() -> None:
 
 def test_an_estimator_of_scalars_is_sent_to_the_loss_form() -> None:
     with pytest.raises(ValueError, match=r"AdaptiveKL gives .* advantages=grpo .* use AdaptiveKL\(as_loss=True\), or"):
-        check_estimator(Contributions([AdaptiveKL()]), PerRow(grpo), critic=False)
-    check_estimator(Contributions([AdaptiveKL(as_loss=True)]), PerRow(grpo), critic=False)
-    check_estimator(Contributions([AdaptiveKL()]), GAE(), critic=True)
+        check_estimator(Corrections([AdaptiveKL()]), PerRow(grpo), critic=False)
+    check_estimator(Corrections([AdaptiveKL(as_loss=True)]), PerRow(grpo), critic=False)
+    check_estimator(Corrections([AdaptiveKL()]), GAE(), critic=True)
 
 
 @pytest.mark.parametrize(

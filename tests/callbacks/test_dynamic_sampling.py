@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit.support import fit, recorder, rollout_of, tiny_module
 
-from lightning_rl import Contributions, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
+from lightning_rl import Corrections, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Drawer
@@ -38,7 +38,7 @@ def drawn(
     data = PromptDataModule([[first] for first in prompts], 1, shuffle=False)
     data.connect(None, None)
     drawer = Drawer(
-        engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), contributions=Contributions(callbacks),
+        engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), contributions=Corrections(callbacks),
         group_size=G, temperature=1.0, max_new_tokens=9, eos_ids=frozenset({1}), stop=(), seed=0, logprobs=False,
         dtype=torch.float32, generating=nullcontext,
     )  # fmt: skip
@@ -86,13 +86,13 @@ def test_without_it_nothing_is_filtered() -> None:
 @pytest.mark.parametrize(("rounds", "taken"), [(1, 3), (2, 5), (4, 9)])
 def test_the_bound_on_the_rounds_ends_refilling_with_a_warning(rounds: int, taken: int) -> None:
     with pytest.warns(UserWarning, match=f"2 groups are missing after {rounds} rounds of refilling"):
-        rollout, counts, cursor = drawn(3, DynamicSampling(most_rounds=rounds), reward=uneven_for(2))
+        rollout, counts, cursor = drawn(3, DynamicSampling(max_rounds=rounds), reward=uneven_for(2))
     assert rollout.groups.tolist() == [0] * G and cursor == taken
     assert counts == {"groups/sampled": float(taken), "groups/filtered": taken - 1.0}
 
 
 def test_a_last_round_that_fills_up_warns_of_nothing() -> None:
-    rollout, counts, _ = drawn(1, DynamicSampling(most_rounds=3), reward=uneven_for(4))
+    rollout, counts, _ = drawn(1, DynamicSampling(max_rounds=3), reward=uneven_for(4))
     assert rollout.groups.tolist() == [2] * G and counts["groups/filtered"] == 2.0
 
 
@@ -113,12 +113,12 @@ def test_spread_among_truncated_rows_alone_is_none_under_a_reward_mask() -> None
     alone, _, _ = drawn(1, DynamicSampling(), reward=uneven_for(2), script=cut)
     assert alone.groups.tolist() == [0] * G, "its truncated row has another reward"
     with pytest.warns(UserWarning, match="1 groups are missing"):
-        drawn(1, DynamicSampling(most_rounds=1), NoEOSMask(), reward=uneven_for(2), script=cut)
+        drawn(1, DynamicSampling(max_rounds=1), NoEOSMask(), reward=uneven_for(2), script=cut)
 
 
 def test_a_bonus_gives_no_spread_to_a_group() -> None:
     with pytest.warns(UserWarning, match="1 groups are missing"):
-        drawn(1, DynamicSampling(most_rounds=1), OverlongPenalty(9, 8), reward=uneven_for())
+        drawn(1, DynamicSampling(max_rounds=1), OverlongPenalty(9, 8), reward=uneven_for())
 
 
 def test_in_a_fit_every_group_that_trains_has_spread() -> None:
@@ -128,7 +128,7 @@ def test_in_a_fit_every_group_that_trains_has_spread() -> None:
     assert all(int(rollout.rewards[row : row + 2].sum()) == 1 for rollout in seen for row in range(0, 8, 2))
 
 
-@pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"tolerance": float("nan")}, {"most_rounds": 0}])
+@pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"tolerance": float("nan")}, {"max_rounds": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected tolerance > 0 and most_rounds >= 1, got"):
+    with pytest.raises(ValueError, match="expected tolerance > 0 and max_rounds >= 1, got"):
         DynamicSampling(**options)

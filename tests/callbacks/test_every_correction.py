@@ -13,7 +13,7 @@ import lightning_rl.callbacks
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Contributions,
+    Corrections,
     Finish,
     LossTerm,
     LossView,
@@ -43,7 +43,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.rollouts.signal import excluding, with_signal
+from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
 
 EXAMPLES: list[RLCallback] = [
     NoEOSMask(),
@@ -132,10 +132,10 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
 
 def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
     """The rollout through the stages between rewards and update."""
-    contributions = Contributions(callbacks)
+    contributions = Corrections(callbacks)
     rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
     rollout = rollout.select(contributions.keep_groups(rollout))
-    return with_signal(excluding(rollout, contributions)[0], GAE(), contributions)[0]
+    return estimate_signal(exclude_rows(rollout, contributions)[0], GAE(), contributions)[0]
 
 
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def test_is_deaf_to_padding(correction: RLCallback, poison: float) -> None:
 def test_logs_finite_scalars_under_its_file_name(correction: RLCallback) -> None:
     rollout = finished(whole_rollout(), correction)
     logged = run_step(view_on(rollout, correction), callbacks=[correction], loss=loss_of(correction)).metrics
-    stats = Contributions([correction]).rollout_metrics(rollout)
+    stats = Corrections([correction]).rollout_metrics(rollout)
     logged |= {name: float(stat.value()) for name, stat in stats.items()}
     file = type(correction).__module__.rpartition(".")[-1]
     assert correction.name == type(correction).name == file
@@ -212,7 +212,7 @@ def test_logs_the_same_keys_whatever_it_sees(correction: RLCallback) -> None:
     seen = [rollout, rollout.padding_rows(1), rollout.select(torch.arange(0)), rollout.select(torch.tensor([12]))]
     steps = [run_step(view_on(rows, correction), callbacks=[correction], loss=loss_of(correction)) for rows in seen]
     assert len({tuple(sorted(step.metrics)) for step in steps}) == 1
-    assert len({tuple(Contributions([correction]).rollout_metrics(rows)) for rows in seen}) == 1
+    assert len({tuple(Corrections([correction]).rollout_metrics(rows)) for rows in seen}) == 1
 
 
 @each
@@ -238,7 +238,7 @@ def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> N
     padding = view_on(rollout.padding_rows(3), correction)
     step = run_step(padding, callbacks=[correction], loss=loss_of(correction))
     assert step.loss == 0 and not step.gradient.any() and step.gradient.shape == (3, rollout.width)
-    contributions = Contributions([correction])
+    contributions = Corrections([correction])
     counted: list[Stat] = [
         *contributions.metrics(padding).values(),
         *contributions.policy_factor(padding).stats.values(),

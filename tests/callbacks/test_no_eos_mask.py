@@ -10,20 +10,20 @@ from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Contributions, Finish, Reinforce, Rollout, grpo, rloo, token_mean
+from lightning_rl import GAE, Corrections, Finish, Reinforce, Rollout, grpo, rloo, token_mean
 from lightning_rl.advantages import PerRow, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.corrections import RLCallback
-from lightning_rl.rollouts.signal import excluding, with_signal
+from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
 
 STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
 
 
 def finished(rollout: Rollout, callback: NoEOSMask, estimator: Any, *others: RLCallback) -> Rollout:
     """The rollout as the stages hand it to the update."""
-    contributions = Contributions([callback, *others])
+    contributions = Corrections([callback, *others])
     rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return with_signal(excluding(rollout, contributions)[0], resolve_advantages(estimator), contributions)[0]
+    return estimate_signal(exclude_rows(rollout, contributions)[0], resolve_advantages(estimator), contributions)[0]
 
 
 def two_rows(second: float) -> Rollout:
@@ -40,7 +40,7 @@ def test_witness_the_reward_of_a_row_without_eos_does_not_reach_the_other(estima
 
 
 def test_without_the_mask_it_would() -> None:
-    found = with_signal(two_rows(100.0), PerRow(rloo), Contributions())[0]
+    found = estimate_signal(two_rows(100.0), PerRow(rloo), Corrections())[0]
     assert found.required("advantages").tolist() == [[-99.0, 0.0], [99.0, 99.0]]
 
 
@@ -90,7 +90,7 @@ def test_logs_the_share_of_real_rows_that_were_cut_off_even_if_they_are_dropped(
     padded = rollout.replace(sample_ids=torch.where(torch.arange(24) < 20, rollout.sample_ids, -1))
     cut_of_real = float((rollout.finish[:20] == LENGTH).float().mean())
     assert 0 < cut_of_real < 1 and (rollout.finish[20:] == LENGTH).any()
-    (stat,) = NoEOSMask(action).rollout_metrics(excluding(padded, Contributions([NoEOSMask(action)]))[0]).values()
+    (stat,) = NoEOSMask(action).rollout_metrics(exclude_rows(padded, Corrections([NoEOSMask(action)]))[0]).values()
     assert float(stat.value()) == pytest.approx(cut_of_real)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from kit.support import ragged_rollout
 
-from lightning_rl import Contributions, grpo
+from lightning_rl import Corrections, grpo
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
-from lightning_rl.rollouts.signal import with_signal
+from lightning_rl.rollouts.signal import estimate_signal
 
 
 def rollout_of_lengths(*lengths: int) -> Any:
@@ -28,7 +28,7 @@ def test_falls_linearly_within_the_cache(length: int, penalty: float) -> None:
 
 def test_enters_the_reward_before_the_group_is_normalised() -> None:
     rollout = rollout_of_lengths(10, 6)
-    found, stats = with_signal(rollout, PerRow(grpo), Contributions([OverlongPenalty(10, 4, coef=2.0)]))
+    found, stats = estimate_signal(rollout, PerRow(grpo), Corrections([OverlongPenalty(10, 4, coef=2.0)]))
     assert stats["reward/shaped"].value() == -1.0 and not rollout.rewards.any()
     advantages = found.required("advantages")
     assert float(advantages[0, 0]) == pytest.approx(-0.7071, abs=1e-4) == -float(advantages[1, 0])
@@ -36,7 +36,7 @@ def test_enters_the_reward_before_the_group_is_normalised() -> None:
 
 def test_a_row_without_reward_keeps_the_penalty_but_moves_nothing_in_its_group() -> None:
     rollout = rollout_of_lengths(10, 6).replace(rewarded=torch.tensor([False, True]))
-    found, stats = with_signal(rollout, PerRow(grpo), Contributions([OverlongPenalty(10, 4), NoEOSMask()]))
+    found, stats = estimate_signal(rollout, PerRow(grpo), Corrections([OverlongPenalty(10, 4), NoEOSMask()]))
     assert stats["reward/shaped"].value() == -0.5
     assert not found.required("advantages").any()
 

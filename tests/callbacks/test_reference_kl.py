@@ -9,9 +9,9 @@ from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Contributions, LossView, Reinforce
+from lightning_rl import GAE, Corrections, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.rollouts.signal import with_signal
+from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.kl import Clamped, k1, k3
 
 NAN, INF = math.nan, math.inf
@@ -26,7 +26,7 @@ def test_witness_as_a_reward() -> None:
     rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
     callback = ReferenceKL(0.05)
     assert_close(callback.token_reward(rollout), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
-    found, stats = with_signal(rollout, GAE(whitened=False), Contributions([callback]))
+    found, stats = estimate_signal(rollout, GAE(whitened=False), Corrections([callback]))
     assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
     assert float(stats["kl/penalty"].value()) == pytest.approx(0.01, abs=1e-6)
     step = run_step(view_of_rollout(found, torch.tensor([LOGPROBS]).requires_grad_()), callbacks=[callback])
@@ -75,8 +75,8 @@ def test_poison_at_a_masked_token_reaches_neither_reward_nor_gradient(poison: fl
     ref = rollout.required("ref_logprobs")
     spoiled = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, poison))
     zeroed = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, 0.0))
-    contributions = Contributions([ReferenceKL(0.1)])
-    found = [with_signal(one, GAE(), contributions)[0].required("advantages") for one in (spoiled, zeroed)]
+    contributions = Corrections([ReferenceKL(0.1)])
+    found = [estimate_signal(one, GAE(), contributions)[0].required("advantages") for one in (spoiled, zeroed)]
     assert torch.equal(*found) and found[0].isfinite().all()
     views = [
         view_of([-1.0, -2.0], valid=[1, 0], ref_logprobs=[-1.5, last], advantages=[1.0, 1.0]) for last in (poison, -2.0)
@@ -98,7 +98,7 @@ def test_a_beta_of_0_changes_nothing_bit_for_bit() -> None:
     assert torch.equal(without.loss, off.loss) and torch.equal(without.gradient, off.gradient)
     rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
     rewarded = [
-        with_signal(rollout, GAE(whitened=False), Contributions(some))[0].required("advantages")
+        estimate_signal(rollout, GAE(whitened=False), Corrections(some))[0].required("advantages")
         for some in ([], [ReferenceKL(0.0)])
     ]
     assert torch.equal(*rewarded)

@@ -9,10 +9,10 @@ from kit.support import fit, in_lockstep, recorder, rollout_of, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import Contributions, RLCallback, Rollout, concatenate, distributed, reinforce
+from lightning_rl import Corrections, RLCallback, Rollout, concatenate, distributed, reinforce
 from lightning_rl.advantages import PerRow
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
-from lightning_rl.rollouts.signal import with_signal
+from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum
 
 REWARDS, GROUPS = [1.0, 3.0, 5.0, 5.0], [0, 0, 1, 1]
@@ -25,8 +25,8 @@ def rollout(rewards: list[float] = REWARDS, **given: Any) -> Rollout:
 
 def scored(rows: Rollout, *callbacks: RLCallback) -> tuple[Tensor, dict[str, float]]:
     """The score of each row, and the logged figures."""
-    contributions = Contributions(callbacks)
-    found, stats = with_signal(rows, PerRow(reinforce), contributions)
+    contributions = Corrections(callbacks)
+    found, stats = estimate_signal(rows, PerRow(reinforce), contributions)
     stats |= contributions.rollout_metrics(rows)
     return found.required("advantages")[:, 0], {name: stat.value() for name, stat in stats.items()}
 

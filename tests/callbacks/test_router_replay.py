@@ -37,13 +37,12 @@ from lightning_rl import (
 )
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, ReferenceKL, RouterReplay
-from lightning_rl.corrections import Contributions
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import build_policy
-from lightning_rl.policy.expert_replay import Carried, Replay, expert_weights
-from lightning_rl.policy.packing import lay_out
+from lightning_rl.policy.expert_routes import ExpertReplay, MicrobatchRoutes, expert_weights, record_routes, routers_of
+from lightning_rl.policy.packing import pack
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.policy.routes import recording_routes, routers_of
 from lightning_rl.rollout import ROUTES
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.update import accumulated
@@ -73,7 +72,7 @@ def a_policy(*, packed: bool = True, checkpointing: bool = False, **options: Any
 
 def replaying(policy: PolicyModel) -> RLCallback:
     """What the callback does once a fit has begun."""
-    return callback_of("replaying", forward_context=Replay(policy.model).replaying)
+    return callback_of("replaying", forward_context=ExpertReplay(policy.model).replay)
 
 
 def step_of(
@@ -85,7 +84,7 @@ def step_of(
     plan = plan_of_rows(rollout, [[list(rows) for rows in cut]], packed=options.get("packed", True))
     found = accumulated(
         rollout, plan.step(0), policy,
-        Objective(loss=loss or Reinforce(), reduction=token_mean, contributions=Contributions(callbacks)),
+        Objective(loss=loss or Reinforce(), reduction=token_mean, contributions=Corrections(callbacks)),
         global_sum=own_sum, around=lambda _last: nullcontext(), backward=lambda total: total.backward(),
     )  # fmt: skip
     gradient = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
@@ -94,7 +93,7 @@ def step_of(
 
 def logprobs_of(policy: PolicyModel, rollout: Rollout, callback: RLCallback | None = None) -> Tensor:
     with nullcontext() if callback is None else callback.forward_context(rollout):
-        return policy(lay_out(rollout)).logprobs
+        return policy(pack(rollout)).logprobs
 
 
 class Misrouting(TransformersEngine):
@@ -184,10 +183,10 @@ def test_a_forward_leaves_nothing_behind_for_the_next() -> None:
 
 def test_without_its_hooks_the_policy_is_as_before() -> None:
     policy, rollout = a_policy(), routed_rollout()
-    plain, replay = logprobs_of(policy, rollout), Replay(policy.model)
+    plain, replay = logprobs_of(policy, rollout), ExpertReplay(policy.model)
     replay.remove()
-    with pytest.raises(RuntimeError, match="took them 0 times"), replay.replaying(rollout):
-        assert torch.equal(policy(lay_out(rollout)).logprobs, plain)
+    with pytest.raises(RuntimeError, match="took them 0 times"), replay.replay(rollout):
+        assert torch.equal(policy(pack(rollout)).logprobs, plain)
 
 
 def test_it_works_within_a_fit_alone() -> None:
@@ -203,7 +202,7 @@ def test_routes_are_taken_exactly_once(times: int) -> None:
     callback = replaying(policy)
     message = rf"the router of layers\.0 to take .* once, but it took them {times} times, for samples 2, 3"
     with pytest.raises(RuntimeError, match=message), callback.forward_context(rollout):
-        _ = [policy(lay_out(rollout)) for _ in range(times)]
+        _ = [policy(pack(rollout)) for _ in range(times)]
 
 
 def test_a_missing_route_names_layer_and_row() -> None:
@@ -245,7 +244,7 @@ def test_weights_are_those_of_the_model_bit_for_bit() -> None:
     model = moe()
     for router in routers_of(model).values():
         logits, weights, experts = router(torch.randn(50, 32, dtype=torch.float64))
-        assert torch.equal(expert_weights(logits, experts, renormalised=False).to(weights.dtype), weights)
+        assert torch.equal(expert_weights(logits, experts, normalized=False).to(weights.dtype), weights)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
@@ -263,7 +262,7 @@ def test_the_engine_records_what_one_forward_of_the_whole_would_choose(family: s
     completions = engine.generate(requests)
     assert len({len(completion.token_ids) for completion in completions}) > 3
     for request, completion in zip(requests, completions, strict=True):
-        with recording_routes(model) as taken, torch.no_grad():
+        with record_routes(model) as taken, torch.no_grad():
             model(input_ids=torch.tensor([[*request.prefix_ids, *completion.token_ids[:-1]]]))
             routes = taken()
         found = torch.cat([completion.prompt_extras[ROUTES], completion.token_extras[ROUTES]])
@@ -275,7 +274,7 @@ def test_a_run_replays_the_engine_in_all_passes_but_the_reference() -> None:
         seen: list[Rollout] = []
         module = tiny_module(policy=moe, engine=engine, minibatches=2, engine_logprobs=True)
         fit(module, callbacks=[RouterReplay(), ReferenceKL(0.1, as_loss=True), recorder(seen)("seen")])
-        first = seen[0].sanitised()
+        first = seen[0].sanitize()
         old, ref, drawn = (first.required(f"{name}_logprobs") for name in ("old", "ref", "rollout"))
         assert torch.equal(old, ref) == same
         assert (float((drawn - old).abs().max()) < 1e-6) == same
@@ -293,10 +292,10 @@ def test_routes_stay_with_their_samples_through_refills() -> None:
     assert any(len(rollout) and int(rollout.groups.max() - rollout.groups.min()) > 3 for rollout in seen), "no refill"
     model = module.required_policy.model
     for rollout in seen:
-        with recording_routes(model) as taken, torch.no_grad():
-            model.base_model(input_ids=lay_out(rollout, packed=False).input_ids)
+        with record_routes(model) as taken, torch.no_grad():
+            model.base_model(input_ids=pack(rollout, packed=False).input_ids)
             expected = taken()
-        carried = Carried.by(rollout, ["layers.0", "layers.1"])
+        carried = MicrobatchRoutes.of(rollout, ["layers.0", "layers.1"])
         assert torch.equal(carried.padded[carried.inside], expected[carried.inside.flatten()])
 
 

@@ -22,13 +22,13 @@ from kit.support import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Contributions, Reinforce, RLCallback, Rollout
+from lightning_rl import GAE, Corrections, Reinforce, RLCallback, Rollout
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import ReferenceKL, TeacherKL
 from lightning_rl.policy import PolicyModel, make_plan
 from lightning_rl.policy.packing import Layout
 from lightning_rl.policy.teacher import Teacher
-from lightning_rl.rollouts.signal import with_signal
+from lightning_rl.rollouts.signal import estimate_signal
 
 OLD, TEACHER = [0.5, 0.7, 0.9], [0.4, 0.5, 0.6]
 BUDGET = 40  # several microbatches for a rollout
@@ -65,13 +65,13 @@ def fitted(*callbacks: RLCallback, precision: Any = "32-true", max_steps: int = 
 def test_witness_as_a_reward() -> None:
     callback = TeacherKL(beta=0.05)
     assert_close(callback.token_reward(witness()), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
-    found, stats = with_signal(witness(), GAE(whitened=False), Contributions([callback]))
+    found, stats = estimate_signal(witness(), GAE(whitened=False), Corrections([callback]))
     assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
     assert stats["kl/penalty"].value() == pytest.approx(0.01, abs=1e-6)
 
 
 def test_a_row_that_agrees_with_its_teacher_lies_below_one_that_earns_a_reward() -> None:
-    found, _ = with_signal(witness([0.2] * 3), ReinforcePlusPlus(), Contributions([TeacherKL(beta=0.05)]))
+    found, _ = estimate_signal(witness([0.2] * 3), ReinforcePlusPlus(), Corrections([TeacherKL(beta=0.05)]))
     raw = torch.tensor([0.97, 0.975, 0.985, 0.0, 0.0, 0.0])
     whitened = (raw - raw.mean()) / raw.std()
     assert_close(found.required("advantages").flatten(), whitened, atol=1e-4, rtol=0)
@@ -90,7 +90,7 @@ def test_witness_as_a_loss() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"estimator": "k3"}, {"as_loss": True}, {"as_loss": True, "unbiased": True}])
 def test_a_teacher_that_is_the_reference_is_reference_kl(options: dict[str, Any]) -> None:
-    rollout = ragged_rollout().sanitised()
+    rollout = ragged_rollout().sanitize()
     rollout = rollout.replace(token_extras={"teacher_logprobs": rollout.required("ref_logprobs")})
     if "as_loss" not in options:
         ours, theirs = TeacherKL(None, 0.3, **options), ReferenceKL(0.3, **options)
@@ -197,7 +197,7 @@ def test_two_sources_of_log_probabilities_are_refused() -> None:
     twice = TeacherKL(tiny_policy, as_loss=True)
     fit(tiny_module(), callbacks=[twice], max_steps=1)
     with pytest.raises(ValueError, match='"token_extras/teacher_logprobs" from one callback, but teacher_kl provides'):
-        Contributions([server, twice]).provide(rollout)
+        Corrections([server, twice]).provide(rollout)
 
 
 def test_a_teacher_that_no_fit_has_built_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Contributions: combined in the order of the names, checked one by one, refused by name."""
+"""Corrections: combined in the order of the names, checked one by one, refused by name."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch
 from kit.support import callback_of, ragged_rollout, run_step, view_of_rollout
 from torch import Tensor
 
-from lightning_rl import Contributions, LossTerm, LossView, RLCallback, Rollout, Stat
+from lightning_rl import Corrections, LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.callbacks import OPSM
 
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics", "observe_update"}
@@ -30,7 +30,7 @@ def seen_by(method: str) -> Rollout:
     return view() if method in AT_LOSS else ragged_rollout().map(lambda tensor, _axes, _pad: tensor.clone())
 
 
-def call(contributions: Contributions, method: str, seen: Any) -> Any:
+def call(contributions: Corrections, method: str, seen: Any) -> Any:
     """The combined form of one contribution method."""
     combined = {"sequence_mask": "policy_factor", "token_mask": "policy_factor", "token_weight": "policy_factor"}
     return getattr(contributions, combined.get(method, {"loss_term": "loss_terms"}.get(method, method)))(seen)
@@ -83,7 +83,7 @@ def test_the_order_of_the_list_never_matters_bit_for_bit(method: str) -> None:
     names = ["delta", "alpha", "charlie", "bravo"]
     callbacks = [callback_of(name, **{method: right(method, name, seed)}) for seed, name in enumerate(names, 1)]
     seen = seen_by(method)
-    results = [flat(call(Contributions(order), method, seen)) for order in itertools.permutations(callbacks)]
+    results = [flat(call(Corrections(order), method, seen)) for order in itertools.permutations(callbacks)]
     assert all(result == results[0] for result in results)
 
 
@@ -103,7 +103,7 @@ def test_two_callbacks_combine_as_documented(method: str, fold: Callable[[Tensor
     bodies = [right(method, "alpha", 1), right(method, "bravo", 2)]
     callbacks = [callback_of(name, **{method: body}) for name, body in zip(["alpha", "bravo"], bodies, strict=True)]
     seen = seen_by(method)
-    found = call(Contributions(callbacks), method, seen)
+    found = call(Corrections(callbacks), method, seen)
     combined = found[0] if isinstance(found, tuple) else found
     expected = fold(bodies[0](seen), bodies[1](seen))
     assert torch.equal(combined, expected.to(combined.dtype))
@@ -111,14 +111,14 @@ def test_two_callbacks_combine_as_documented(method: str, fold: Callable[[Tensor
 
 
 def test_nobody_contributes_nothing() -> None:
-    nobody, rollout = Contributions(), ragged_rollout()
+    nobody, rollout = Corrections(), ragged_rollout()
     assert (
         nobody.reward_mask(rollout).all() and nobody.keep_groups(rollout).all() and not nobody.exclude(rollout)[0].any()
     )
     assert nobody.reward_bonus(rollout) is None and nobody.token_reward(rollout) is None
     assert nobody.policy_factor(view()) == (None, {}) and nobody.loss_terms(view()) == []
     assert nobody.metrics(view()) == nobody.rollout_metrics(rollout) == {}
-    assert all(nobody.offering(method) == () for method in RLCallback.METHODS)
+    assert all(nobody.contributors(method) == () for method in RLCallback.METHODS)
 
 
 @pytest.mark.parametrize("field", ["groups", "valid_tokens", "rewards", "task_rewards/task", "old_logprobs"])
@@ -131,7 +131,7 @@ def test_an_edit_in_place_is_caught_with_callback_method_and_field(method: str, 
 
     innocent = callback_of("alpha", **{method: right(method, "alpha")})
     with pytest.raises(RuntimeError, match=rf"^{method} of vandal wrote in place to {field}:"):
-        call(Contributions([callback_of("vandal", **{method: edits}), innocent]), method, seen_by(method))
+        call(Corrections([callback_of("vandal", **{method: edits}), innocent]), method, seen_by(method))
 
 
 def test_an_edit_of_the_detached_log_probabilities_is_caught_too() -> None:
@@ -140,7 +140,7 @@ def test_an_edit_of_the_detached_log_probabilities_is_caught_too() -> None:
         return seen.valid_tokens
 
     with pytest.raises(RuntimeError, match="token_mask of vandal wrote in place to logprobs"):
-        Contributions([callback_of("vandal", token_mask=edits)]).policy_factor(view())
+        Corrections([callback_of("vandal", token_mask=edits)]).policy_factor(view())
 
 
 WRONG: list[tuple[str, Callable[[Rollout], Any], str]] = [
@@ -166,19 +166,19 @@ def test_a_wrong_shape_or_type_is_refused_with_method_and_callback(
     method: str, body: Callable[[Any], Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"expected {method} of sloppy to return {message}"):
-        call(Contributions([callback_of("sloppy", **{method: body})]), method, seen_by(method))
+        call(Corrections([callback_of("sloppy", **{method: body})]), method, seen_by(method))
 
 
 def test_a_weight_with_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="weight without gradient, but token_weight of leaky carries one"):
-        Contributions([callback_of("leaky", token_weight=lambda seen: seen.logprobs.exp())]).policy_factor(view())
+        Corrections([callback_of("leaky", token_weight=lambda seen: seen.logprobs.exp())]).policy_factor(view())
 
 
 def test_bonuses_and_provided_tensors_are_detached() -> None:
     def tracked(seen: Rollout) -> Tensor:
         return seen.rewards.clone().requires_grad_()
 
-    contributions = Contributions(
+    contributions = Corrections(
         [callback_of("a", reward_bonus=tracked, provide=lambda seen: {"extras/x": tracked(seen)})]
     )
     bonus = contributions.reward_bonus(ragged_rollout())
@@ -194,18 +194,18 @@ def test_a_provided_tensor_without_field_or_of_another_shape_names_the_callback(
 ) -> None:
     provider = callback_of("alpha", provide=lambda _: {name: torch.zeros(shape)})
     with pytest.raises(ValueError, match=rf'expected provide of alpha .* got "{name}" \[{shape[0]}'):
-        Contributions([provider]).provide(ragged_rollout())
+        Corrections([provider]).provide(ragged_rollout())
 
 
 def test_a_contribution_that_is_no_tensor_names_method_and_callback() -> None:
     forgetful = callback_of("forgetful", reward_bonus=lambda _: None)
     with pytest.raises(TypeError, match="expected reward_bonus of forgetful to return a tensor, got NoneType"):
-        Contributions([forgetful]).reward_bonus(ragged_rollout())
+        Corrections([forgetful]).reward_bonus(ragged_rollout())
 
 
 def test_a_name_under_which_the_core_logs_is_refused() -> None:
     with pytest.raises(ValueError, match='expected another name than "policy"'):
-        Contributions([callback_of("policy")])
+        Corrections([callback_of("policy")])
 
 
 def test_masks_log_what_they_reject_of_the_population_before_rejection() -> None:
@@ -213,7 +213,7 @@ def test_masks_log_what_they_reject_of_the_population_before_rejection() -> None
     first = callback_of("first", sequence_mask=lambda seen: seen.groups != 1)
     second = callback_of("second", token_mask=lambda _: torch.arange(7).expand(12, 7) > 2)
     weight = callback_of("weight", token_weight=lambda seen: torch.where(seen.valid_tokens, 2.0, torch.nan))
-    factor, stats = Contributions([weight, second, first]).policy_factor(seen)
+    factor, stats = Corrections([weight, second, first]).policy_factor(seen)
     assert float(stats["first/rejected"].value()) == pytest.approx(3 / 10)
     counted = seen.valid_tokens[:, :3].sum() / seen.valid_tokens.sum()
     assert float(stats["second/rejected_tokens"].value()) == pytest.approx(float(counted))
@@ -225,10 +225,10 @@ def test_masks_log_what_they_reject_of_the_population_before_rejection() -> None
 
 def test_names_must_be_there_and_unique() -> None:
     with pytest.raises(ValueError, match="expected RLCallback to set the class attribute `name`"):
-        Contributions([RLCallback()])
+        Corrections([RLCallback()])
     with pytest.raises(ValueError, match=r'expected unique names, got "opsm" twice: use .named\("another"\) on one'):
-        Contributions([OPSM(), OPSM(0.5)])
-    assert [c.name for c in Contributions([OPSM(), OPSM(0.5).named("a")]).callbacks] == ["a", "opsm"]
+        Corrections([OPSM(), OPSM(0.5)])
+    assert [c.name for c in Corrections([OPSM(), OPSM(0.5).named("a")]).callbacks] == ["a", "opsm"]
 
 
 def test_a_named_twin_is_a_copy_with_its_own_state_and_leaves_the_original_alone() -> None:
@@ -247,7 +247,7 @@ def test_a_named_twin_logs_under_its_own_name() -> None:
 def test_a_metric_under_a_foreign_name_is_refused(method: str) -> None:
     thief = callback_of("thief", **{method: lambda _: {"reward/task": Stat.single(1.0)}})
     with pytest.raises(ValueError, match='expected thief to log under "thief/", got reward/task'):
-        call(Contributions([thief]), method, seen_by(method))
+        call(Corrections([thief]), method, seen_by(method))
 
 
 def test_provided_tensors_are_a_disjoint_union() -> None:
@@ -255,7 +255,7 @@ def test_provided_tensors_are_a_disjoint_union() -> None:
     alpha = callback_of("alpha", provide=lambda seen: {"extras/row": seen.rewards, "extras/wide": torch.zeros(12, 7)})
     per_token = {"token_extras/teacher": torch.zeros(12, 7), "token_extras/routes": torch.zeros(12, 7, 2)}
     bravo = callback_of("bravo", provide=lambda _: per_token)
-    found = Contributions([bravo, alpha]).provide(rollout)
+    found = Corrections([bravo, alpha]).provide(rollout)
     assert set(found.extras) == {"there", "row", "wide"} and set(found.token_extras) == {"teacher", "routes"}
     assert set(rollout.extras) == {"there"} and not rollout.token_extras
     for taken in ("row", "there"):
@@ -263,7 +263,7 @@ def test_provided_tensors_are_a_disjoint_union() -> None:
         with pytest.raises(
             ValueError, match=f'expected "extras/{taken}" from one callback, but zulu provides it as well'
         ):
-            Contributions([alpha, again]).provide(rollout)
+            Corrections([alpha, again]).provide(rollout)
 
 
 def test_contexts_are_nested_in_the_order_of_the_names_and_all_left() -> None:
@@ -278,7 +278,7 @@ def test_contexts_are_nested_in_the_order_of_the_names_and_all_left() -> None:
             seen.append(f"-{name}")
 
     callbacks = [callback_of(name, forward_context=lambda _, name=name: context(name)) for name in ("b", "a")]
-    with Contributions(callbacks).forward_context(ragged_rollout()):
+    with Corrections(callbacks).forward_context(ragged_rollout()):
         seen.append("forward")
     assert seen == ["+a", "+b", "forward", "-b", "-a"]
 
@@ -286,7 +286,7 @@ def test_contexts_are_nested_in_the_order_of_the_names_and_all_left() -> None:
 def test_a_callback_offers_what_its_class_overrides() -> None:
     assert OPSM().contributes == {"sequence_mask", "metrics"}
     assert RLCallback().contributes == frozenset()
-    contributions = Contributions([OPSM()])
-    assert [type(c) for c in contributions.offering("sequence_mask")] == [OPSM] and not contributions.offering(
+    contributions = Corrections([OPSM()])
+    assert [type(c) for c in contributions.contributors("sequence_mask")] == [OPSM] and not contributions.contributors(
         "exclude"
     )

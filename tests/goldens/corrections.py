@@ -11,7 +11,7 @@ from kit.support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case
-from lightning_rl import Contributions, LossView, RLCallback
+from lightning_rl import Corrections, LossView, RLCallback
 from lightning_rl.callbacks import OPSM, GeometricMask, IcePop, OutlierMask, ProductMask, TruncatedIS
 from lightning_rl.signal.corrections import clipped_weight
 from lightning_rl.signal.kl import k1, k2, k3
@@ -110,9 +110,9 @@ class Contribution:
     def __init__(self, view: LossView, corrections: Corrections) -> None:
         self.weight, self.kept = torch.ones_like(view.logprobs), torch.ones_like(view.valid_tokens)
         for callback in corrections:
-            offered = Contributions([callback])
+            offered = Corrections([callback])
             for name in ("token_mask", "sequence_mask", "token_weight"):
-                for one in offered.offering(name):
+                for one in offered.contributors(name):
                     self._take(name, getattr(one, name)(view))
 
     def _take(self, name: str, found: Tensor) -> None:

@@ -15,7 +15,7 @@ from goldens.policy_options import bounded, clip_of, surrogate
 from goldens.reduction_options import average_of
 from goldens.registry import replays
 from goldens.views import gradient
-from lightning_rl import Contributions, LossTerm, LossView, Objective, PolicyLoss, RLCallback
+from lightning_rl import Corrections, LossTerm, LossView, Objective, PolicyLoss, RLCallback
 from lightning_rl.losses import CISPO, GSPO
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import own_sum
@@ -33,7 +33,7 @@ def pipeline(case: Case) -> Outputs:
     objective = Objective(
         loss=bounded(case, _loss(case)),
         reduction=average.reduction,
-        contributions=Contributions(_corrections(case)),
+        contributions=Corrections(_corrections(case)),
         entropy_coef=case.params.get("entropy_coef", 0.0),
     )
     found = objective(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))

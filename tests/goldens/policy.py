@@ -120,7 +120,7 @@ def _per_token(case: Case, view: LossView, loss: PolicyLoss, corrections: Correc
     """The loss of each token with what the corrections did to it, and what the clips did."""
     if set(case.outputs) <= {"loss", "grad_logp"} or loss.prepares:
         return {}
-    view = view.sanitised()
+    view = view.sanitize()
     done, valid = Contribution(view, corrections), view.valid_tokens
     tokens = torch.where(valid, loss(view) * done.kept_weight, 0.0).detach()
     return {

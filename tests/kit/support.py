@@ -25,17 +25,21 @@ from transformers import (
 
 from lightning_rl import (
     ClippedSurrogate,
-    Contributions,
+    Algorithm,
     Finish,
     LossView,
-    Objective,
     PolicyLoss,
     PromptDataModule,
     RLCallback,
     RLLightningModule,
     Rollout,
+    Sampling,
     sequence_mean,
 )
+from lightning_rl.advantages import Estimator, resolve_advantages
+from lightning_rl.callbacks import EntropyBonus
+from lightning_rl.corrections import Corrections
+from lightning_rl.losses import ValueLoss
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.selection import own_values
@@ -222,6 +226,26 @@ class Step:
     metrics: dict[str, float]
 
 
+def an_algorithm(
+    callbacks: Sequence[RLCallback] = (),
+    *,
+    loss: PolicyLoss | None = None,
+    reduction: Reduction = sequence_mean,
+    advantages: Estimator | str = "grpo",
+    entropy_coef: float = 0.0,
+    value_loss: ValueLoss | None = None,
+) -> Algorithm:
+    """An algorithm with everything by default; ``entropy_coef`` adds an :class:`EntropyBonus`."""
+    bonus = [EntropyBonus(entropy_coef)] if entropy_coef else []
+    return Algorithm(
+        loss=loss or ClippedSurrogate(),
+        reduction=reduction,
+        advantages=resolve_advantages(advantages),
+        corrections=Corrections([*callbacks, *bonus]),
+        value_loss=value_loss or ValueLoss(),
+    )
+
+
 def run_step(
     view: LossView,
     *,
@@ -230,15 +254,13 @@ def run_step(
     reduction: Reduction = sequence_mean,
     **options: Any,
 ) -> Step:
-    """The real objective on one view: loss, gradient with respect to ``view.logprobs``, every metric."""
-    objective = Objective(
-        loss=loss or ClippedSurrogate(), reduction=reduction, contributions=Contributions(callbacks), **options
-    )
-    if objective.loss.prepares:
+    """The real algorithm on one view: loss, gradient with respect to ``view.logprobs``, every metric."""
+    algorithm = an_algorithm(callbacks, loss=loss, reduction=reduction, **options)
+    if algorithm.loss.prepares:
         with torch.no_grad():
-            prepared = objective.loss.prepare([view.sanitised()], own_sum, own_values)
+            prepared = algorithm.loss.prepare([view.sanitize()], own_sum, own_values)
         view = view.replace(prepared=None if prepared is None else prepared[0])
-    found = objective(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    found = algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
     (gradient,) = torch.autograd.grad(found.total, view.logprobs)
     metrics = {name: float(part) for name, part in found.parts.items()}
     metrics |= {name: float(stat.value()) for name, stat in found.stats.items()}
@@ -257,12 +279,14 @@ def parity_reward(prompts: Sequence[Any], completions: Sequence[str], *, complet
 
 
 def tiny_module(**options: Any) -> RLLightningModule:
-    """A module around :func:`tiny_policy`; every option can be replaced."""
+    """A module around :func:`tiny_policy`; every option can be replaced, those of Sampling by their own names."""
+    names = [spec.name for spec in fields(Sampling) if spec.name in options]
+    sampling = {"max_new_tokens": 8, **{name: options.pop(name) for name in names}}
     defaults: dict[str, Any] = {
         "policy": tiny_policy,
         "rewards": parity_reward,
         "group_size": 4,
-        "max_new_tokens": 8,
+        "sampling": Sampling(**sampling),
         "optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0),
     }
     return RLLightningModule(**{**defaults, **options})

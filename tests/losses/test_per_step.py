@@ -25,7 +25,7 @@ each = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__nam
 STEP = WITNESS.replace(
     advantages=WITNESS.required("advantages") + 2.0 * WITNESS.groups[:, None],
     logprobs=WITNESS.logprobs - 1.5 * WITNESS.groups[:, None],
-).sanitised()
+).sanitize()
 """Groups whose means lie far apart, so that the means of a part are not those of the step."""
 CUTS = {
     "single rows": [[row] for row in range(11)],
@@ -43,7 +43,7 @@ def chosen(
     step: LossView = STEP,
 ) -> set[tuple[int, int]]:
     """Sample and position of every chosen token."""
-    views = [microbatch(step, rows)[0].sanitised() for rows in cut]
+    views = [microbatch(step, rows)[0].sanitize() for rows in cut]
     prepared = loss.prepare(views, global_sum, global_concat)
     assert prepared is not None
     places = set()
@@ -188,7 +188,7 @@ def test_m2po_keeps_the_smallest_squared_gaps(gaps: list[float], threshold: floa
 def test_masked_tokens_are_never_chosen_and_take_no_part() -> None:
     given: dict[str, Any] = {"rollout_logprobs": [-1.0, math.nan, -1.0, -1.0], "dtype": torch.float64}
     view = view_of([-1.0, math.nan, -2.0, 5.0], advantages=[1.0, math.inf, -1.0, 50.0], valid=[1, 0, 1, 0], **given)
-    view = view.replace(old_logprobs=view.logprobs.detach()).sanitised()
+    view = view.replace(old_logprobs=view.logprobs.detach()).sanitize()
     for loss in (KLCov(fraction=1.0), ClipCov(fraction=1.0, cov_low=0.0), M2PO(threshold=math.inf)):
         assert prepared(loss, view) == [[True, False, True, False]]
 

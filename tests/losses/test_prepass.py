@@ -10,7 +10,7 @@ from kit.support import callback_of, fit, ragged_rollout, tiny_module, tiny_poli
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Contributions, KLCov, LossView, Objective, PolicyLoss, Reinforce, token_mean
+from lightning_rl import Corrections, KLCov, LossView, Objective, PolicyLoss, Reinforce, token_mean
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.signal.masked import GlobalSum, own_sum
@@ -49,7 +49,7 @@ def accumulate(loss: PolicyLoss, cut: list[list[int]], *callbacks: Any, **option
     policy = PolicyModel(model, None, temperature=1.0, packed=True)
     passes: list[bool] = []
     policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    objective = Objective(loss=loss, reduction=token_mean, contributions=Contributions(callbacks))
+    objective = Objective(loss=loss, reduction=token_mean, contributions=Corrections(callbacks))
     known: dict[str, Any] = {"global_sum": own_sum, "around": lambda _last: nullcontext(), **options}
     known.setdefault("backward", lambda total: total.backward())
     step = accumulated(rollout, plan_of_rows(rollout, [cut]).step(0), policy, objective, **known)

@@ -185,7 +185,7 @@ def test_kept_tokens_alone_are_normalised_over(tokens: int, monkeypatch: pytest.
     hidden, weight, bias, targets = inputs(tokens)
     assert bias is not None
     _, kept = filtered(tokens)
-    found = token_logprobs(hidden, weight, bias, targets, temperature=0.7, kept=to_bits(kept))
+    found = token_logprobs(hidden, weight, bias, targets, temperature=0.7, sampling_mask=to_bits(kept))
     expected = plain_filtered(hidden, weight, bias, targets, kept)
     exactly(found, expected, rtol=0, atol=1e-12)
     leaves = [hidden, weight, bias]
@@ -197,7 +197,7 @@ def test_gradcheck_over_kept_tokens() -> None:
     bits = to_bits(filtered(6)[1])
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(leaves[0], leaves[1], leaves[2], targets, temperature=0.7, kept=bits)
+        return token_logprobs(leaves[0], leaves[1], leaves[2], targets, temperature=0.7, sampling_mask=bits)
 
     assert bias is not None and torch.autograd.gradcheck(both, (hidden, weight, bias))
 
@@ -209,7 +209,7 @@ def test_what_is_left_out_may_be_anything(dtype: torch.dtype) -> None:
     kept[:, :3] = True
     targets = targets % 3
     assert bias is not None
-    found = token_logprobs(hidden, weight, bias, targets, kept=to_bits(kept))
+    found = token_logprobs(hidden, weight, bias, targets, sampling_mask=to_bits(kept))
     exactly(found, token_logprobs(hidden, weight[:3], bias[:3], targets))
     *grads, of_bias = gradients(found, [hidden, weight, bias])
     assert not grads[1][3:].any() and not of_bias[3:].any() and all(grad.isfinite().all() for grad in grads)
@@ -218,7 +218,7 @@ def test_what_is_left_out_may_be_anything(dtype: torch.dtype) -> None:
 def test_a_single_kept_token_is_certain() -> None:
     hidden, weight, bias, targets = inputs(dtype=torch.float32)
     alone = torch.zeros(40, 11, dtype=torch.bool).scatter(1, targets[:, None], value=True)
-    logprobs, entropy = token_logprobs(hidden, weight, bias, targets, kept=to_bits(alone))
+    logprobs, entropy = token_logprobs(hidden, weight, bias, targets, sampling_mask=to_bits(alone))
     assert not logprobs.any() and not entropy.any()
     assert not any(grad.any() for grad in gradients((logprobs, entropy), [hidden, weight]))
 
@@ -226,5 +226,5 @@ def test_a_single_kept_token_is_certain() -> None:
 def test_all_tokens_kept_is_no_filter_bit_for_bit() -> None:
     given = inputs(dtype=torch.float32)
     everything = to_bits(torch.ones(40, 11, dtype=torch.bool))
-    for found, expected in zip(token_logprobs(*given, kept=everything), token_logprobs(*given), strict=True):
+    for found, expected in zip(token_logprobs(*given, sampling_mask=everything), token_logprobs(*given), strict=True):
         assert torch.equal(found, expected)

@@ -12,8 +12,8 @@ from kit.support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rl import Contributions
-from lightning_rl.policy import Outputs, PolicyModel, Scorer, lay_out, make_plan
+from lightning_rl.corrections import Corrections
+from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.model import check_dropout, check_finite, check_scoring
 from lightning_rl.rollouts.logprobs import scored
@@ -33,7 +33,7 @@ def with_critic(*, separate: bool, temperature: float = 1.0, packed: bool = True
 
 
 def values_of(policy: PolicyModel, *, packed: bool = True) -> Tensor:
-    values = policy(lay_out(ragged_rollout(), packed=packed)).values
+    values = policy(pack(ragged_rollout(), packed=packed)).values
     assert values is not None
     return values
 
@@ -70,12 +70,12 @@ def test_the_value_before_a_token_is_the_head_on_the_critics_hidden_state(separa
 def test_values_are_never_divided_by_the_temperature(separate: bool) -> None:
     cold, hot = (with_critic(separate=separate, temperature=temperature) for temperature in (0.5, 2.0))
     assert torch.equal(values_of(cold), values_of(hot))
-    layout = lay_out(ragged_rollout())
+    layout = pack(ragged_rollout())
     assert not torch.allclose(cold(layout).logprobs, hot(layout).logprobs)
 
 
 def test_a_new_critic_says_zero_and_no_critic_says_nothing() -> None:
-    model, layout = tiny_policy(), lay_out(ragged_rollout())
+    model, layout = tiny_policy(), pack(ragged_rollout())
     fresh = PolicyModel(model, model, temperature=1.0, packed=True)(layout).values
     assert fresh is not None and not fresh.any()
     assert PolicyModel(model, None, temperature=1.0, packed=True)(layout).values is None
@@ -111,7 +111,7 @@ def test_the_value_loss_reaches_the_policy_through_a_shared_critic_only(separate
 def test_the_reference_scores_like_the_policy_it_was_copied_from_and_is_frozen(packed: bool) -> None:
     policy = PolicyModel(tiny_policy(), None, temperature=0.7, packed=packed)
     reference = Scorer(copy.deepcopy(policy.model), temperature=0.7, packed=packed)
-    layout = lay_out(ragged_rollout(), packed=packed)
+    layout = pack(ragged_rollout(), packed=packed)
     found = reference.logprobs(layout)
     assert torch.equal(found, policy(layout).logprobs) and not found.requires_grad
     assert not any(parameter.requires_grad for parameter in reference.model.parameters())
@@ -129,7 +129,7 @@ def test_the_fingerprint_is_equal_exactly_if_the_weights_are(dtype: torch.dtype)
 def test_the_fingerprint_takes_scalar_parameters() -> None:
     model = tiny_policy()
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    assert len(Scorer(model, temperature=1.0, packed=True).fingerprint) == 32
+    assert len(Scorer(model, temperature=1.0, packed=True).fingerprint) == 12
 
 
 @pytest.mark.parametrize(("what", "field"), [("log-probability", "logprobs"), ("value", "values")])
@@ -148,10 +148,10 @@ def test_a_non_finite_output_raises_with_sample_and_position(what: str, field: s
 def test_non_finite_weights_stop_the_scoring_of_a_rollout() -> None:
     policy, rollout = PolicyModel(tiny_policy(), None, temperature=1.0, packed=True), ragged_rollout()
     plan = make_plan(rollout, minibatches=1, token_budget=1000)
-    scored(rollout, plan, policy, None, Contributions(), old=True)
+    scored(rollout, plan, policy, None, Corrections(), old=True)
     tuple(policy.model.parameters())[-1].data[3] = torch.nan
     with pytest.raises(FloatingPointError, match=r"\(sample \d+\), response position \d+: its weights"):
-        scored(rollout, plan, policy, None, Contributions(), old=True)
+        scored(rollout, plan, policy, None, Corrections(), old=True)
 
 
 @forms

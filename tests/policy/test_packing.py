@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl import Rollout, concatenate
-from lightning_rl.policy import Layout, PolicyModel, lay_out, packing
+from lightning_rl.policy import Layout, PolicyModel, pack, packing
 from lightning_rl.policy.model import check_scoring
 
 exactly = torch.testing.assert_close
@@ -60,7 +60,7 @@ def differentiated(policy: PolicyModel, logprobs: Tensor, entropy: Tensor, value
 
 
 def together(policy: PolicyModel, rows: Rollout, *, packed: bool) -> Scored:
-    logprobs, entropy, values = policy(lay_out(rows, packed=packed))
+    logprobs, entropy, values = policy(pack(rows, packed=packed))
     return differentiated(policy, logprobs, entropy, values)
 
 
@@ -101,20 +101,20 @@ def test_scores_and_gradient_are_those_of_every_sequence_alone(
 @forms
 def test_positions_outside_of_the_valid_tokens_are_zero(packed: bool) -> None:
     rows = rows_with_everything()
-    logprobs, entropy, values = policy_of(tiny_model("qwen2"), packed=packed)(lay_out(rows, packed=packed))
+    logprobs, entropy, values = policy_of(tiny_model("qwen2"), packed=packed)(pack(rows, packed=packed))
     for tensor in (logprobs, entropy, values):
         assert not tensor[~rows.valid_tokens].any() and tensor[rows.valid_tokens].all()
 
 
 def test_packed_inputs_hold_no_padding_and_leave_out_the_last_token() -> None:
     rows = rows_with_everything()
-    layout = lay_out(rows, packed=True)
+    layout = pack(rows, packed=True)
     lengths = (rows.prompt_lengths + rows.response_lengths - 1).clamp(min=1)
     assert layout.lengths == tuple(lengths.tolist())
     assert layout.input_ids.shape == layout.position_ids.shape == (1, sum(layout.lengths))
     positions = [place for length in layout.lengths for place in range(length)]
     assert layout.position_ids.tolist() == [positions], "each sequence begins at 0, for models with absolute positions"
-    assert layout.boundaries.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert layout.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()]
     assert len(layout.targets) == int(rows.valid_tokens.sum())
 
 
@@ -170,14 +170,14 @@ def test_a_sliding_window_wider_than_the_rows_of_the_check_is_kept_or_refused(fa
 def test_attention_with_a_soft_cap_raises_and_says_what_to_do() -> None:
     policy = policy_of(tiny_model("gemma2"), packed=True)
     with pytest.raises(ValueError, match="softcap: use packing=False"):
-        policy(lay_out(rows_with_everything(), packed=True))
+        policy(pack(rows_with_everything(), packed=True))
 
 
 def test_layers_that_drop_the_boundaries_raise_and_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(tiny_model("qwen2"), packed=True)
     drop_arguments(policy, monkeypatch)
     with pytest.raises(ValueError, match="Qwen2Attention drops the sequence boundaries: use packing=False"):
-        policy(lay_out(rows_with_everything(), packed=True))
+        policy(pack(rows_with_everything(), packed=True))
 
 
 def drop_arguments(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,5 +222,5 @@ def test_flash_attention_gets_its_arguments_right(family: str, monkeypatch: pyte
 
 
 def test_a_layout_moves_every_tensor() -> None:
-    layout: Layout = lay_out(rows_with_everything()).to("meta")
-    assert {t.device.type for t in (layout.input_ids, layout.source, layout.rows, layout.boundaries)} == {"meta"}
+    layout: Layout = pack(rows_with_everything()).to("meta")
+    assert {t.device.type for t in (layout.input_ids, layout.source, layout.rows, layout.cu_seqlens)} == {"meta"}

@@ -20,7 +20,7 @@ def rows_of(plan: Plan) -> list[int]:
     return [row for microbatch in plan.microbatches() for row in microbatch.index.tolist()]
 
 
-def excluding(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+def exclude_rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
     trained = rollout.trained.clone()
     trained[list(rows)] = False
     return rollout.replace(trained=trained, valid_tokens=rollout.action_mask & trained[:, None])
@@ -49,7 +49,7 @@ def check(rollout: Rollout, plan: Plan, *, minibatches: int, budget: int, packed
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 @pytest.mark.parametrize("budget", [1, 9, 20, 1000])
 def test_every_trained_row_once_in_whole_groups_within_the_budget(packed: bool, minibatches: int, budget: int) -> None:
-    rollout = excluding(ragged_rollout(24), [0, 7, 9, 10, 11])
+    rollout = exclude_rows(ragged_rollout(24), [0, 7, 9, 10, 11])
     plan = make_plan(rollout, minibatches=minibatches, token_budget=budget, packed=packed)
     check(rollout, plan, minibatches=minibatches, budget=budget, packed=packed)
 
@@ -109,12 +109,12 @@ def test_a_group_may_lie_anywhere_in_the_rollout() -> None:
 def test_every_rank_runs_as_many_microbatches_as_the_busiest(packed: bool) -> None:
     asked: list[list[int]] = []
 
-    def most(numbers: Sequence[int]) -> list[int]:
+    def max_over_ranks(numbers: Sequence[int]) -> list[int]:
         asked.append(list(numbers))
         return [5, numbers[1], numbers[2] + 1]
 
     rollout = ragged_rollout(9)
-    plan = make_plan(rollout, minibatches=3, token_budget=12, packed=packed, most=most)
+    plan = make_plan(rollout, minibatches=3, token_budget=12, packed=packed, max_over_ranks=max_over_ranks)
     alone = make_plan(rollout, minibatches=3, token_budget=12, packed=packed)
     numbers = [len(step) for step in alone.minibatches]
     assert asked == [numbers], "one collective for the whole plan"
@@ -128,7 +128,9 @@ def test_a_padding_microbatch_has_every_field_and_no_valid_token(packed: bool) -
     rollout = ragged_rollout(6).replace(
         extras={"weight": torch.ones(6, 2)}, token_extras={"teacher": torch.ones(6, 7), "experts": torch.ones(6, 7, 3)}
     )
-    plan = make_plan(rollout, minibatches=1, token_budget=1000, packed=packed, most=lambda numbers: [numbers[0] + 1])
+    plan = make_plan(
+        rollout, minibatches=1, token_budget=1000, packed=packed, max_over_ranks=lambda numbers: [numbers[0] + 1]
+    )
     padding = plan.minibatches[0][-1]
     rows = padding.rows_of(rollout)
     assert len(padding.index) == len(padding.layout.targets) == 0
@@ -151,13 +153,13 @@ def test_rows_of_a_microbatch_are_cut_to_its_longest_response(packed: bool) -> N
 def test_a_saved_plan_comes_back_the_same(packed: bool) -> None:
     rollout = ragged_rollout(12)
     plan = make_plan(
-        rollout, minibatches=2, token_budget=14, packed=packed, most=lambda numbers: [n + 1 for n in numbers]
+        rollout, minibatches=2, token_budget=14, packed=packed, max_over_ranks=lambda numbers: [n + 1 for n in numbers]
     )
     again = plan_of_rows(rollout, plan.rows(), packed=packed)
     assert again.rows() == plan.rows()
     for mine, theirs in zip(again.microbatches(), plan.microbatches(), strict=True):
         assert mine.layout.lengths == theirs.layout.lengths and mine.layout.shape == theirs.layout.shape
-        for name in ("input_ids", "position_ids", "source", "targets", "rows", "columns", "boundaries"):
+        for name in ("input_ids", "position_ids", "source", "targets", "rows", "columns", "cu_seqlens"):
             assert torch.equal(getattr(mine.layout, name), getattr(theirs.layout, name)), name
 
 
@@ -174,9 +176,12 @@ def test_fewer_groups_than_minibatches_leave_the_last_ones_empty() -> None:
 
 @pytest.mark.parametrize("rows", [0, 6], ids=["no-rows", "all-excluded"])
 def test_nothing_to_train_on_gives_padding_only(rows: int) -> None:
-    rollout = excluding(ragged_rollout(6), range(6)).select(torch.arange(rows))
+    rollout = exclude_rows(ragged_rollout(6), range(6)).select(torch.arange(rows))
     assert make_plan(rollout, minibatches=2, token_budget=100).rows() == [[], []]
-    assert make_plan(rollout, minibatches=2, token_budget=100, most=lambda _: [2, 1]).rows() == [[[], []], [[]]]
+    assert make_plan(rollout, minibatches=2, token_budget=100, max_over_ranks=lambda _: [2, 1]).rows() == [
+        [[], []],
+        [[]],
+    ]
 
 
 def test_a_plan_moves_as_a_whole() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import Contributions, LossView, Objective, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout
+from lightning_rl import Corrections, LossView, Objective, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout
 from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.rollout import GREEDY_SCORE
 from lightning_rl.signal.masked import GlobalSum, own_sum
@@ -44,12 +44,12 @@ def evaluate(
     view = view.replace(**leaves)
     known: dict[str, Any] = {"entropy_coef": 0.1, "value_coef": 0.5, **options}
     objective = Objective(
-        loss=loss or Reinforce(), reduction=reduction, contributions=Contributions(callbacks), **known
+        loss=loss or Reinforce(), reduction=reduction, contributions=Corrections(callbacks), **known
     )
     pieces = [(view, None)] if cut is None else [microbatch(view, rows) for rows in cut]
     if objective.loss.prepares and view.prepared is None:
         with torch.no_grad():
-            seen = [piece.sanitised() for piece, _ in pieces]
+            seen = [piece.sanitize() for piece, _ in pieces]
             prepared = objective.loss.prepare(seen, global_sum, global_concat)
         assert prepared is not None
         pieces = [(piece.replace(prepared=own), rows) for (piece, rows), own in zip(pieces, prepared, strict=True)]
@@ -87,7 +87,7 @@ def prepared_view(view: LossView, loss: PolicyLoss) -> LossView:
     if not loss.prepares:
         return view
     with torch.no_grad():
-        prepared = loss.prepare([view.sanitised()], own_sum, own_values)
+        prepared = loss.prepare([view.sanitize()], own_sum, own_values)
     return view.replace(prepared=None if prepared is None else prepared[0])
 
 

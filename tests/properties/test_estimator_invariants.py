@@ -11,8 +11,8 @@ from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Contributions, LossView, ReMax, RLCallback
-from lightning_rl.rollouts.signal import excluding, with_signal
+from lightning_rl import GAE, Corrections, LossView, ReMax, RLCallback
+from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
 from lightning_rl.signal.advantages import group_statistics
 from properties.batches import (
     WITNESS,
@@ -192,12 +192,12 @@ def test_i_19b_the_reward_of_a_row_outside_rewarded_moves_nothing(name: str, vie
 @pytest.mark.parametrize("correction", corrections_with("reward_mask", "exclude"), ids=name_of)
 @each
 def test_i_19b_nor_does_that_of_a_row_that_a_correction_takes_out(name: str, correction: RLCallback) -> None:
-    contributions = Contributions([correction])
+    contributions = Corrections([correction])
 
     def through(view: LossView) -> Tensor:
         masked = view.replace(rewarded=view.rewarded & contributions.reward_mask(view))
-        kept = excluding(masked, contributions)[0]
-        return with_signal(kept, ESTIMATOR_EXAMPLES[name], contributions)[0].required("advantages")
+        kept = exclude_rows(masked, contributions)[0]
+        return estimate_signal(kept, ESTIMATOR_EXAMPLES[name], contributions)[0].required("advantages")
 
     cut_off = WITNESS.rewarded & ~contributions.reward_mask(WITNESS)
     assert cut_off.any() and not cut_off.all()
@@ -236,15 +236,15 @@ def test_i_23_a_group_of_one_teaches_nothing_to_who_compares(name: str, view: Lo
 def test_i_24_reward_is_conserved(view: LossView, penalty: float) -> None:
     given = callback_of("penalty", token_reward=lambda rollout: -penalty * rollout.required("ref_logprobs"))
     plain = view.replace(values=torch.zeros_like(view.logprobs))
-    contributions = Contributions([given])
-    found, _ = with_signal(plain, GAE(whitened=False), contributions)
+    contributions = Corrections([given])
+    found, _ = estimate_signal(plain, GAE(whitened=False), contributions)
     task = torch.where(view.rewarded & view.valid_tokens.any(-1), view.rewards, 0.0)
     total = task - penalty * torch.where(view.valid_tokens, view.required("ref_logprobs"), 0.0).sum(-1)
     first = view.valid_tokens & (view.valid_tokens.cumsum(-1) == 1)
     placed = torch.where(first, found.required("returns"), 0.0).sum(-1)
     assert_close(placed, total)
     greedy = torch.where(view.rewarded, view.extras["greedy_score"], 0.0)
-    remax, _ = with_signal(plain, ReMax(), contributions)
+    remax, _ = estimate_signal(plain, ReMax(), contributions)
     assert_close(torch.where(first, remax.required("advantages"), 0.0).sum(-1), total - greedy * first.any(-1))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl import CISPO, DPPO, GSPO, Contributions, LossView, PolicyLoss, Reinforce, RLCallback
+from lightning_rl import CISPO, DPPO, GSPO, Corrections, LossView, PolicyLoss, Reinforce, RLCallback
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.losses import outside_trust_region
 from lightning_rl.signal.ratios import sequence_ratio
@@ -22,7 +22,7 @@ from properties.exports import CORRECTIONS, LOSS_EXAMPLES, VALUE_EXAMPLES, corre
 
 Function = Callable[[Tensor], Tensor]
 STEP, NEAR, ACCURACY = 1e-5, 1e-4, 1e-6
-VIEW = WITNESS.sanitised().select(torch.tensor([0, 1, 2, 3, 4, 6]))
+VIEW = WITNESS.sanitize().select(torch.tensor([0, 1, 2, 3, 4, 6]))
 WEIGHTS = torch.linspace(0.5, 1.5, VIEW.valid_tokens.numel(), dtype=torch.float64).view(VIEW.valid_tokens.shape)
 
 
@@ -160,7 +160,7 @@ def test_i_10b_gradient_of_every_kl_estimator(name: str, drift: float) -> None:
 
 @pytest.mark.parametrize("correction", corrections_with("sequence_mask", "token_mask", "token_weight"), ids=name_of)
 def test_i_10b_gradient_under_every_mask_and_weight_which_are_held_fixed(correction: RLCallback) -> None:
-    contributions, loss = Contributions([correction]), Reinforce()
+    contributions, loss = Corrections([correction]), Reinforce()
 
     def factor(point: Tensor) -> Tensor:
         found = contributions.policy_factor(at(point)).factor

@@ -13,7 +13,7 @@ import torch
 from kit.support import tiny_policy
 from torch import Tensor
 
-from lightning_rl import GAE, Contributions, LossView, Objective, Reinforce, RLCallback, token_mean
+from lightning_rl import GAE, Corrections, LossView, Objective, Reinforce, RLCallback, token_mean
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -33,7 +33,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.rollouts.signal import excluding, with_signal
+from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
 from properties.batches import WITNESS
 from properties.evaluation import evaluate
 from properties.exports import CORRECTIONS
@@ -61,7 +61,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     RolloutKL: {"coef": (0.1, 0.2), "estimator": ("k2", "k3")},
     AdaptiveKL: {"beta": (0.05, 0.1), "target": (0.1, 0.01), "horizon": (100, 10), **KL},
     TeacherKL: {"teacher": (None, tiny_policy), "beta": (0.5, 1.0), **KL},
-    DynamicSampling: {"tolerance": (1e-6, 0.9), "most_rounds": (10, 2)},
+    DynamicSampling: {"tolerance": (1e-6, 0.9), "max_rounds": (10, 2)},
     EntropyBonus: {"coef": (0.01, 0.02), "target": (None, 9.0), "step": (0.005, 0.01)},
     RewardNormalization: {
         "mean": ("batch", "group"), "std": ("batch", "none"), "leave_one_out": (False, True),
@@ -91,11 +91,11 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
     """Everything that a correction does on the witness batch, from the reward to the gradient, and what it learns."""
     correction = copy.copy(correction)
     trial = "provide" not in correction.contributes  # a teacher of its own needs a fit
-    contributions = Contributions([correction]) if trial else Contributions()
+    contributions = Corrections([correction]) if trial else Corrections()
     view = WITNESS.replace(rewarded=WITNESS.rewarded & contributions.reward_mask(WITNESS))
     kept = contributions.keep_groups(view)
-    excluded = excluding(view, contributions)[0]
-    signalled, _ = with_signal(excluded, GAE(lam=0.9, whitened=False), contributions)
+    excluded = exclude_rows(view, contributions)[0]
+    signalled, _ = estimate_signal(excluded, GAE(lam=0.9, whitened=False), contributions)
     if isinstance(correction, AdaptiveKL):
         correction.observe(signalled)
     if isinstance(correction, EntropyBonus):
@@ -105,7 +105,7 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
     stats = {name: stat.moments for name, stat in contributions.rollout_metrics(view).items()}
     return {
         "kept": kept, "advantages": signalled.required("advantages"), "loss": found.loss, "gradient": found.gradients,
-        "metrics": {**found.metrics, **stats}, "rounds": correction.most_rounds, "offers": correction.contributes,
+        "metrics": {**found.metrics, **stats}, "rounds": correction.max_rounds, "offers": correction.contributes,
         "parts": found.parts,
     }  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_i_10_an_off_value_is_the_absence_of_the_correction_bit_for_bit(correcti
 
 def test_i_10_an_objective_trains_the_entropy_only_if_somebody_asks() -> None:
     def trains(*callbacks: RLCallback, coef: float = 0.0) -> bool:
-        contributions = Contributions(callbacks)
+        contributions = Corrections(callbacks)
         objective = Objective(loss=Reinforce(), reduction=token_mean, contributions=contributions, entropy_coef=coef)
         return objective.entropy_gradient
 

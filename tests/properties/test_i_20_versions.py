@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit.support import fit, parity_reward, recorder, tiny_module
 
-from lightning_rl import Contributions, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
+from lightning_rl import Corrections, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Drawer
 from properties.exports import corrections_with, name_of
@@ -59,7 +59,7 @@ def test_i_13_sampled_is_kept_plus_filtered(correction: RLCallback, number: int)
 
     drawer = Drawer(
         engine=FakeEngine(answer), tokenizer=None, rewards=Rewards([parity_reward]), stop=(), seed=0, logprobs=False,
-        contributions=Contributions([correction]), group_size=2, temperature=1.0, max_new_tokens=9, dtype=torch.float32,
+        contributions=Corrections([correction]), group_size=2, temperature=1.0, max_new_tokens=9, dtype=torch.float32,
         eos_ids=frozenset({1}), generating=nullcontext,
     )  # fmt: skip
     drawer.engine.load_weights([], 0)

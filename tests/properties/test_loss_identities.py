@@ -11,7 +11,7 @@ from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import ClipCov, ClippedSurrogate, Contributions, LossView, PolicyLoss, RLCallback
+from lightning_rl import ClipCov, ClippedSurrogate, Corrections, LossView, PolicyLoss, RLCallback
 from lightning_rl.corrections.stat import shown_value
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean
@@ -60,7 +60,7 @@ def test_i_08_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, view
 @some
 def test_i_08_on_policy_nothing_is_rejected_and_every_weight_is_1(correction: RLCallback, view: LossView) -> None:
     view = on_policy(view)
-    factor, stats = Contributions([correction]).policy_factor(view)
+    factor, stats = Corrections([correction]).policy_factor(view)
     assert factor is not None and (factor[view.valid_tokens] == 1).all()
     for name, stat in stats.items():
         expected = 1.0 if name.endswith(("weight_mean", "ess")) else 0.0

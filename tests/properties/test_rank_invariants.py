@@ -113,7 +113,7 @@ def on_a_rank(
 @few
 def test_i_05_ranks_train_as_one_does(name: str, reduction: Reduction, view: LossView, dealt: list[int]) -> None:
     apart = 3.0 * view.groups[:, None]  # the means of a rank are not those of the step
-    view = view.replace(advantages=view.required("advantages") + apart, logprobs=view.logprobs - apart).sanitised()
+    view = view.replace(advantages=view.required("advantages") + apart, logprobs=view.logprobs - apart).sanitize()
     parts = dealt_by_group(view, dealt)
     found = in_lockstep(*[partial(on_a_rank, own, name, reduction) for own in parts])
     whole = evaluate(view, loss=LOSS_EXAMPLES[name], reduction=reduction)
@@ -137,7 +137,7 @@ def test_i_15_a_rank_without_tokens_waits_for_nobody(name: str, nothing: str) ->
     loss = LOSS_EXAMPLES[name]
 
     def prepare(own: LossView, global_sum: GlobalSum, global_concat: GlobalConcat) -> Tensor:
-        pieces = [own.sanitised(), microbatch(own, [])[0].sanitised()]
+        pieces = [own.sanitize(), microbatch(own, [])[0].sanitize()]
         prepared = loss.prepare(pieces, global_sum, global_concat)
         assert prepared is not None
         return prepared[0]

@@ -15,7 +15,7 @@ from lightning_rl import (
     GAE,
     ClippedSurrogate,
     Completion,
-    Contributions,
+    Corrections,
     FakeEngine,
     Finish,
     Prompt,
@@ -29,7 +29,7 @@ from lightning_rl import (
 )
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import IcePop, ReferenceKL, TruncatedIS
-from lightning_rl.policy import PolicyModel, Scorer, lay_out, make_plan
+from lightning_rl.policy import PolicyModel, Scorer, make_plan, pack
 from lightning_rl.rollouts.logprobs import scored
 
 NAN = math.nan
@@ -80,7 +80,7 @@ def test_1_04_tool_tokens_do_not_shrink_the_gradient(reduction: Any) -> None:
 
 
 def test_1_05_the_gradient_is_that_of_the_whole_step_for_every_split_and_number_of_ranks() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     whole = one_step(rollout, WHOLE).gradient
     for cut in CUTS:
         assert_close(one_step(rollout, cut).gradient, whole)
@@ -114,7 +114,7 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     policy = PolicyModel(model, None, temperature=temperature, packed=True)
     reference = Scorer(model, temperature=temperature, packed=True)
     plan = make_plan(rollout, minibatches=1, token_budget=99)
-    found = scored(rollout, plan, policy, reference, Contributions(), old=True)
+    found = scored(rollout, plan, policy, reference, Corrections(), old=True)
     engines = found.required("rollout_logprobs")
     assert_close(found.required("old_logprobs"), engines)
     assert_close(found.required("ref_logprobs"), engines)
@@ -132,13 +132,13 @@ def test_1_08_values_are_never_divided_by_the_temperature() -> None:
     policy.critic = Counting()
     policy.value_head.weight.data = torch.eye(32)[:1]
     rows = rollout_of([0.0], [[1, 1]], prompt_ids=[[2, 3]], prompt_lengths=[2])
-    assert policy(lay_out(rows)).values.tolist() == [[2.0, 3.0]]
+    assert policy(pack(rows)).values.tolist() == [[2.0, 3.0]]
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_gradient(packed: bool) -> None:
     rows = ragged_rollout(24, seed=2)
-    layout, valid = lay_out(rows, packed=packed), rows.valid_tokens
+    layout, valid = pack(rows, packed=packed), rows.valid_tokens
     last = rows.prompt_ids.gather(1, rows.prompt_lengths[:, None] - 1)
     previous = torch.cat([last, rows.response_ids], 1)[:, :-1]
     assert torch.equal(layout.input_ids.flatten()[layout.source], previous[valid]), "the token before each target"
@@ -151,7 +151,7 @@ def test_1_09_taking_sequences_apart_and_joining_them_is_the_identity_with_its_g
 
 
 def test_1_10_a_metric_of_correct_samples_joins_by_identity_and_not_by_position() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     rollout = rollout.replace(rewards=(torch.arange(12) % 3 == 1).double())
 
     def entropy(view: Any) -> dict[str, Stat]:

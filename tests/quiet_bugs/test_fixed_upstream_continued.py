@@ -27,7 +27,7 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
 from lightning_rl.losses import GMPO, GSPO, LOSSES
-from lightning_rl.policy import PolicyModel, lay_out
+from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollouts.collect import staleness
 from lightning_rl.update import StepGradient
@@ -77,7 +77,7 @@ def test_1_15_the_slope_along_a_coefficient_is_the_logged_term(estimator: str) -
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reduction", [token_mean, sequence_mean, prompt_mean])
 def test_1_16_neither_loss_nor_gradient_depends_on_the_size_of_a_microbatch(reduction: Any, loss: str) -> None:
-    rollout = ragged_rollout(dtype=torch.float64, seed=5).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64, seed=5).sanitize()
     options: dict[str, Any] = {"reduction": reduction, "loss": LOSSES[loss]}
     whole = one_step(rollout, WHOLE, **options)
     for cut in CUTS:
@@ -120,7 +120,7 @@ def test_1_20_padding_carries_exactly_the_fields_of_what_it_pads() -> None:
 
 
 def test_1_20_a_microbatch_without_a_valid_token_still_takes_part() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     masked = torch.arange(12)[:, None] >= 9
     rollout = rollout.replace(valid_tokens=rollout.valid_tokens & ~masked)
     whole, cut = (one_step(rollout, rows, OPSM(0.1)) for rows in (WHOLE, [range(9), range(9, 12), []]))
@@ -143,17 +143,17 @@ def test_1_21_every_field_follows_its_sample() -> None:
 def test_1_21_a_pass_that_only_scores_leaves_nothing_behind() -> None:
     model, rollout = tiny_policy(dtype=torch.float64), ragged_rollout(dtype=torch.float64)
     policy = PolicyModel(model, None, temperature=1.0, packed=True)
-    before = model(input_ids=rollout.prompt_ids).logits, policy(lay_out(rollout)).logprobs
+    before = model(input_ids=rollout.prompt_ids).logits, policy(pack(rollout)).logprobs
     with torch.no_grad():
-        policy(lay_out(ragged_rollout(seed=1)))
-    after = policy(lay_out(rollout)).logprobs
+        policy(pack(ragged_rollout(seed=1)))
+    after = policy(pack(rollout)).logprobs
     assert torch.equal(after, before[1])
     assert torch.equal(model(input_ids=rollout.prompt_ids).logits, before[0])
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_1_22_a_log_probability_stands_where_its_token_stands(packed: bool) -> None:
-    rollout, model = ragged_rollout(dtype=torch.float64).sanitised(), tiny_policy(dtype=torch.float64)
+    rollout, model = ragged_rollout(dtype=torch.float64).sanitize(), tiny_policy(dtype=torch.float64)
     alone = torch.zeros_like(rollout.required("old_logprobs"))
     for row in range(len(rollout)):
         prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
@@ -161,14 +161,14 @@ def test_1_22_a_log_probability_stands_where_its_token_stands(packed: bool) -> N
         logits = model(input_ids=ids[None]).logits[0, prompt - 1 : prompt - 1 + length].detach()
         alone[row, :length] = logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0]
     policy = PolicyModel(model, None, temperature=1.0, packed=packed)
-    found = policy(lay_out(rollout, packed=packed)).logprobs
+    found = policy(pack(rollout, packed=packed)).logprobs
     assert_close(found.detach(), alone * rollout.valid_tokens)
     empty = rollout.response_lengths == 0
     assert empty.any() and not found[empty].any()
 
 
 def test_1_23_gradients_of_microbatches_add_up() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     first, second, both = (
         one_step(rollout, cut, reduction=lambda valid, *_: valid.double()).gradient
         for cut in ([range(5)], [range(5, 12)], [range(5), range(5, 12)])

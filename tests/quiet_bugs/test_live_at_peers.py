@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Contributions,
+    Corrections,
     FakeEngine,
     Finish,
     Reinforce,
@@ -102,7 +102,7 @@ def test_2_04_extremes_and_deviations_count_valid_tokens_alone() -> None:
 
 
 def test_2_05_kl_and_entropy_do_not_depend_on_microbatches_or_masked_rows() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     whole = one_step(rollout, WHOLE, RolloutKL(0.5), entropy_coef=0.1)
     assert {"loss/entropy", "rollout_kl/loss"} < whole.losses.keys()
     for cut in CUTS:
@@ -131,9 +131,9 @@ def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Calla
     given: dict[str, Any] = {"engine_logprobs": None, "critic": False, "steps_per_rollout": 2}
     mute, speaking = (FakeEngine(lambda _: [2], returns_logprobs=flag) for flag in (False, True))
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
-        check_reads(Contributions([correction]), Reinforce(), GRPO, engine=mute, **given)
+        check_reads(Corrections([correction]), Reinforce(), GRPO, engine=mute, **given)
     with pytest.warns(UserWarning, match="engine_logprobs switched on"):
-        assert check_reads(Contributions([correction]), Reinforce(), GRPO, engine=speaking, **given).rollout_logprobs
+        assert check_reads(Corrections([correction]), Reinforce(), GRPO, engine=speaking, **given).rollout_logprobs
     with pytest.raises(ValueError, match='expected a rollout with "rollout_logprobs", got none'):
         run_step(view_of([-1.0]), callbacks=[correction])
 
@@ -162,7 +162,7 @@ def test_2_10_the_divergence_from_the_engine_counts_valid_tokens_once() -> None:
     own = policy_metrics(view)["kl/rollout"]
     expected = (math.exp(0.5) - 1.5) / 2
     assert own.value() == pytest.approx(expected)
-    empty = policy_metrics(view.replace(valid_tokens=torch.zeros_like(view.valid_tokens)).sanitised())["kl/rollout"]
+    empty = policy_metrics(view.replace(valid_tokens=torch.zeros_like(view.valid_tokens)).sanitize())["kl/rollout"]
     nothing = policy_metrics(view.select(torch.arange(0)))["kl/rollout"]
     assert merged(own, empty, nothing, own) == pytest.approx(expected), "a rank without tokens adds nothing"
 
@@ -187,7 +187,7 @@ def test_2_12_a_drifted_bad_response_is_rejected_as_a_whole() -> None:
 @pytest.mark.parametrize("removed", [0.0, 50.0])
 def test_2_12_a_removed_row_is_in_no_statistic(estimator: Any, removed: float) -> None:
     remove = callback_of("remove", exclude=lambda seen: seen.sample_ids == 102)
-    rollout, _ = excluding(rollout_of([1.0, 0.0, removed], [[1], [1], [1]]), Contributions([remove]))
+    rollout, _ = exclude_rows(rollout_of([1.0, 0.0, removed], [[1], [1], [1]]), Corrections([remove]))
     advantages, logged = signal(rollout, estimator)
     assert advantages[0] == -advantages[1] != 0 and advantages[2] == 0 and logged["reward/task"] == 0.5
 
@@ -314,7 +314,7 @@ def test_2_21_the_force_back_never_fades_with_drift() -> None:
 
 
 def test_2_22_a_step_draws_no_global_random_number() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     loss, found = ClipCov(fraction=0.25, cov_low=-9.0, cov_high=9.0), []
     with torch.random.fork_rng():
         for seed, cut in enumerate((WHOLE, *CUTS)):

@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
     ),
     "clip_cov": (
         {"minibatches": 2, "loss": "clip_cov", "reduction": "sequence_mean"},
-        [DynamicSampling(most_rounds=2), TruncatedIS(), IcePop(), OverlongPenalty(8, 4)],
+        [DynamicSampling(max_rounds=2), TruncatedIS(), IcePop(), OverlongPenalty(8, 4)],
     ),
     "gspo": ({**EPOCHS, "loss": "gspo", "entropy_coef": 0.01}, [NoEOSMask()]),
     "kept_tokens": ({**EPOCHS, "top_k": 6, "engine_logprobs": True}, [TruncatedIS()]),

@@ -37,16 +37,16 @@ def fails_for(*bad: int, name: str = "fragile") -> tuple[Reward, list[list[int]]
     return fragile, calls
 
 
-def scores(functions: Any, rows: int, weights: Sequence[float] | None = None, **options: Any) -> Scores:
+def scores(rewards: Any, rows: int, **options: Any) -> Scores:
     """Scores rows whose prompts are their numbers; a warning is an error unless the test expects it."""
     completions = [f"said {row}" for row in range(rows)]
     ids = [[row] for row in range(rows)]
     known = {"completion_ids": ids, "columns": {}, **options}
-    return Rewards(functions, weights)(list(range(rows)), completions, **known)
+    return Rewards(rewards)(list(range(rows)), completions, **known)
 
 
 def test_values_are_weighted_and_summed_and_kept_raw() -> None:
-    found = scores([says(1.0, 2.0, name="a"), says(0.5, -1.0, name="b")], 2, [2.0, 10.0])
+    found = scores({"a": (says(1.0, 2.0), 2.0), "b": (says(0.5, -1.0), 10)}, 2)
     assert found.total.tolist() == [7.0, -6.0] and found.scored.tolist() == [True, True]
     assert {name: raw.tolist() for name, raw in found.raw.items()} == {"a": [1.0, 2.0], "b": [0.5, -1.0]}
 
@@ -107,14 +107,14 @@ def test_an_interrupt_is_not_mistaken_for_a_failing_reward() -> None:
 def test_a_weight_of_zero_only_logs(failure: float | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        found = scores([says(1.0, 2.0, name="a"), says(3.0, failure, name="logged")], 2, [1.0, 0.0])
+        found = scores({"a": says(1.0, 2.0), "logged": (says(3.0, failure), 0.0)}, 2)
     assert found.total.tolist() == [1.0, 2.0] and found.scored.tolist() == [True, True]
     assert found.raw["logged"][0] == 3.0
 
 
 def test_a_row_that_only_a_logged_function_scores_is_not_scored() -> None:
     with pytest.warns(UserWarning, match="reward functions gave no value"):
-        found = scores([says(None, name="a"), says(1.0, name="logged")], 1, [1.0, 0.0])
+        found = scores({"a": says(None), "logged": (says(1.0), 0.0)}, 1)
     assert found.scored.tolist() == [False]
 
 
@@ -200,20 +200,39 @@ def test_names_come_from_the_functions_or_the_mapping(
 
 
 @pytest.mark.parametrize(
-    ("functions", "weights", "message"),
+    ("rewards", "message"),
     [
-        pytest.param([], None, r"expected reward functions with different names, got \[\]", id="none"),
-        pytest.param([says(), says()], None, r"different names, got \['said', 'said'\]", id="same-name"),
-        pytest.param([says()], [1.0, 2.0], "expected 1 reward weights, got 2", id="too-many-weights"),
-        pytest.param([says(name="a"), says(name="b")], [1.0], "expected 2 reward weights, got 1", id="too-few-weights"),
-        pytest.param([says()], [], "expected 1 reward weights, got 0", id="no-weights"),
+        pytest.param([], r"expected reward functions with different names, got \[\]", id="none"),
+        pytest.param([says(), says()], r"different names, got \['said', 'said'\]", id="same-name"),
+        pytest.param({"task": says()}, "expected other names of rewards than", id="reserved"),
+        pytest.param({"a": (says(),)}, r"expected a function or \(function, finite weight\) for reward a", id="alone"),
+        pytest.param({"a": (2.0, says())}, "expected a function or", id="swapped"),
+        pytest.param({"a": (says(), math.inf)}, "expected a function or", id="infinite"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_at_construction(functions: Any, weights: Any, message: str) -> None:
+def test_what_does_not_fit_together_is_refused_at_construction(rewards: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Rewards(functions, weights)
+        Rewards(rewards)
 
 
-def test_weights_follow_the_order_of_a_mapping() -> None:
-    assert scores({"b": says(1.0), "a": says(1.0)}, 1, [3.0, 5.0]).total.tolist() == [8.0]
-    assert Rewards({"b": says(), "a": says()}, [3.0, 5.0]).weights == {"b": 3.0, "a": 5.0}
+def test_weights_stand_beside_the_functions_of_a_mapping() -> None:
+    rewards = {"b": (says(1.0), 3.0), "a": (says(1.0), 5), "c": says(1.0)}
+    assert scores(rewards, 1).total.tolist() == [9.0]
+    assert Rewards(rewards).weights == {"b": 3.0, "a": 5.0, "c": 1.0}
+
+
+def test_a_single_function_needs_no_list() -> None:
+    assert list(scores(says(1.0), 1).raw) == ["said"]
+
+
+def test_every_call_that_returned_is_kept_with_what_it_was_given() -> None:
+    fragile, _ = fails_for(1)
+    working = says(5.0, None, name="working")
+    with pytest.warns(UserWarning, match="reward fragile gave KeyError"):
+        calls = scores([fragile, working], 2, columns={}).calls
+    assert [(call.name, list(call.prompts), list(call.values)) for call in calls] == [
+        ("fragile", [0], [1.0]),
+        ("working", [0, 1], [5.0, None]),
+    ]
+    assert calls[1].function is working and calls[1].seconds >= 0
+    assert (list(calls[1].completions), list(calls[1].completion_ids)) == (["said 0", "said 1"], [[0], [1]])

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, TruncatedIS
+from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Completion, EngineState, Request
-from lightning_rl.interrupts import INTERRUPTED
 from lightning_rl.rollouts import prefetch
 
 pytestmark = pytest.mark.filterwarnings(

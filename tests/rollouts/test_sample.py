@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_rl import (
     Completion,
-    Contributions,
+    Corrections,
     FakeEngine,
     Finish,
     Prompt,
@@ -77,7 +77,7 @@ def test_every_token_keeps_the_version_that_drew_it() -> None:
 def drawer(*callbacks: RLCallback, script: Any = answer, rewards: Any = (parity_reward,), **options: Any) -> Drawer:
     known: dict[str, Any] = {
         "engine": FakeEngine(script), "tokenizer": None, "rewards": Rewards(rewards),
-        "contributions": Contributions(callbacks), "group_size": G, "temperature": 0.7, "max_new_tokens": 9,
+        "contributions": Corrections(callbacks), "group_size": G, "temperature": 0.7, "max_new_tokens": 9,
         "eos_ids": frozenset({1}), "stop": ("x",), "seed": 11, "logprobs": False, "dtype": torch.float32,
         "generating": nullcontext,
     }  # fmt: skip
@@ -185,7 +185,7 @@ def test_filtered_groups_are_replaced_by_the_next_prompts() -> None:
 
 def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups == 2), stream()
-    keeping.most_rounds = 4
+    keeping.max_rounds = 4
     with pytest.warns(UserWarning, match="2 groups are missing after 4 rounds of refilling"):
         rollout, stats = drawer(keeping).draw(data.take, 3, cycle=0, rank=0)
     assert rollout.groups.tolist() == [2] * G and len(keeping.seen) == 4
@@ -194,7 +194,7 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
 
 def test_nothing_kept_at_all_gives_no_rows() -> None:
     keeping = Keeping(lambda rollout: torch.zeros_like(rollout.trained))
-    keeping.most_rounds = 2
+    keeping.max_rounds = 2
     with pytest.warns(UserWarning, match="1 groups are missing after 2 rounds"):
         rollout, _ = drawer(keeping).draw(stream().take, 1, cycle=0, rank=0)
     assert len(rollout) == 0

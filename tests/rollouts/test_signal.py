@@ -9,11 +9,11 @@ from kit.support import callback_of, ragged_rollout, rollout_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Contributions, Finish, Rollout, grpo, reinforce, rloo
+from lightning_rl import GAE, Corrections, Finish, Rollout, grpo, reinforce, rloo
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.corrections import RLCallback, Stat
-from lightning_rl.rollouts.signal import excluding, validation_metrics, with_signal
+from lightning_rl.rollouts.signal import exclude_rows, validation_metrics, estimate_signal
 from lightning_rl.signal.returns import gae
 
 NAN, INF = math.nan, math.inf
@@ -23,15 +23,15 @@ PLAIN = GAE(whitened=False)
 def signal(
     rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
 ) -> tuple[Tensor, dict[str, float], Rollout]:
-    found, stats = with_signal(rollout, resolve_advantages(estimator), Contributions(callbacks))
+    found, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
 
 
 def without_eos(rollout: Rollout, action: Any = "zero_reward") -> tuple[Rollout, dict[str, Stat]]:
     """The rollout as drawing and planning hand it on under NoEOSMask."""
-    contributions = Contributions([NoEOSMask(action)])
+    contributions = Corrections([NoEOSMask(action)])
     masked = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return excluding(masked, contributions)
+    return exclude_rows(masked, contributions)
 
 
 def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:
@@ -82,12 +82,12 @@ def test_masks_are_derived_each_from_the_one_before() -> None:
     rollout = rollout_of([1.0] * 4, [[1, 1]] * 3 + [[1, 0]], sample_ids=[0, -1, 2, 3])
     rollout = rollout.replace(rewarded=torch.tensor([True, True, True, False]))
     drop = callback_of("drop", exclude=lambda seen: seen.sample_ids == 2)
-    found, stats = excluding(rollout, Contributions([drop]))
+    found, stats = exclude_rows(rollout, Corrections([drop]))
     assert found.trained.tolist() == [True, False, False, True]
     assert found.rewarded.tolist() == [True, False, False, False]
     assert found.valid_tokens.tolist() == [[True, True], [False] * 2, [False] * 2, [True, False]]
     assert float(stats["drop/excluded"].value()) == pytest.approx(1 / 3)
-    untouched, nothing = excluding(rollout, Contributions())
+    untouched, nothing = exclude_rows(rollout, Corrections())
     assert untouched.trained.tolist() == [True, False, True, True] and nothing == {}
 
 
@@ -171,7 +171,7 @@ def test_poison_where_nothing_counts_reaches_nothing(estimator: Any) -> None:
 
 def test_sanitising_changes_no_valid_token_and_no_integer() -> None:
     rollout = ragged_rollout().replace(token_extras={"routes": torch.full((12, 7, 2), NAN), "ids": torch.ones(12, 7)})
-    found = rollout.sanitised()
+    found = rollout.sanitize()
     mask = rollout.valid_tokens
     assert torch.equal(found.required("values")[mask], rollout.required("values")[mask])
     assert not found.required("values")[~mask].any()
@@ -194,8 +194,8 @@ def test_what_is_logged_of_rewards_lengths_and_groups() -> None:
         sample_ids=[0, 1, 2, 3, 4, -1],
     )
     truncated = torch.tensor([0, 1, 0, 0, 0, 1], dtype=torch.uint8)
-    rollout, _ = excluding(
-        rollout.replace(finish=truncated, response_lengths=rollout.response_lengths * 2), Contributions()
+    rollout, _ = exclude_rows(
+        rollout.replace(finish=truncated, response_lengths=rollout.response_lengths * 2), Corrections()
     )
     names = {"accuracy": torch.tensor([1.0, NAN, 0.0, 1.0, 1.0, 9.0])}
     advantages, stats, _ = signal(rollout.replace(task_rewards=names), rloo)
@@ -227,7 +227,7 @@ def test_validation_counts_rewarded_completions() -> None:
 
 
 def test_a_token_estimator_sees_values_and_returns_what_the_critic_should_learn() -> None:
-    rollout = ragged_rollout(dtype=torch.float64).sanitised()
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
     advantages, _, found = signal(rollout, GAE(whitened=False, gamma=0.9, lam=0.8))
     task = torch.zeros_like(advantages)
     for row, score in enumerate(rollout.rewards):

@@ -16,7 +16,9 @@ def held(*, packed: bool = True) -> Held:
         extras={"weight": torch.ones(9)}, token_extras={"teacher": torch.zeros(9, 7, dtype=torch.float64)}
     )
     rollout = rollout.map(lambda tensor, _axes, _pad: tensor.clone())  # fields of their own
-    plan = make_plan(rollout, minibatches=3, token_budget=14, packed=packed, most=lambda numbers: [3 for _ in numbers])
+    plan = make_plan(
+        rollout, minibatches=3, token_budget=14, packed=packed, max_over_ranks=lambda numbers: [3 for _ in numbers]
+    )
     return Held.of(4, rollout, plan)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import EngineError, RLCallback, Rollout, VLLMServerEngine
-from lightning_rl.interrupts import INTERRUPTED
+from lightning_rl.checkpointing import INTERRUPTED
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 

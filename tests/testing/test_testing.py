@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from faults.faulty import DetachedKL, TokenwiseOPSM, Unmasked, by_position, over_everyone, over_the_batch
-from faults.faulty_steps import OverPadding, Random, Repelling, by_row, wrong_way
+from faults.parts import (
+    DetachedKL,
+    OverPadding,
+    Random,
+    Repelling,
+    TokenwiseOPSM,
+    Unmasked,
+    by_position,
+    by_row,
+    over_everyone,
+    over_the_batch,
+    wrong_way,
+)
 from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples
 from torch import Tensor
 from typing_extensions import override

@@ -15,7 +15,7 @@ from lightning_rl import CanaryError, RLLightningModule, VLLMEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.lora import Adapter
-from lightning_rl.policy.lora import unwrapped
+from lightning_rl.policy.lora import base_model_of
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
@@ -60,7 +60,7 @@ def test_each_version_of_the_adapter_is_the_trainers_and_the_base_comes_once(
 ) -> None:
     reloads, reload = [], internals.reload
     monkeypatch.setattr(internals, "reload", lambda *given: (reloads.append(1), reload(*given)))
-    model = unwrapped(with_adapter(name, **options))
+    model = base_model_of(with_adapter(name, **options))
     engine, requests = started(model), requests_for(prompts_of(8))
     for version in range(3):
         moved_adapter(model, version)
@@ -99,7 +99,7 @@ def test_an_adapter_that_stays_behind_makes_the_canary_fire(monkeypatch: pytest.
 def test_a_policy_without_adapters_or_with_more_than_them_is_refused() -> None:
     with pytest.raises(ValueError, match=r'none in Qwen2ForCausalLM: use lora="merged"'):
         started(a_model())
-    model = unwrapped(with_adapter())
+    model = base_model_of(with_adapter())
     model.get_input_embeddings().weight.requires_grad_()
     with pytest.raises(ValueError, match=r"got model\.embed_tokens\.weight that trains as well"):
         started(model)

@@ -11,7 +11,7 @@ from kit.vllm_models import EOS, a_model, prompts_of, requests_for, synced
 
 from lightning_rl import VLLMEngine
 from lightning_rl.callbacks import RouterReplay
-from lightning_rl.policy.routes import recording_routes
+from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.rollout import ROUTES
 
 
@@ -31,7 +31,7 @@ def test_every_token_has_the_route_that_the_trainer_would_choose() -> None:
         completions = synced(engine, model, version).generate(requests)
         for request, completion in zip(requests, completions, strict=True):
             ids = [*request.prefix_ids, *completion.token_ids]
-            with recording_routes(model) as taken, torch.no_grad():
+            with record_routes(model) as taken, torch.no_grad():
                 model(input_ids=torch.tensor([ids[:-1]]))
                 expected = taken().sort(-1).values
             asked, said = completion.prompt_extras[ROUTES], completion.token_extras[ROUTES]
@@ -57,6 +57,6 @@ def test_in_float32_it_is_at_the_level_of_a_dense_model() -> None:
 
 
 def test_kept_tokens_are_refused_at_setup_where_vllm_returns_none() -> None:
-    with pytest.raises(ValueError, match=r'top_p=0.9, .* needs "kept_tokens" .* VLLMEngine does not record'):
+    with pytest.raises(ValueError, match=r'top_p=0.9, .* needs "sampling_mask" .* VLLMEngine does not record'):
         fit(tiny_module(policy=a_model, engine=an_engine(), top_p=0.9))
     assert ROUTES in an_engine().records

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding
+from lightning_rl.finding import Finding
 
 CheckFunction = Callable[[Evidence], Iterable[Finding]]
 

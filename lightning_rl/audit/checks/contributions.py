@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.signal import CONTRIBUTED_EARLY, CONTRIBUTED_LATE
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding, bitwise_equal
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.audit.finding import bitwise_equal
 from lightning_rl.corrections import LossTerm, Stat
+from lightning_rl.finding import Finding
 
-EARLY = (*CONTRIBUTED_EARLY, "keep_groups")
 COMBINED = ("policy_factor", "loss_terms", "metrics")
 
 
@@ -23,11 +22,11 @@ def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
     """Every contribution has the shape and type that its place asks for, logs under its own name, and is the same when
     it is asked twice.
     """
-    early, late = evidence.groups.sanitised(), evidence.view().sanitised()
-    for method in (*EARLY, *COMBINED):  # what the core makes of them, which refuses what does not fit
-        getattr(evidence.algorithm.corrections, method)(early if method in EARLY else late)
-    for contribution in evidence.contributions(*EARLY, *CONTRIBUTED_LATE):
-        shown = early if contribution.method in EARLY else late
+    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
+    for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # what the core makes of them, which refuses what does not fit
+        getattr(evidence.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        shown = early if contribution.method in SHOWN_A_ROLLOUT else late
         first, second = (_tensors(contribution(shown)) for _ in range(2))
         if len(first) != len(second) or not all(map(bitwise_equal, first, second)):
             yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
@@ -44,7 +43,7 @@ def _tensors(contribution: object) -> list[Tensor]:
 @check(culprit="loss {loss}", cure="return a new tensor [b, T]; masks and means are the core's")
 def loss_fits(evidence: Evidence) -> Iterator[Finding]:
     """The policy loss is one number for each token, and the loss edits nothing that it is shown."""
-    view = evidence.prepare(evidence.view().sanitised())
+    view = evidence.prepare(evidence.view().sanitize())
     before = {name: tensor.detach().clone() for name, tensor in view.tensors()}
     per_token = evidence.algorithm.loss(view)
     if not isinstance(per_token, Tensor) or per_token.shape != view.valid_tokens.shape:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import Evidence, pattern_of
-from lightning_rl.audit.finding import Finding
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence, pattern_of
 from lightning_rl.corrections import LossTerm, LossView, RLCallback
+from lightning_rl.corrections.base import CONTRIBUTIONS
+from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout, RolloutT
 
 DRIFTS = (0.5, 3.0, -3.0, -0.5, 0.02)
 MIN_TOKENS = 3  # that a row needs for a discount to matter
-EARLY = ("reward_mask", "reward_bonus", "keep_groups", "exclude", "token_reward")
-LATE = ("sequence_mask", "token_mask", "token_weight", "loss_term")
+BENDING = [name for name, contribution in CONTRIBUTIONS.items() if contribution.bends]
 Measure = Callable[[Any, Any], list[Tensor]]
 """What a loss, an estimator or a correction makes of a witness."""
 
@@ -102,7 +102,8 @@ def _losses(loss: Any, view: LossView) -> list[Tensor]:
 
 
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
-    methods = [m for m in (LATE if isinstance(rows, LossView) else EARLY) if m in callback.contributes]
+    shown = SHOWN_A_VIEW if isinstance(rows, LossView) else SHOWN_A_ROLLOUT
+    methods = [method for method in BENDING if method in shown and method in callback.contributes]
     return [_values(getattr(callback, method)(rows), rows) for method in methods]
 
 
@@ -116,7 +117,7 @@ def _views(evidence: Evidence) -> Iterator[LossView]:
     """Views in which every two policies differ and rows are good and bad in turn."""
     rows = torch.arange(len(evidence.rows), device=evidence.rows.groups.device)
     for drift in DRIFTS:
-        view = evidence.view(drift=drift).sanitised()
+        view = evidence.view(drift=drift).sanitize()
         good = torch.where(rows % 2 == 0, drift, -drift).sign()[:, None]
         advantages = (good * (1.5 + pattern_of(view))).to(view.logprobs.dtype)
         shifted = view.logprobs.detach() + (drift * torch.cos(2.0 * (rows // 2)))[:, None].to(view.logprobs.dtype)
@@ -143,7 +144,7 @@ def _varied(rollout: RolloutT, drift: float) -> RolloutT:
 
 def _varied_groups(evidence: Evidence) -> Rollout:
     """The groups with rewards that all differ, and as if the policies did."""
-    groups = evidence.groups.sanitised()
+    groups = evidence.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
     return _varied(groups.replace(rewards=groups.rewards + noise), 1.0)
 
@@ -157,7 +158,7 @@ def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:
         return []
 
     def measure(estimator: Any, rollout: Rollout) -> list[Tensor]:
-        other = replace(evidence, algorithm=replace(evidence.algorithm, advantages=estimator))
+        other = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
         signalled = other.signal(rollout)[0]
         return [signalled.required("advantages"), *([] if signalled.returns is None else [signalled.returns])]
 

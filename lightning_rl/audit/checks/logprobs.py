@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding
 from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.finding import Finding
 
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"

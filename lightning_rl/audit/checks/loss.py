@@ -8,13 +8,15 @@ from torch import Tensor
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Contribution, Evidence, TableStep
-from lightning_rl.audit.finding import Finding, differences
+from lightning_rl.audit.finding import differences
 from lightning_rl.corrections import LossView, RLCallback
-from lightning_rl.corrections.provided import Provided
+from lightning_rl.corrections.base import CONTRIBUTIONS, POLICY_LOSS_FACTORS
+from lightning_rl.corrections.replay import ReplayCorrections
+from lightning_rl.finding import Finding
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
-MASKS = ("sequence_mask", "token_mask")
+MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combined_by == "and")
 
 
 def step_changes(evidence: Evidence, other: TableStep) -> Iterator[Finding]:
@@ -44,7 +46,7 @@ def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
         return f"callback {parts[0].removesuffix('/loss')}.loss_term"
     if parts == ["loss/value"]:
         return "the value loss"
-    weighing = [contribution.callback.name for contribution in evidence.contributions(*MASKS, "token_weight")]
+    weighing = [contribution.callback.name for contribution in evidence.contributions(*POLICY_LOSS_FACTORS)]
     return f"loss {loss}, or " + (f"callback {', '.join(weighing)}" if weighing else f"reduction {reduction}")
 
 
@@ -83,7 +85,7 @@ def denominators(evidence: Evidence) -> Iterator[Finding]:
     if expected is not None:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, own_sum)
         yield from differences(weights, expected, rows.sample_ids)
-    view, plain = evidence.view().sanitised(), evidence.table_step(corrections=Provided())
+    view, plain = evidence.view().sanitize(), evidence.table_step(corrections=ReplayCorrections())
     for contribution in evidence.contributions(*MASKS):
         mask = contribution(view)
         kept = (mask[:, None] if mask.dim() == 1 else mask) & view.valid_tokens
@@ -112,10 +114,10 @@ def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor |
     return None
 
 
-def _only(contribution: Contribution) -> Provided:
+def _only(contribution: Contribution) -> ReplayCorrections:
     """A single contribution of a correction, without its others."""
     methods = {contribution.method: lambda _self, view: contribution(view)}
-    return Provided([type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()])
+    return ReplayCorrections([type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()])
 
 
 @check(
@@ -134,7 +136,7 @@ def loss_masked_values(evidence: Evidence) -> Iterator[Finding]:
 )
 def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
     """A mask that depends on the whole response decides the same for all of its tokens."""
-    view = evidence.view().sanitised()
+    view = evidence.view().sanitize()
     position = torch.arange(view.width, device=view.groups.device)
     both_signs = torch.sin(1.0 + 2.0 * view.sample_ids[:, None] + 3.0 * position).to(view.logprobs.dtype)
     view = view.replace(advantages=torch.where(view.valid_tokens, both_signs, 0.0))

@@ -9,7 +9,7 @@ from lightning_rl import algorithm
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding
+from lightning_rl.finding import Finding
 from lightning_rl.rollout import Rollout
 
 MIN_ESS = 0.02
@@ -31,7 +31,7 @@ def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
 @check(cure="measure from untouched log-probabilities and valid_tokens, never from a shaped reward")
 def raw_kl(evidence: Evidence) -> Iterator[Finding]:
     """The KL metrics are those of the untouched log-probabilities, over the valid tokens and nothing else."""
-    view = evidence.view(drift=1.0).sanitised()
+    view = evidence.view(drift=1.0).sanitize()
     stats, number = algorithm.policy_metrics(view), int(view.valid_tokens.sum())
     for name, values in kl_values(view, view.logprobs).items():
         truth = float(values[view.valid_tokens].mean()) if number else 0.0
@@ -44,7 +44,7 @@ def raw_kl(evidence: Evidence) -> Iterator[Finding]:
 @check(cure="Stat.of(values, view.valid_tokens), never a mask that the correction has narrowed")
 def metric_populations(evidence: Evidence) -> Iterator[Finding]:
     """A correction measures all valid tokens or all trained rows, before anything is rejected, and no masked value."""
-    view, poisoned_view = evidence.view().sanitised(), evidence.view(poison(evidence.rows))
+    view, poisoned_view = evidence.view().sanitize(), evidence.view(poison(evidence.rows))
     populations = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
     for contribution in evidence.contributions("metrics"):
         plain, others = ({name: stat.moments for name, stat in contribution(v).items()} for v in (view, poisoned_view))
@@ -71,7 +71,7 @@ def _unequal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[s
 )
 def weights_keep_samples(evidence: Evidence) -> Iterator[Finding]:
     """Importance weights leave an effective share of the tokens that is worth training on, and are never negative."""
-    view = evidence.view(drift=0.0).sanitised()
+    view = evidence.view(drift=0.0).sanitize()
     for contribution in evidence.contributions("token_weight"):
         weight = contribution(view)[view.valid_tokens].double()
         if not len(weight):

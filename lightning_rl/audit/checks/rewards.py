@@ -8,8 +8,8 @@ import torch
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding
-from lightning_rl.audit.recorded import RewardCall
+from lightning_rl.finding import Finding
+from lightning_rl.rewards import RewardCall
 
 MAX_ROWS, MAX_SECONDS = 8, 0.1
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding, differences
+from lightning_rl.audit.finding import differences
+from lightning_rl.finding import Finding
 from lightning_rl.rollout import Finish
 
 DRAW = "stage draw"

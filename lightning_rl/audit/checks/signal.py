@@ -9,16 +9,15 @@ from torch import Tensor
 
 from lightning_rl.advantages import OPO, Normalised, PerRow
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding, bitwise_equal, differences
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.audit.finding import bitwise_equal, differences
+from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout
 from lightning_rl.signal.advantages import dr_grpo, grpo, rloo
 
 ESTIMATOR = "estimator {estimator}"
 POISONS = (math.nan, math.inf, -math.inf, 1e6)
 POISON_TEXT = "NaN, infinity and a million at masked tokens"
-CONTRIBUTED_EARLY = ("reward_mask", "reward_bonus", "exclude", "token_reward", "rollout_metrics")
-CONTRIBUTED_LATE = ("sequence_mask", "token_mask", "token_weight", "loss_term", "metrics")
 
 
 def looks_within_groups(evidence: Evidence) -> bool:
@@ -64,7 +63,7 @@ def _culprit_of(evidence: Evidence, changed: Rollout) -> str:
     """Who made the signal differ: a correction whose own part differs, or the estimator."""
     plain = evidence.groups
     for contribution in evidence.contributions("token_reward", "reward_bonus"):
-        ours, theirs = contribution(plain.sanitised()), contribution(changed.sanitised())
+        ours, theirs = contribution(plain.sanitize()), contribution(changed.sanitize())
         kept = plain.valid_tokens if ours.dim() == 2 else plain.rewarded
         if not torch.allclose(ours[kept].double(), theirs[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
             return str(contribution)
@@ -189,8 +188,8 @@ def advantage_support(evidence: Evidence) -> Iterator[Finding]:
 @check(expected="the same values before and after", cure="return a new tensor (x * y, not x *= y)")
 def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
     """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
-    for contribution in evidence.contributions(*CONTRIBUTED_EARLY, *CONTRIBUTED_LATE):
-        shown = (evidence.groups if contribution.method in CONTRIBUTED_EARLY else evidence.view()).sanitised()
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        shown = (evidence.groups if contribution.method in SHOWN_A_ROLLOUT else evidence.view()).sanitize()
         before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
         contribution(shown)
         edits = [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
@@ -220,7 +219,7 @@ def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
     masked token, nothing counts twice.
     """
-    rollout, shaped = evidence.groups.sanitised(), evidence.shaped.double()
+    rollout, shaped = evidence.groups.sanitize(), evidence.shaped.double()
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
     tokens = torch.zeros_like(shaped)
     for bonus in evidence.contributions("reward_bonus"):

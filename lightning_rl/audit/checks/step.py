@@ -8,9 +8,10 @@ from torch import Tensor
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.metrics import kl_values
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding, differences
-from lightning_rl.audit.recompute import weights_over_ranks
-from lightning_rl.audit.trace import ParameterStep, StepEvidence
+from lightning_rl.audit.finding import differences
+from lightning_rl.audit.step import StepEvidence
+from lightning_rl.corrections import ParameterTrace
+from lightning_rl.finding import Finding
 
 MAXIMA = ("length/max", "advantage/max", "policy/ratio_max")
 REPRESENTABLE = 100.0  # a step has to be so many units in the last place for a parameter to have to move
@@ -34,7 +35,7 @@ def rank_denominators(evidence: Evidence) -> Iterator[Finding]:
     """
     step = evidence.step
     if step is not None and step.weights is not None and len(step.rows):
-        weights = weights_over_ranks(step, evidence.algorithm.reduction)
+        weights = step.weights_over_ranks(evidence.algorithm.reduction)
         yield from differences(step.weights.cpu(), weights, step.rows.sample_ids)
 
 
@@ -112,12 +113,12 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(culprit="scheduler", expected=expected, observed=observed)
 
 
-def _has_moved(parameter: ParameterStep) -> bool:
+def _has_moved(parameter: ParameterTrace) -> bool:
     before, after = parameter.before, parameter.after
     return before is not None and after is not None and not torch.equal(before, after)
 
 
-def _is_stuck(parameter: ParameterStep) -> bool:
+def _is_stuck(parameter: ParameterTrace) -> bool:
     """Whether a parameter stands still though its gradient and learning rate would move it in its precision."""
     gradient, before = parameter.gradient, parameter.before
     if gradient is None or before is None or _has_moved(parameter):

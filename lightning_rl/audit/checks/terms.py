@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Contribution, Evidence
-from lightning_rl.audit.finding import Finding
+from lightning_rl.finding import Finding
 from lightning_rl.rollout import Rollout
 
 
@@ -15,12 +15,12 @@ from lightning_rl.rollout import Rollout
 def gradient_liveness(evidence: Evidence) -> Iterator[Finding]:
     """Every term of the loss reaches the policy: it has a gradient, and the logged term is what was differentiated."""
     for term in evidence.contributions("loss_term"):
-        view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitised()
+        view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
         leaf = view.entropy if term.callback.trains_entropy else view.logprobs
         per_token = torch.where(view.valid_tokens, term(view).per_token, 0.0)
         if len(view) and not _has_gradient(per_token, leaf):
             yield Finding(culprit=str(term), expected="a term with a gradient")
-    loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitised()  # where no clip holds it back
+    loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # where no clip holds it back
     if loss.prepares or not bool((view.required("advantages") != 0).any()):
         return
     if not _has_gradient(loss(view), view.logprobs):
@@ -46,7 +46,7 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
     """Before anything has moved, a likelier token with a good advantage never makes the policy loss larger, nor one
     with a bad advantage smaller.
     """
-    view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitised())
+    view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
     if not len(view):
         return
     valid, advantages = view.valid_tokens, view.required("advantages")
@@ -71,13 +71,11 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
     algorithm, rows = evidence.algorithm, evidence.rows
     if not len(rows):
         return
-    step, view = evidence.whole_step, evidence.view(entropy_gradient=algorithm.objective().entropy_gradient).sanitised()
+    step, view = evidence.whole_step, evidence.view(entropy_gradient=algorithm.trains_entropy).sanitize()
     coefs = {"loss/policy": 1.0}
     coefs |= {f"{term.callback.name}/loss": term(view).coef for term in evidence.contributions("loss_term")}
-    if algorithm.entropy_coef:
-        coefs["loss/entropy"] = algorithm.entropy_coef
     if rows.values is not None and rows.returns is not None:
-        coefs["loss/value"] = algorithm.value_coef
+        coefs["loss/value"] = algorithm.value_loss.coef
     missing = sorted(coefs.keys() - step.parts.keys())
     total = sum(coef * float(step.parts[name]) for name, coef in coefs.items() if name in step.parts)
     gap = max(abs(total - step.total), abs(total - float(step.parts["loss/total"])))
@@ -95,7 +93,7 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
 )
 def ratio_counts_once(evidence: Evidence) -> Iterator[Finding]:
     """Near a ratio of 1, loss times weights carries the current policy's probability at most once."""
-    loss, view, step = evidence.algorithm.loss, evidence.view(drift=0.0).sanitised(), 0.01
+    loss, view, step = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize(), 0.01
     valid = view.valid_tokens & (view.required("advantages") != 0)
     if loss.prepares or not valid.any():
         return
@@ -150,7 +148,7 @@ def _agreement(evidence: Evidence) -> Rollout:
 
 def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:
     """The mean slope of a loss term once all log-probabilities rose; None if it is no distance."""
-    view = evidence.view(_agreement(evidence), drift=0.0).sanitised()
+    view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
     leaf = (view.logprobs.detach() + drift).requires_grad_()
     term = loss_term(view.replace(logprobs=torch.where(view.valid_tokens, leaf, 0.0)))
     per_token = torch.where(view.valid_tokens, term.per_token, 0.0)
@@ -161,7 +159,7 @@ def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float |
 
 def _reward(evidence: Evidence, token_reward: Contribution, drift: float) -> float | None:
     """The sum of token rewards where the policy before the update was likelier; None if it is no distance."""
-    rows = _agreement(evidence).sanitised()
+    rows = _agreement(evidence).sanitize()
     if rows.old_logprobs is None:
         return None
     old = torch.where(rows.valid_tokens, rows.old_logprobs + drift, 0.0)

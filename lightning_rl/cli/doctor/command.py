@@ -100,5 +100,5 @@ def _tried(given: Reached, prompts: int, limit: float) -> list[Finding]:
 
 
 def _say(text: str) -> None:
-    if distributed.world_size() == 1 or dist.get_rank() == 0:
+    if distributed.process_count() == 1 or dist.get_rank() == 0:
         sys.stdout.write(f"{text}\n")

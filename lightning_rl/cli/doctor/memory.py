@@ -95,7 +95,7 @@ def memory_plan(module: RLLightningModule, longest: int) -> MemoryPlan:
 
 def memory(module: RLLightningModule) -> Iterator[Finding]:
     """The height of every phase fits on the device."""
-    plan = memory_plan(module, module.prompt_stream.longest())
+    plan = memory_plan(module, module.prompt_stream.max_prompt_length())
     parts = [(name, getattr(plan, name)) for name in ("weights", "gradients", "optimizer", "reference", "copy")]
     parts += [("KV cache", plan.cache), ("activations", plan.activations)]
     phases = plan.phases()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_rl.cli.doctor.finding import Finding, error, fact, warning
-from lightning_rl.corrections import Contributions
+from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
@@ -50,7 +50,7 @@ def sampled(module: RLLightningModule, number: int, limit: float) -> Samples:
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
     drawer = replace(
-        module.collector().drawer, rewards=Rewards({"none": _nothing}), contributions=Contributions(),
+        module.collector().drawer, rewards=Rewards({"none": _nothing}), contributions=Corrections(),
         logprobs=module.engine.returns_logprobs, greedy_baseline=False,
     )  # fmt: skip
     rollout = drawer.sample(prompts, 0)
@@ -98,7 +98,7 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
     plan = make_plan(rollout, minibatches=1, token_budget=module.token_budget, packed=module.packing)
     with module.trainer.precision_plugin.forward_context():
         own = scored(
-            rollout.to(module.device), plan.to(module.device), module.required_policy, None, Contributions(), old=True
+            rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
         )
     gap = (own.required("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]
     mean, largest = float(gap.double().mean()), float(gap.max())

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.distributed import world_size
+from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import Completion, Engine, Request
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.lora import Adapter
@@ -169,7 +169,7 @@ class VLLMEngine(Engine):
             known |= {"gpu_memory_utilization": GPU_SHARE, "enable_sleep_mode": self.sleeps}
         else:
             known |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
-        if world_size() > 1 and (torch.cuda.is_available() or self.options.get("tensor_parallel_size", 1) > 1):
+        if process_count() > 1 and (torch.cuda.is_available() or self.options.get("tensor_parallel_size", 1) > 1):
             known["distributed_executor_backend"] = "external_launcher"  # rank and device are the trainer's
         known |= options_for(self.recorded) | (self._adapter.options if self._adapter is not None else {})
         return {**known, **self.options, **FIXED}

@@ -13,19 +13,19 @@ import torch
 from jaxtyping import Int16, UInt8
 from torch import Tensor, nn
 
-from lightning_rl.policy.routes import routes_of
+from lightning_rl.policy.expert_routes import routes_of
 from lightning_rl.policy.sampling_mask import to_bits
-from lightning_rl.rollout import KEPT, ROUTES
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
 
 def recordable() -> frozenset[str]:
     """What vLLM can record on this machine."""
-    return frozenset((ROUTES, KEPT) if torch.cuda.is_available() else (ROUTES,))
+    return frozenset((ROUTES, SAMPLING_MASK) if torch.cuda.is_available() else (ROUTES,))
 
 
 def options_for(names: frozenset[str]) -> dict[str, bool]:
     """Options of ``vllm.LLM`` with which it returns what is asked for; none on a CPU."""
-    known = {ROUTES: "enable_return_routed_experts", KEPT: "return_sampling_mask"}
+    known = {ROUTES: "enable_return_routed_experts", SAMPLING_MASK: "return_sampling_mask"}
     return {known[name]: True for name in sorted(names) if torch.cuda.is_available()}
 
 
@@ -61,8 +61,8 @@ class Records:
             routes = returned_routes(output) if self._listener is None else self._listener.routes(output)
             asked, last = len(output.prompt_token_ids), routes.new_zeros(1, *routes.shape[1:])
             tokens[ROUTES], prompt[ROUTES] = torch.cat([routes[asked:], last]), routes[:asked].clone()
-        if KEPT in self.names:
-            tokens[KEPT] = returned_kept(output, self.vocabulary)
+        if SAMPLING_MASK in self.names:
+            tokens[SAMPLING_MASK] = returned_kept(output, self.vocabulary)
         return {"token_extras": tokens, "prompt_extras": prompt}
 
 

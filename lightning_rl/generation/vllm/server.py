@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.distributed import failing_together, gathered_objects, world_size
+from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Completion, Engine, EngineError, EngineState, Request
 from lightning_rl.generation.vllm.dispatch import Dispatch
 from lightning_rl.generation.vllm.endpoint import Endpoint
@@ -127,9 +127,9 @@ class VLLMServerEngine(Engine):
         if self._parts is not None:
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
         mine = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())
-        run, storage = gathered_objects(mine)[0]
+        run, storage = process_objects(mine)[0]
         self._tied, self._scales = tied_names(model), adapter_scales(model)
-        rank = dist.get_rank() if world_size() > 1 else 0
+        rank = dist.get_rank() if process_count() > 1 else 0
         push = WeightPush(
             run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=self.canary
         )  # fmt: skip

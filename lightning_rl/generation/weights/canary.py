@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.generation.engine import Engine, Request
-from lightning_rl.policy import PolicyModel, lay_out
+from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.rollout import Finish, Rollout
 
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
@@ -262,7 +262,7 @@ def _scored(policy: nn.Module, inner: PolicyModel, rows: Sequence[Row], *, packe
     if not rows:
         return torch.zeros(0, dtype=torch.float64)
     rollout = _rollout(rows)
-    logprobs = policy(lay_out(rollout, packed=packed).to(inner.model.device)).logprobs
+    logprobs = policy(pack(rollout, packed=packed).to(inner.model.device)).logprobs
     return logprobs.double().cpu()[rollout.valid_tokens]
 
 

@@ -11,8 +11,8 @@ from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts, w
 from torch import Tensor
 
 from lightning_rl import Canary, CanaryError, EngineError, RLLightningModule, Rollout, VLLMServerEngine
+from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation.vllm import pool
-from lightning_rl.interrupts import INTERRUPTED
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_rl.generation.vllm.records import Records, options_for, recordable, returned_kept, returned_routes
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import KEPT, ROUTES
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
 
 def an_output(routes: Any = None, kept: list[list[int]] | None = None) -> Any:
@@ -42,7 +42,7 @@ def test_kept_tokens_become_bits() -> None:
 
 
 def test_on_a_gpu_vllm_is_asked_for_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = frozenset((ROUTES, KEPT))
+    both = frozenset((ROUTES, SAMPLING_MASK))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert recordable() == {ROUTES} and options_for(both) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -50,6 +50,6 @@ def test_on_a_gpu_vllm_is_asked_for_what_it_returns(monkeypatch: pytest.MonkeyPa
     assert options_for(both) == {"enable_return_routed_experts": True, "return_sampling_mask": True}
     records = Records(None, both, 10)
     found = records.of(an_output(np.ones((4, 2, 3), np.uint8), [[4], [5, 6]]))
-    assert {name: len(one) for name, one in found["token_extras"].items()} == {ROUTES: 2, KEPT: 2}
+    assert {name: len(one) for name, one in found["token_extras"].items()} == {ROUTES: 2, SAMPLING_MASK: 2}
     assert found["prompt_extras"][ROUTES].shape == (3, 2, 3) and records.sampling == {}
     assert not found["token_extras"][ROUTES][-1].any() and (found["token_extras"][ROUTES][0] == 2).all()

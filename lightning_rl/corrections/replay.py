@@ -1,16 +1,16 @@
-"""Again: what it takes to compute a finished rollout's signal again, with a table in the place of the policy."""
+"""ReplayCorrections: corrections around a finished rollout and a table of log-probabilities instead of the policy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from typing_extensions import override
 
-from lightning_rl.corrections.combine import Contributions
+from lightning_rl.corrections.combine import Corrections
 from lightning_rl.rollout import Rollout
 
 
-class Provided(Contributions):
-    """Corrections on a rollout that carries what they provided, around a table in the place of the policy."""
+class ReplayCorrections(Corrections):
+    """Corrections of a rollout that carries what they provided, where no model runs."""
 
     @override
     def provide(self, rollout: Rollout) -> Rollout:

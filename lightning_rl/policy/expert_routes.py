@@ -1,9 +1,15 @@
-"""Replay: routers of the policy that take recorded expert routes in one forward, and their own in every other."""
+"""Expert routes: which experts each token of a mixture of experts takes, recorded by the engine, replayed in training.
+
+Routes are int16 of shape [N, R, k] for N input tokens, R routers in the order of the layers and k experts a token:
+the expert's number + 1, and 0 where nothing was recorded, which is also what padding is filled with. Experts alone are
+carried: their weights belong to whoever runs them.
+"""
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +17,71 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.packing import joined
-from lightning_rl.policy.routes import modules_behind, routers_of
+from lightning_rl.policy.packing import join_sequences
 from lightning_rl.rollout import ROUTES, Rollout
 
 CARRIER = "expert_routes"  # the keyword argument that takes routes through the model
 CLOSE = 0.01  # between a router's weights, which are at most 1, and ours, in any dtype
 
 
+def modules_behind(model: PreTrainedModel, output: str) -> dict[str, nn.Module]:
+    """The modules that a model says give one of its optional outputs, such as ``attentions``, in their order."""
+    base: Any = model.base_model
+    spec = (base._can_record_outputs or {}).get(output, ())  # noqa: SLF001  transformers' own list
+    specs = spec if isinstance(spec, list | tuple) else [spec]
+    kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in specs)
+    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+
+
+def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The routers of a mixture of experts by name, in the order of the layers.
+
+    Raises:
+        ValueError: for a dense model.
+    """
+    routers = modules_behind(model, "router_logits")
+    if not routers:
+        raise ValueError(
+            f"expected a mixture of experts, got {type(model).__name__}, which has no routers: leave RouterReplay out"
+        )
+    return routers
+
+
+def routes_of(experts: list[Int[Tensor, "N k"]]) -> Int16[Tensor, "N R k"]:
+    """Routes from the numbers of the experts that each router chose.
+
+    Example:
+        >>> routes_of([torch.tensor([[0, 3]]), torch.tensor([[2, 1]])]).tolist()
+        [[[1, 4], [3, 2]]]
+    """
+    return (torch.stack(experts, 1) + 1).to(torch.int16)
+
+
+@contextmanager
+def record_routes(model: PreTrainedModel) -> Iterator[Callable[[], Int16[Tensor, "N R k"]]]:
+    """Yields a function that returns the routes of the last forward, in the order of its flattened input.
+
+    Raises:
+        ValueError: for a dense model.
+    """
+    experts: list[Tensor] = []
+    routers = routers_of(model).values()
+    handles = [router.register_forward_hook(lambda _m, _i, output: experts.append(output[2])) for router in routers]
+
+    def take() -> Tensor:
+        routes = routes_of(experts)
+        experts.clear()
+        return routes
+
+    try:
+        yield take
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(slots=True, eq=False)
-class Carried:
+class MicrobatchRoutes:
     """The routes of a microbatch's rows on their way through one forward.
 
     Args:
@@ -28,17 +89,17 @@ class Carried:
         padded: side by side for prompt and response, [b, S, R, k]; 0 in padding.
         inside: what is no padding, [b, S].
         flat: the same in the order of the forward's input, once that is known.
-        taken: how often each router took them.
+        times_taken: how often each router took them.
     """
 
     samples: list[int]
     padded: Int16[Tensor, "b S R k"]
     inside: Tensor
     flat: Int16[Tensor, "N R k"] | None = None
-    taken: list[int] = field(default_factory=list)
+    times_taken: list[int] = field(default_factory=list)
 
     @classmethod
-    def by(cls, rows: Rollout, layers: list[str]) -> "Carried":
+    def of(cls, rows: Rollout, layers: list[str]) -> "MicrobatchRoutes":
         """The routes of rows, of which each token that the forward reads has one at each layer.
 
         Raises:
@@ -46,7 +107,7 @@ class Carried:
         """
         if ROUTES not in rows.token_extras or ROUTES not in rows.prompt_extras:
             raise ValueError(f'expected "{ROUTES}" in prompt_extras and token_extras, got none: an engine records them')
-        padded, inside = joined(rows, rows.prompt_extras[ROUTES], rows.token_extras[ROUTES])
+        padded, inside = join_sequences(rows, rows.prompt_extras[ROUTES], rows.token_extras[ROUTES])
         if padded.dim() != 4 or padded.shape[2] != len(layers):
             raise ValueError(
                 f"expected routes [b, S, {len(layers)}, k] for {len(layers)} routers, got {list(padded.shape)}"
@@ -61,7 +122,7 @@ class Carried:
             )
         return cls(rows.sample_ids[rows.real].tolist(), torch.where(real, padded, 0), inside, None, [0] * len(layers))
 
-    def lay(self, shape: tuple[int, ...]) -> None:
+    def order_like(self, shape: tuple[int, ...]) -> None:
         """Puts them in the order of inputs of a shape: padded [b, S], or packed [1, N]."""
         packed = self.padded[self.inside]
         if shape == self.inside.shape:
@@ -72,8 +133,8 @@ class Carried:
             raise ValueError(f"expected routes for inputs {list(shape)}, got them for rows {list(self.inside.shape)}")
 
 
-class Replay:
-    """Hooks that make the routers of a policy take given routes inside of :meth:`replaying`, and nothing elsewhere.
+class ExpertReplay:
+    """Hooks that make the routers of a policy take given routes inside of :meth:`replay`, and nothing elsewhere.
 
     The experts come from the routes, their weights from the current router's logits, so that it keeps its gradient:
     softmax over all experts, divided by the sum over the taken ones where the model does so.
@@ -91,10 +152,10 @@ class Replay:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.kind = type(model).__name__
-        self.renormalises = bool(model.config.get_text_config().to_dict().get("norm_topk_prob", True))
-        self._now: Carried | None = None
-        self._handed: dict[int, Carried | None] = {}
-        self._known: set[int] = set()
+        self.normalizes = bool(model.config.get_text_config().to_dict().get("norm_topk_prob", True))
+        self._now: MicrobatchRoutes | None = None
+        self._at_router: dict[int, MicrobatchRoutes | None] = {}
+        self._familiar: set[int] = set()
         routers, attentions = routers_of(model), modules_behind(model, "attentions")
         self.layers = [_layer_of(name) for name in routers]
         numbers = {layer: number for number, layer in enumerate(self.layers)}
@@ -102,10 +163,10 @@ class Replay:
             raise ValueError(f"expected one router beside the attention of a layer in {self.kind}, got {list(routers)}")
         self._handles = [model.base_model.register_forward_pre_hook(self._inject, with_kwargs=True)]
         for name, attention in attentions.items():
-            hook = _numbered(self._hand_over, numbers.get(_layer_of(name)))
+            hook = partial(self._hand_over, numbers.get(_layer_of(name)))
             self._handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
         for number, router in enumerate(routers.values()):
-            self._handles.append(router.register_forward_hook(_numbered(self._route, number)))
+            self._handles.append(router.register_forward_hook(partial(self._route, number)))
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -113,7 +174,7 @@ class Replay:
             handle.remove()
 
     @contextmanager
-    def replaying(self, rows: Rollout) -> Iterator[None]:
+    def replay(self, rows: Rollout) -> Iterator[None]:
         """The next forward of the policy takes the routes of these rows; rows of padding replay nothing.
 
         Raises:
@@ -123,83 +184,80 @@ class Replay:
         if not rows.real.any():
             yield
             return
-        carried = self._now = Carried.by(rows, self.layers)
+        routes = self._now = MicrobatchRoutes.of(rows, self.layers)
         try:
             yield
         finally:
             self._now = None
-        for layer, times in zip(self.layers, carried.taken, strict=True):
+        for layer, times in zip(self.layers, routes.times_taken, strict=True):
             if times != 1:
                 raise RuntimeError(
                     f"expected the router of {layer} to take the routes of each row once, but it took them {times} "
-                    f"times, for samples {', '.join(map(str, carried.samples))}: one context holds one forward"
+                    f"times, for samples {', '.join(map(str, routes.samples))}: one context holds one forward"
                 )
 
-    def _inject(self, _module: nn.Module, given: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _inject(self, _module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if self._now is None:
             return None
-        self._now.lay(tuple(keywords["input_ids"].shape))
-        return given, {**keywords, CARRIER: self._now}
+        self._now.order_like(tuple(keywords["input_ids"].shape))
+        return inputs, {**keywords, CARRIER: self._now}
 
     def _hand_over(
-        self, number: int | None, _module: nn.Module, given: Any, keywords: dict[str, Any]
+        self, number: int | None, _module: nn.Module, inputs: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        carried = keywords.get(CARRIER)
+        routes = keywords.get(CARRIER)
         if number is not None:
-            self._handed[number] = carried
-        return None if carried is None else (given, {key: one for key, one in keywords.items() if key != CARRIER})
+            self._at_router[number] = routes
+        return None if routes is None else (inputs, {key: keywords[key] for key in keywords if key != CARRIER})
 
-    def _route(self, number: int, _router: nn.Module, _given: Any, output: tuple[Tensor, ...]) -> Any:
-        carried = self._handed.pop(number, None)
-        if carried is None or carried.flat is None:
+    def _route(self, number: int, _router: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> Any:
+        routes = self._at_router.pop(number, None)
+        if routes is None or routes.flat is None:
             if self._now is not None:
                 raise ValueError(f"{self.kind} drops the routes on their way to {self.layers[number]}: not supported")
             return None
         logits, weights, experts = output
-        routes = carried.flat[:, number].long()
-        self._check(number, logits, weights, experts, routes)
-        if self._now is carried:  # and not a checkpoint's second forward
-            carried.taken[number] += 1
-        chosen = torch.where(routes > 0, routes - 1, experts)
-        ours = expert_weights(logits, chosen, renormalised=self.renormalises).to(weights.dtype)
-        return logits, torch.where(routes > 0, ours, weights), chosen
+        replayed = routes.flat[:, number].long()
+        self._check(number, logits, weights, experts, replayed)
+        if self._now is routes:  # and not a checkpoint's second forward
+            routes.times_taken[number] += 1
+        chosen = torch.where(replayed > 0, replayed - 1, experts)
+        ours = expert_weights(logits, chosen, normalized=self.normalizes).to(weights.dtype)
+        return logits, torch.where(replayed > 0, ours, weights), chosen
 
     @torch.no_grad()
     def _check(self, number: int, logits: Tensor, weights: Tensor, experts: Tensor, routes: Tensor) -> None:
-        layer, known = self.layers[number], number in self._known
-        if routes.shape != experts.shape or (not known and int(routes.max()) > logits.shape[-1]):
+        layer, familiar = self.layers[number], number in self._familiar
+        if routes.shape != experts.shape or (not familiar and int(routes.max()) > logits.shape[-1]):
             raise ValueError(
                 f"expected routes {list(experts.shape)} to {logits.shape[-1]} experts at {layer}, got "
                 f"{list(routes.shape)} to expert {int(routes.max()) - 1}"
             )
-        if not known:
-            off = float((expert_weights(logits, experts, renormalised=self.renormalises) - weights).abs().max())
-            if not off < CLOSE:
-                raise ValueError(
-                    f"expected a softmax over the experts of {layer}, but its weights are off by {off:.2g}: "
-                    f"RouterReplay does not know the routers of {self.kind}"
-                )
-            self._known.add(number)
+        if familiar:
+            return
+        off = float((expert_weights(logits, experts, normalized=self.normalizes) - weights).abs().max())
+        if not off < CLOSE:
+            raise ValueError(
+                f"expected a softmax over the experts of {layer}, but its weights are off by {off:.2g}: "
+                f"RouterReplay does not know the routers of {self.kind}"
+            )
+        self._familiar.add(number)
 
 
 def expert_weights(
-    logits: Float[Tensor, "N E"], experts: Int[Tensor, "N k"], *, renormalised: bool
+    logits: Float[Tensor, "N E"], experts: Int[Tensor, "N k"], *, normalized: bool
 ) -> Float[Tensor, "N k"]:
     """What the outputs of some experts are multiplied with, float32.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-        >>> expert_weights(logits, torch.tensor([[1, 2]]), renormalised=True)
+        >>> expert_weights(logits, torch.tensor([[1, 2]]), normalized=True)
         tensor([[0.5000, 0.5000]])
     """
     chosen = logits.float().softmax(-1).gather(-1, experts)
-    return chosen / chosen.sum(-1, keepdim=True) if renormalised else chosen
-
-
-def _numbered(hook: Callable[..., Any], number: int | None) -> Callable[..., Any]:
-    return lambda *given: hook(number, *given)
+    return chosen / chosen.sum(-1, keepdim=True) if normalized else chosen
 
 
 def _layer_of(name: str) -> str:
-    found = re.search(r"layers\.\d+", name)
-    return name if found is None else found[0]
+    match = re.search(r"layers\.\d+", name)
+    return name if match is None else match[0]
