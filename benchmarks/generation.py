@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lightning_rl import Engine, Request, TransformersEngine, VLLMEngine
+from lightning_rl import Engine, Request, Sampling, TransformersEngine, VLLMEngine
 
 ROWS, PROMPT, LONGEST, VOCABULARY, RUNS = 64, 16, 96, 512, 7
 Generate = Callable[[Sequence[Request]], int]
@@ -38,7 +38,12 @@ def the_requests(lengths: Sequence[int]) -> list[Request]:
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCABULARY, (len(lengths), PROMPT), generator=draw).tolist()
     return [
-        Request(prefix_ids=tuple(prompt), sample_id=n, seed=n, max_new_tokens=length)
+        Request(
+            prefix_ids=tuple(prompt),
+            sample_id=n,
+            seed=n,
+            sampling=Sampling(max_new_tokens=length, eos_token_ids=()),
+        )
         for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
@@ -64,10 +69,10 @@ def by_generate(model: PreTrainedModel) -> Generate:
 
     def generate(requests: Sequence[Request]) -> int:
         ids: Tensor = torch.tensor([request.prefix_ids for request in requests])
-        most = max(request.max_new_tokens for request in requests)
+        most = max(request.sampling.max_new_tokens for request in requests)
         options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=most, pad_token_id=0)
         model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)  # pyright: ignore[reportCallIssue]
-        return sum(request.max_new_tokens for request in requests)
+        return sum(request.sampling.max_new_tokens for request in requests)
 
     return generate
 
@@ -75,7 +80,7 @@ def by_generate(model: PreTrainedModel) -> Generate:
 def rates(ways: dict[str, Generate], requests: Sequence[Request]) -> dict[str, float]:
     """Median tokens per second of each way, over interleaved runs after one to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    tokens = sum(request.max_new_tokens for request in requests)
+    tokens = sum(request.sampling.max_new_tokens for request in requests)
     for _ in range(RUNS + 1):
         for name, generate in ways.items():
             begin = time.perf_counter()

@@ -25,7 +25,7 @@ from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, St
 from lightning_rl.data import Prompt, PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count
 from lightning_rl.generation import Engine, EngineError, Sampling, TransformersEngine, request_seed
-from lightning_rl.generation.weights.sync import synchronise
+from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_monitored, log_row
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
@@ -323,8 +323,8 @@ class RLLightningModule(LightningModule):
         first = self._take_prefetched(number)
         with phase("sync", self.device):
             self.sync(number)
-        if not isinstance(first, Samples):
-            with phase("generate", self.device):
+        with phase("generate", self.device):
+            if not isinstance(first, Samples):
                 first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
         if sampler.max_rounds == 1:  # nothing more is asked of the engine for this rollout
             self._prefetch(sampler, ticket, batch_idx)
@@ -497,13 +497,13 @@ class RLLightningModule(LightningModule):
             self.run.prefetcher.drain()
         if not self.run.engine_started:
             self._start_engine()
-        synchronise(
+        synchronize(
             self.engine,
             self._policy_weights(),
             version,
             self.required_policy,
             packed=self.packing,
-            watching=self._canary_context,
+            context=self._canary_context,
         )
 
     def _start_engine(self) -> None:

@@ -5,21 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import request_of
 from kit.support import fit, ragged_rollout, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, Request, Rollout, TransformersEngine
+from lightning_rl import FakeEngine, Request, Rollout, Sampling, TransformersEngine
 from lightning_rl.callbacks import ReferenceKL, TeacherKL
-from lightning_rl.generation.filters import NO_FILTER, RowFilters, TokenFilter
+from lightning_rl.generation.sampling import RowFilters
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.packing import pack
 from lightning_rl.policy.sampling_mask import from_bits, holds, to_bits
 from lightning_rl.rollout import SAMPLING_MASK
 
 VOCABULARY = 16
-FILTERS = [TokenFilter(top_k=4), TokenFilter(top_p=0.9), TokenFilter(min_p=0.1), TokenFilter(top_k=6, top_p=0.8)]
+FILTERS = [Sampling(top_k=4), Sampling(top_p=0.9), Sampling(min_p=0.1), Sampling(top_k=6, top_p=0.8)]
 each = pytest.mark.parametrize("keep", FILTERS, ids=str)
 
 
@@ -34,34 +35,32 @@ class Figures(Callback):
         self.rows.append(pl_module.run.metrics.values())
 
 
-def options_of(keep: TokenFilter) -> dict[str, Any]:
+def options_of(keep: Sampling) -> dict[str, Any]:
     return {"top_k": keep.top_k, "top_p": keep.top_p, "min_p": keep.min_p}
 
 
 def synced(model: Any, *names: str) -> TransformersEngine:
     engine = TransformersEngine(max_rows=7)
-    engine.record(frozenset(names))
+    engine.select_extras(frozenset(names))
     engine.start(model, None)
     engine.load_weights([], 0)
     return engine
 
 
-def requests_of(number: int, keep: TokenFilter, **options: Any) -> list[Request]:
-    known = {"max_new_tokens": 6, "temperature": 0.8, "eos_ids": frozenset({1}), "keep": keep, **options}
-    return [Request(prefix_ids=tuple(range(2, 3 + n % 4)), sample_id=n, seed=n, **known) for n in range(number)]
+def requests_of(number: int, keep: Sampling, **options: Any) -> list[Request]:
+    known = {"max_new_tokens": 6, "temperature": 0.8, "eos_token_ids": [1], **options_of(keep), **options}
+    return [request_of(range(2, 3 + n % 4), n, n, **known) for n in range(number)]
 
 
 @each
-def test_the_engine_draws_from_what_it_says_it_kept(keep: TokenFilter) -> None:
+def test_the_engine_draws_from_what_it_says_it_kept(keep: Sampling) -> None:
     model = tiny_policy(dtype=torch.float64)
     requests = requests_of(20, keep)
-    for request, completion in zip(
-        requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True
-    ):
+    for request, completion in zip(requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True):
         ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
         with torch.no_grad():
             scores = (model(input_ids=ids[None]).logits[0, asked - 1 : -1] / 0.8).log_softmax(-1)
-        kept = RowFilters([keep], scores.device).kept(scores, torch.zeros(len(scores), dtype=torch.int64))
+        kept = RowFilters([keep], scores.device).mask(scores, torch.zeros(len(scores), dtype=torch.int64))
         assert torch.equal(from_bits(completion.token_extras[SAMPLING_MASK], VOCABULARY), kept)
         expected = scores.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, ids[asked:, None])[:, 0]
         assert completion.logprobs is not None and not completion.prompt_extras
@@ -70,18 +69,18 @@ def test_the_engine_draws_from_what_it_says_it_kept(keep: TokenFilter) -> None:
 
 def test_a_filter_is_of_one_request_alone() -> None:
     model = tiny_policy(dtype=torch.float64)
-    plain, filtered = requests_of(6, NO_FILTER), requests_of(6, TokenFilter(top_k=2))
-    greedy = requests_of(6, TokenFilter(top_k=2), temperature=0.0)
+    plain, filtered = requests_of(6, Sampling()), requests_of(6, Sampling(top_k=2))
+    greedy = requests_of(6, Sampling(top_k=2), temperature=0.0)
     mixed = synced(model).generate([*plain, *filtered, *greedy], logprobs=True)
     alone = [*synced(model).generate(plain, logprobs=True), *synced(model).generate(filtered, logprobs=True)]
-    alone += synced(model).generate(requests_of(6, NO_FILTER, temperature=0.0), logprobs=True)
+    alone += synced(model).generate(requests_of(6, Sampling(), temperature=0.0), logprobs=True)
     for one, other in zip(mixed, alone, strict=True):
         assert one.token_ids == other.token_ids and one.logprobs is not None and other.logprobs is not None
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-12)
 
 
 @each
-def test_four_steps_over_a_filtered_rollout_stay_finite(keep: TokenFilter) -> None:
+def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
     seen: list[Rollout] = []
     figures = Figures()
     module = tiny_module(minibatches=2, epochs=2, engine_logprobs=True, entropy_coef=0.01, **options_of(keep))
@@ -107,7 +106,7 @@ def test_what_would_be_kept_now_leaves_drawn_tokens_out() -> None:
     layout = pack(rollout, packed=False)
     with torch.no_grad():
         logits = model(input_ids=layout.input_ids).logits.flatten(0, 1)[layout.source]
-    now = RowFilters([TokenFilter(top_p=0.9)], logits.device).kept(
+    now = RowFilters([Sampling(top_p=0.9)], logits.device).mask(
         logits.log_softmax(-1), torch.zeros(len(logits), dtype=torch.int64)
     )
     assert not now.gather(1, layout.targets[:, None]).all()  # so the kept set had to be recorded
@@ -142,7 +141,7 @@ def test_switched_off_it_is_absent() -> None:
     plain, off = tiny_module(), tiny_module(top_k=0, top_p=1.0, min_p=0.0)
     fit(plain)
     fit(off, callbacks=[recorder(seen)("seen")])
-    assert off.engine.recorded == frozenset() and all(not rollout.token_extras for rollout in seen)
+    assert off.engine.extras == frozenset() and all(not rollout.token_extras for rollout in seen)
     first, second = weights_of(plain), weights_of(off)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
@@ -157,11 +156,11 @@ def test_a_filter_that_keeps_everything_trains_like_none() -> None:
 
 def test_a_filter_with_an_engine_that_cannot_say_what_it_kept_is_an_error_at_setup() -> None:
     engine = FakeEngine(lambda _: [2])
-    with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "sampling_mask" .* FakeEngine'):
+    with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "kept_tokens" .* FakeEngine'):
         fit(tiny_module(engine=engine, top_p=0.9))
     engine.load_weights([], 0)
     with pytest.raises(ValueError, match="which FakeEngine ignores"):
-        engine.generate(requests_of(1, TokenFilter(top_p=0.9)))
+        engine.generate(requests_of(1, Sampling(top_p=0.9)))
 
 
 def test_an_engine_that_draws_what_it_did_not_keep_is_found_out() -> None:

@@ -224,7 +224,7 @@ def trained_without_weights() -> RLLightningModule:
 
 
 def test_an_optimizer_step_without_a_valid_token_is_skipped_and_counted() -> None:
-    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.max_new_tokens), epochs=2)
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs=2)
     trainer = fit(module, callbacks=[NoEOSMask("drop_tokens")])
     assert trainer.global_step == 0
     assert module.run.skipped == 8
@@ -328,7 +328,7 @@ def test_a_group_without_spread_teaches_nothing(advantages: str) -> None:
 
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_a_rollout_of_truncated_rows_is_harmless(action: Any) -> None:
-    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.max_new_tokens), epochs=2)
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs=2)
     fit(module, callbacks=[NoEOSMask(action), ReferenceKL(0.1, as_loss=True)])
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 

@@ -82,9 +82,9 @@ def test_neither_validation_nor_completions_draw_baselines() -> None:
     data = tiny_prompts(validation=[[2], [3], [4]])
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
     trainer.validate(module, data, verbose=False)
-    assert [request.temperature for request in engine.requests] == [0.0] * 3
+    assert [request.sampling.temperature for request in engine.requests] == [0.0] * 3
     module.complete([[2], [3]])
-    assert [request.temperature for request in engine.requests[3:]] == [0.0] * 2
+    assert [request.sampling.temperature for request in engine.requests[3:]] == [0.0] * 2
 
 
 @pytest.mark.parametrize("advantages", ["grpo", "reinforce"])
@@ -94,4 +94,4 @@ def test_other_estimators_draw_no_greedy_answers(advantages: str) -> None:
 
     engine = FakeEngine(script)
     fit(tiny_module(engine=engine, advantages=advantages), max_steps=1)
-    assert len(engine.requests) == 16 and {request.temperature for request in engine.requests} == {1.0}
+    assert len(engine.requests) == 16 and {request.sampling.temperature for request in engine.requests} == {1.0}

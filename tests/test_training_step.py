@@ -57,7 +57,7 @@ def test_the_entropy_is_that_of_all_valid_tokens_of_the_step(budget: int) -> Non
 
 def test_a_step_without_a_valid_token_returns_nothing() -> None:
     outputs = Outputs()
-    engine = FakeEngine(lambda request: [5] * request.max_new_tokens)
+    engine = FakeEngine(lambda request: [5] * request.sampling.max_new_tokens)
     fit(tiny_module(engine=engine), callbacks=[outputs, NoEOSMask("drop_tokens")], max_epochs=1)
     assert [dict(given) for given in outputs.seen] == [{}] * 4
 

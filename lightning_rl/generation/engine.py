@@ -1,4 +1,4 @@
-"""The Engine protocol: what the loop asks of whoever generates, and the states an engine can be in."""
+"""Engine: what the loop asks of whoever generates, what an engine can do, and the states that it can be in."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -12,7 +12,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.generation.filters import NO_FILTER, TokenFilter
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
 
@@ -28,49 +27,30 @@ class Request:
         prefix_ids: the token ids to continue, at least one.
         sample_id: identity of the sample, unchanged when it is retried.
         seed: 31 bits, see :func:`request_seed`.
-        max_new_tokens: most tokens to draw.
-        temperature: what the logits are divided by; 0 takes the likeliest token.
-        eos_ids: ids that end the response and belong to it.
-        stop: strings that end the response; the token that completes one belongs to it.
+        sampling: how its tokens are drawn; ``eos_token_ids`` says which ones, if any, and is not None.
         turn: number of the turn in a conversation.
-        keep: which tokens may be drawn; all by default.
+
+    Raises:
+        ValueError: if there is no prompt, or nobody has said which ids end a response.
     """
 
     prefix_ids: tuple[int, ...]
     sample_id: int
     seed: int
-    sampling: "Sampling"
+    sampling: Sampling
     turn: int = 0
-
-    @property
-    def max_new_tokens(self):
-        return self.sampling.max_new_tokens
-
-    @property
-    def temperature(self):
-        return self.sampling.temperature
-
-    @property
-    def eos_ids(self):
-        return frozenset(self.sampling.eos_token_ids)
-
-    @property
-    def stop(self):
-        return self.sampling.stop
-
-    @property
-    def keep(self):
-        x = self.sampling
-        return TokenFilter(top_k=x.top_k, top_p=x.top_p, min_p=x.min_p) if x.filters else NO_FILTER
 
     def __post_init__(self) -> None:
         """Checks what every engine relies on."""
         if not self.prefix_ids:
             raise ValueError(f"expected a prompt of at least one token for sample {self.sample_id}, got none")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"expected max_new_tokens >= 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
+        if self.sampling.eos_token_ids is None:
+            raise ValueError(f"expected eos_token_ids, which may be empty, for sample {self.sample_id}, got None")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end the response, in ascending order."""
+        return tuple(self.sampling.eos_token_ids or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +64,8 @@ class Completion:
         version: of the weights, pinned before the request was sent.
         versions: of the weights that each token was drawn from, where a sync came in between; None if all are
             ``version``.
-        token_extras: what else was recorded about each token, by name, [L, ...]; see :meth:`Engine.record`.
-        prompt_extras: what was recorded about each token of the prompt, by name, [P, ...].
+        token_extras: what else is known about each token, by name, [L, ...]; see :meth:`Engine.select_extras`.
+        prompt_extras: what is known about each token of the prompt, by name, [P, ...].
 
     Raises:
         ValueError: if there are not as many versions as tokens.
@@ -117,78 +97,71 @@ class EngineState(Enum):
     SYNCED = "synced"
 
 
-class Engine(ABC):
-    """Generates for the loop, and refuses to unless it holds the trainer's weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do, known before it is started.
 
-    Attributes:
-        returns_logprobs: whether completions can carry log-probabilities.
-        filters: whether it keeps to a request's filter; its log-probabilities then are of what is left.
-        records: names of what it can record about tokens besides, see :meth:`record`.
-        recorded: names of what it does record.
-        scores: whether :meth:`score` works.
-        sleeps: whether it sleeps between a rollout and the next sync, so that the trainer has its memory.
-        holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong.
-        syncs_while_generating: whether it may take weights while it generates; a completion's tokens then differ in
-            version.
-        canary: proves each sync of such a copy; None for no proof.
-        dtype: of its weights, once it is started; None for that of the trainer.
-        limit: most tokens of prompt and response together, once it is started; None for no limit.
-        block: tokens that its prefix cache keeps together; 0 without such a cache.
-        collective: whether ranks draw from one engine together, so that all have to call :meth:`generate` alike.
-        state: asleep, awake or synced.
-        version: of the weights it holds.
+    Args:
+        returns_logprobs: completions can carry log-probabilities.
+        filters: top-k, top-p and min-p are kept to; log-probabilities then are of what is left.
+        scores: :meth:`Engine.score` works.
+        extras: what completions can carry about their tokens besides, by name; see :meth:`Engine.select_extras`.
+        shares_policy: it decodes with the module that it is started with, so it needs a copy only of a policy that is
+            sharded or trains meanwhile.
+        syncs_while_generating: it may take weights while it generates; a completion's tokens then differ in version.
+        sleeps: it gives its memory back between a rollout and the next sync.
+        collective: ranks draw from one engine together, so all have to call :meth:`Engine.generate` alike.
+        max_rows: that decode together; None for no limit of its own.
     """
 
     returns_logprobs: bool = True
     filters: bool = False
-    records: frozenset[str] = frozenset()
-    recorded: frozenset[str] = frozenset()
     scores: bool = False
-    sleeps: bool = False
-    holds_copy: bool = False
+    extras: frozenset[str] = frozenset()
+    shares_policy: bool = False
     syncs_while_generating: bool = False
-    canary: "Canary | None" = None
-    dtype: torch.dtype | None = None
-    limit: int | None = None
-    block: int = 0
+    sleeps: bool = False
     collective: bool = False
+    max_rows: int | None = None
+
+
+class Engine(ABC):
+    """Generates for the loop, and refuses to unless it holds the trainer's weights.
+
+    Attributes:
+        capabilities: what it can do; a subclass says so, for the class or in its constructor.
+        canary: proves each sync of an engine that holds a copy; None for no proof.
+        holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong; known after the first.
+        extras: what completions carry about their tokens, by name.
+        dtype: of its weights, once it is started; None for that of the trainer.
+        max_length: of prompt and response together, once it is started; None for no limit.
+        block_size: tokens that its prefix cache keeps together, once it is started; 0 without such a cache.
+        state: asleep, awake or synced.
+        version: of the weights it holds.
+    """
+
+    capabilities: Capabilities = Capabilities()
+    canary: "Canary | None" = None
+    holds_copy: bool = False
+    extras: frozenset[str] = frozenset()
+    dtype: torch.dtype | None = None
+    max_length: int | None = None
+    block_size: int = 0
 
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
         self.version = -1
 
-    @property
-    def capabilities(self):
-        from types import SimpleNamespace
-
-        from lightning_rl.generation.transformers import TransformersEngine
-
-        return SimpleNamespace(
-            returns_logprobs=self.returns_logprobs,
-            filters=self.filters,
-            extras=self.records,
-            sleeps=self.sleeps,
-            collective=self.collective,
-            syncs_while_generating=self.syncs_while_generating,
-            shares_policy=isinstance(self, TransformersEngine),
-        )
-
-    @property
-    def extras(self):
-        return self.recorded
-
-    def select_extras(self, names):
-        self.record(names)
-
-    def record(self, names: frozenset[str]) -> None:
-        """Says before the start what every completion has to carry in its extras from then on.
+    def select_extras(self, names: frozenset[str]) -> None:
+        """Says before the start what every completion has to carry in its extras.
 
         Raises:
-            ValueError: if it cannot record one of them.
+            ValueError: if one of them is not among what it can.
         """
-        if unknown := sorted(names - self.records):
-            raise ValueError(f"expected to record {sorted(self.records) or 'nothing'}, got {unknown[0]}")
-        self.recorded = names
+        possible = self.capabilities.extras
+        if unknown := sorted(names - possible):
+            raise ValueError(f"expected to record {sorted(possible) or 'nothing'}, got {unknown[0]}")
+        self.extras = names
 
     @abstractmethod
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -220,14 +193,14 @@ class Engine(ABC):
         del ids
         return 0
 
-    def trace(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What each layer puts out for a prompt, by name; empty if unknown. See :mod:`.weights.tracing`."""
+    def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """What each layer puts out for a prompt, by name; empty if unknown."""
         del ids
         return {}
 
     @abstractmethod
-    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads the full weights, one parameter at a time."""
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Loads the full weights, one parameter at a time, under their version."""
 
     @abstractmethod
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -235,9 +208,13 @@ class Engine(ABC):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes over the trainer's weights under a version number; afterwards the engine is synced."""
-        if not (self.syncs_while_generating and self.state is EngineState.SYNCED):
+        if not (self.capabilities.syncs_while_generating and self.state is EngineState.SYNCED):
             self.wake()
-        self._take(weights)
+        try:
+            self._take(weights, version)
+        except BaseException:
+            self.state = EngineState.AWAKE
+            raise
         self.state, self.version = EngineState.SYNCED, version
 
     def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
@@ -247,7 +224,7 @@ class Engine(ABC):
             RuntimeError: if the engine is not synced.
             ValueError: if a request has a filter that the engine would ignore.
         """
-        if not self.filters and any(request.keep for request in requests):
+        if not self.capabilities.filters and any(request.sampling.filters for request in requests):
             raise ValueError(f"expected requests without top_k, top_p and min_p, which {type(self).__name__} ignores")
         if self.state is not EngineState.SYNCED:
             raise RuntimeError(
@@ -266,6 +243,8 @@ class Engine(ABC):
     def close(self) -> None:
         """Ends the engine."""
         self.state = EngineState.ASLEEP
+        if self.canary is not None:
+            self.canary.forget()
 
 
 def request_seed(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:

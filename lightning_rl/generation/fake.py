@@ -1,5 +1,6 @@
 """FakeEngine: says what a script tells it to, for tests of everything around generation."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -26,9 +27,9 @@ class FakeEngine(Engine):
 
     def __init__(self, script: Script, *, logprob: float = -1.0, returns_logprobs: bool = True) -> None:
         super().__init__()
+        self.capabilities = replace(self.capabilities, returns_logprobs=returns_logprobs)
         self.script = script
         self.logprob = logprob
-        self.returns_logprobs = returns_logprobs
         self.requests: list[Request] = []
 
     @override
@@ -36,9 +37,8 @@ class FakeEngine(Engine):
         pass
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for _ in weights:
-            pass
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        deque(weights, maxlen=0)
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -46,11 +46,10 @@ class FakeEngine(Engine):
         return [self._completion(request, logprobs=logprobs) for request in requests]
 
     def _completion(self, request: Request, *, logprobs: bool) -> Completion:
-        given = self.script(request)
-        if not isinstance(given, Completion):
-            ids = tuple(given)
-            finish = Finish.STOP if ids and ids[-1] in request.eos_ids else Finish.LENGTH
-            given = Completion(
-                token_ids=ids, logprobs=torch.full((len(ids),), self.logprob), finish=finish, version=self.version
-            )
-        return given if logprobs else replace(given, logprobs=None)
+        completion = self.script(request)
+        if not isinstance(completion, Completion):
+            ids = tuple(completion)
+            finish = Finish.STOP if ids and ids[-1] in request.eos_token_ids else Finish.LENGTH
+            scores = torch.full((len(ids),), self.logprob)
+            completion = Completion(token_ids=ids, logprobs=scores, finish=finish, version=self.version)
+        return completion if logprobs else replace(completion, logprobs=None)

@@ -4,6 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -58,3 +62,36 @@ class Sampling:
     def filters(self) -> bool:
         """Whether some tokens can never be drawn."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+
+class RowFilters:
+    """Top-k, top-p and min-p of several rows, as tensors.
+
+    Args:
+        samplings: one for each row; all of them may differ.
+        device: of the log-probabilities that they will see.
+    """
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
+        rows = [sampling if sampling.filters else Sampling() for sampling in samplings]
+        self.top_k = torch.tensor([row.top_k for row in rows], device=device)[:, None]
+        self.top_p = torch.tensor([row.top_p for row in rows], device=device)[:, None]
+        self.min_p = torch.tensor([row.min_p for row in rows], device=device)[:, None]
+
+    def mask(self, logprobs: Float[Tensor, "L V"], rows: Int[Tensor, " L"]) -> Bool[Tensor, "L V"]:
+        """The tokens that some rows may draw from their distributions, always the likeliest one.
+
+        Example:
+            >>> filters = RowFilters([Sampling(top_p=0.7), Sampling(top_k=1)], torch.device("cpu"))
+            >>> filters.mask(torch.tensor([[0.5, 0.3, 0.2]] * 2).log(), torch.tensor([0, 1])).tolist()
+            [[True, True, False], [True, False, False]]
+        """
+        top_k, top_p = self.top_k[rows], self.top_p[rows]
+        ascending, order = logprobs.sort(-1)
+        kth = torch.where(top_k > 0, logprobs.shape[-1] - top_k, 0).clamp(min=0)
+        floor = torch.maximum(ascending.gather(1, kth), ascending[:, -1:] + self.min_p[rows].log())
+        dropped = ascending < floor
+        mass = ascending.masked_fill(dropped, -torch.inf).softmax(-1).cumsum(-1)
+        dropped |= (mass <= 1 - top_p) & (top_p < 1)
+        dropped[:, -1] = False
+        return torch.zeros_like(dropped).scatter(1, order, ~dropped)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from faults import __main__ as faults
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from lightning.pytorch.profilers import SimpleProfiler
 from torch.optim import AdamW
+from typing_extensions import override
 
 from lightning_rl import (
     GAE,
@@ -19,7 +21,8 @@ from lightning_rl import (
     KLCov,
     Normalised,
     RLCallback,
-    TransformersEngine,
+    RLLightningModule,
+    Rollout,
     presets,
     warmup_then_linear,
 )
@@ -42,6 +45,7 @@ from lightning_rl.callbacks import (
     TeacherKL,
     TruncatedIS,
 )
+from lightning_rl.corrections import Corrections
 
 RECIPES = {
     "grpo": presets.grpo, "ppo": presets.ppo, "gspo": presets.gspo, "cispo": presets.cispo,
@@ -208,24 +212,44 @@ def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Pa
     assert not other.findings
 
 
-class Wrapping(RLCallback):
-    """Looks for what is wrapped while a run is audited."""
+class Methods(RLCallback):
+    """Looks whether anything of a run stands in the place of a method while it is audited."""
 
-    name = "wrapping"
+    name = "methods"
+
+    def __init__(self, module: RLLightningModule) -> None:
+        self.module, self.replaced = module, set[str]()
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        self.held = {name for part in self.parts for name in vars(part) if callable(getattr(type(part), name, None))}
+        parts = (self, self.module, self.module.engine, self.module.rewards, self.module.run.metrics)
+        self.replaced |= {name for part in parts for name in vars(part) if callable(getattr(type(part), name, None))}
 
 
 def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is_over() -> None:
-    profiler, module, wrapping = SimpleProfiler(), tiny_module(), Wrapping()
-    wrapping.parts = [module, module.engine, module.rewards, module.run.metrics, wrapping, NoEOSMask()]
-    before = {name for part in wrapping.parts for name in vars(part) if callable(getattr(type(part), name, None))}
-    trainer: Any = fit(module, callbacks=[wrapping, SignalAudit(1, "raise")], profiler=profiler)
-    assert wrapping.held == before
+    profiler, module = SimpleProfiler(), tiny_module()
+    methods, functions = Methods(module), dict(module.rewards.functions)
+    trainer: Any = fit(module, callbacks=[methods, SignalAudit(1, "raise")], profiler=profiler)
+    assert not methods.replaced
+    assert module.rewards.functions == functions
     assert trainer.profiler is profiler
-    assert any("wrapping.on_train_batch_end" in action for action in profiler.recorded_durations)
+    assert "[Callback]signal_audit.on_train_batch_end" in profiler.recorded_durations, "it still measures every hook"
+
+
+class EditInObserve(RLCallback):
+    """Edits the finished rollout while it looks at it, past the version counters."""
+
+    name = "edit_in_observe"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        rollout.required("advantages").data.mul_(0.5)
+
+
+def test_who_edits_a_rollout_while_looking_at_it_is_named(tmp_path: Path) -> None:
+    audit, message = SignalAudit(1, checks=["raw_fields"]), r"callback edit_in_observe\.observe: expected advantages as"
+    with pytest.warns(UserWarning, match=message):
+        fit(tiny_module(minibatches=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

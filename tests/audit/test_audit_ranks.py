@@ -13,9 +13,10 @@ from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import LossTerm, LossView, RLCallback, distributed
+from lightning_rl import LossTerm, LossView, RLCallback
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask, ReferenceKL, RewardNormalization
+from lightning_rl.distributed import Collectives
 
 
 class DetachedOnOneRank(DetachedKL):
@@ -26,7 +27,7 @@ class DetachedOnOneRank(DetachedKL):
         return super().loss_term(view) if torch.distributed.get_rank() else ReferenceKL.loss_term(self, view)
 
 
-def forgetting_ranks(values: Tensor) -> Tensor:
+def sum_of_this_rank(self: Collectives, values: Tensor) -> Tensor:
     """A sum over all ranks that is one of this rank alone."""
     return values
 
@@ -39,11 +40,11 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         corrections = [AdaptiveKL(0.1, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
     corrections += [DetachedOnOneRank(0.1, as_loss=True)] if kind == "on one rank" else []
     module = tiny_module(
-        engine_logprobs=True, minibatches=2, epochs=2, token_budget=20, temperature=0.7,
+        minibatches=2, epochs=2, token_budget=20, temperature=0.7,
         advantages="reinforce_plus_plus" if kind == "adaptive" else "grpo",
     )  # fmt: skip
-    said, sums = "", forgetting_ranks if kind == "own denominators" else distributed.global_sum
-    with warnings.catch_warnings(), patch.object(distributed, "global_sum", sums):
+    said, sums = "", sum_of_this_rank if kind == "own denominators" else Collectives.sum
+    with warnings.catch_warnings(), patch.object(Collectives, "sum", sums):
         warnings.simplefilter("ignore")
         try:
             fit(

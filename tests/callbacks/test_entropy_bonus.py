@@ -114,7 +114,7 @@ def test_in_a_fit_every_optimizer_step_moves_it() -> None:
 
 def test_a_step_without_a_token_leaves_the_coefficient() -> None:
     callback = EntropyBonus(0.02, target=9.0)
-    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.max_new_tokens))
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens))
     fit(module, callbacks=[callback, NoEOSMask("drop_tokens")], max_epochs=1)
     assert module.run.skipped == 4 and callback.coef == 0.02
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import request_of
 from kit.routed import check_that_it_falls, many_experts, mismatch
 from kit.support import (
     callback_of,
@@ -251,14 +252,11 @@ def test_weights_are_those_of_the_model_bit_for_bit() -> None:
 def test_the_engine_records_what_one_forward_of_the_whole_would_choose(family: str) -> None:
     model = tiny_model(family, num_experts=EXPERTS, num_experts_per_tok=TOP)
     engine = TransformersEngine(max_rows=5)
-    engine.record(frozenset((ROUTES,)))
+    engine.select_extras(frozenset((ROUTES,)))
     engine.start(model, None)
     engine.load_weights([], 0)
     prompts = [(2, 3, 4, 5), (6,), (2, 3, 4, 5), (7, 8)] * 3
-    requests = [
-        Request(prefix_ids=ids, sample_id=n, seed=n, max_new_tokens=1 + n % 7, temperature=1.0, eos_ids=frozenset({1}))
-        for n, ids in enumerate(prompts)
-    ]
+    requests = [request_of(ids, n, n, max_new_tokens=1 + n % 7, eos_token_ids=[1]) for n, ids in enumerate(prompts)]
     completions = engine.generate(requests)
     assert len({len(completion.token_ids) for completion in completions}) > 3
     for request, completion in zip(requests, completions, strict=True):
@@ -303,7 +301,7 @@ def test_its_own_routes_change_nothing_bit_for_bit() -> None:
     plain, replayed = (tiny_module(policy=moe) for _ in range(2))
     fit(plain, max_steps=1)  # before the policy has moved, engine and trainer choose alike
     fit(replayed, callbacks=[RouterReplay()], max_steps=1)
-    assert plain.engine.recorded == frozenset() != replayed.engine.recorded
+    assert plain.engine.extras == frozenset() != replayed.engine.extras
     first, second = weights_of(plain), weights_of(replayed)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 

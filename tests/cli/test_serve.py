@@ -67,10 +67,10 @@ def test_the_build_is_found_or_the_error_says_what_to_install(
 
     monkeypatch.setattr(metadata, "version", version)
     if isinstance(found, bool):
-        assert serve.installed_on_cpu() is found
+        assert serve.is_cpu_build() is found
     else:
         with pytest.raises(SystemExit, match=re.escape(found)):
-            serve.installed_on_cpu()
+            serve.is_cpu_build()
 
 
 @pytest.mark.parametrize("key", [None, "mine"])
@@ -78,7 +78,7 @@ def test_a_key_is_made_and_printed_unless_there_is_one(
     key: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(serve, "installed_on_cpu", lambda: True)
+    monkeypatch.setattr(serve, "is_cpu_build", lambda: True)
     monkeypatch.setattr(serve, "run_group", lambda command, environment: ran.append((command, environment)) or 0)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if key is not None:
@@ -97,7 +97,7 @@ def test_a_key_is_made_and_printed_unless_there_is_one(
 def test_a_server_that_others_may_reach_comes_with_a_warning(
     host: str, warned: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "installed_on_cpu", lambda: True)
+    monkeypatch.setattr(serve, "is_cpu_build", lambda: True)
     monkeypatch.setattr(serve, "run_group", lambda *_: 1)
     assert serve.serve(str(folder), [], host=host, port=8123, dtype="float32", key="mine") == 1
     assert ("whoever reaches 0.0.0.0:8123 can replace the weights" in capsys.readouterr().err) is warned

@@ -36,7 +36,7 @@ def test_an_error_of_the_kind_is_raised_on_every_rank_or_on_none(
     mine: Any, other: Any, raised: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = None if other is None else isinstance(other, EngineError)
-    monkeypatch.setattr(collectives, "gathered_objects", lambda known: [known, theirs])
+    monkeypatch.setattr(collectives, "process_objects", lambda known: [known, theirs])
     with pytest.raises(raised, match=message) as caught:
         draw(mine)
     assert type(caught.value) is raised

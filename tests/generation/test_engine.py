@@ -4,24 +4,25 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from kit.requests import request_of
 from kit.support import tiny_policy
 from torch import Tensor
 
 from lightning_rl import FakeEngine, Request, TransformersEngine
-from lightning_rl.generation import Engine, EngineState, request_seed
+from lightning_rl.generation import Capabilities, Engine, EngineState, request_seed
 
 
 def a_request(**options: object) -> Request:
-    known = {"prefix_ids": (2, 3), "sample_id": 7, "seed": 0, "max_new_tokens": 4}
-    return Request(**{**known, **options})  # pyright: ignore[reportArgumentType]
+    return request_of(**{"prefix_ids": (2, 3), "sample_id": 7, "max_new_tokens": 4, **options})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         pytest.param({"prefix_ids": ()}, "a prompt of at least one token for sample 7, got none", id="empty-prompt"),
-        pytest.param({"max_new_tokens": 0}, "expected max_new_tokens >= 1, got 0", id="nothing-to-draw"),
+        pytest.param({"max_new_tokens": 0}, "max_new_tokens to be a whole number above 0, got 0", id="nothing-to-draw"),
         pytest.param({"temperature": -0.1}, "expected temperature >= 0, got -0.1", id="negative-temperature"),
+        pytest.param({"eos_token_ids": None}, "eos_token_ids, which may be empty, for sample 7, got None", id="no-eos"),
     ],
 )
 def test_a_request_is_checked_when_it_is_made(options: dict[str, object], message: str) -> None:
@@ -30,7 +31,7 @@ def test_a_request_is_checked_when_it_is_made(options: dict[str, object], messag
 
 
 def test_the_bounds_themselves_are_allowed() -> None:
-    assert a_request(prefix_ids=(0,), max_new_tokens=1, temperature=0).temperature == 0
+    assert a_request(prefix_ids=(0,), max_new_tokens=1, temperature=0).sampling.temperature == 0
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def engines() -> list[Engine]:
 
 @pytest.mark.parametrize("engine", engines(), ids=["fake", "transformers"])
 def test_an_engine_generates_only_with_the_trainers_weights(engine: Engine) -> None:
-    requests = [a_request(eos_ids=frozenset({1}))]
+    requests = [a_request(eos_token_ids=[1])]
     assert (engine.state, engine.version) == (EngineState.ASLEEP, -1)
     with pytest.raises(
         RuntimeError, match="expected a synced engine, got one that is asleep: load_weights comes first"
@@ -115,11 +116,11 @@ def test_only_an_engine_that_syncs_while_it_generates_may_generate_during_a_sync
     states: list[EngineState] = []
 
     class Watched(FakeEngine):
-        syncs_while_generating = meanwhile
+        capabilities = Capabilities(syncs_while_generating=meanwhile)
 
-        def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
             states.append(self.state)
-            super()._take(weights)
+            super()._take(weights, version)
 
     engine = Watched(lambda _: [2])
     for version in (0, 1):

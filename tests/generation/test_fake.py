@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from kit.requests import request_of
 
 from lightning_rl import Completion, FakeEngine, Finish, Request
 
 
 def a_request(sample_id: int = 0, eos: int = 1) -> Request:
-    return Request(prefix_ids=(2, 3), sample_id=sample_id, seed=0, max_new_tokens=4, eos_ids=frozenset({eos}))
+    return request_of((2, 3), sample_id, max_new_tokens=4, eos_token_ids=[eos])
 
 
 def synced(engine: FakeEngine, version: int = 0) -> FakeEngine:
@@ -58,4 +59,4 @@ def test_a_weight_stream_is_consumed_to_its_end() -> None:
 
 
 def test_an_engine_may_be_unable_to_return_log_probabilities() -> None:
-    assert not FakeEngine(lambda _: [], returns_logprobs=False).returns_logprobs
+    assert not FakeEngine(lambda _: [], returns_logprobs=False).capabilities.returns_logprobs

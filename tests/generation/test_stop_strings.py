@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import request_of
 from kit.support import VOCABULARY, tiny_policy, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -13,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_rl import Finish, Request, TransformersEngine
+from lightning_rl import Finish, TransformersEngine
 
 
 def continued(
@@ -22,7 +23,7 @@ def continued(
     engine = TransformersEngine()
     engine.start(model, tokenizer)
     engine.load_weights([], 0)
-    (found,) = engine.generate([Request(prefix_ids=prompt, sample_id=0, seed=0, temperature=0.0, **options)])
+    (found,) = engine.generate([request_of(prompt, temperature=0.0, **options)])
     return found.token_ids, found.finish
 
 

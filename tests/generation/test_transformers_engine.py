@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import request_of, with_sampling
 from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,8 +20,8 @@ PROMPTS = [(2,), (3, 4, 5, 6, 7), (8, 9), (3, 4, 5, 6, 7), (2,), (10, 11, 12)]
 
 
 def requests_for(prompts: Sequence[tuple[int, ...]], **options: Any) -> list[Request]:
-    known: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "eos_ids": frozenset({EOS}), **options}
-    return [Request(prefix_ids=ids, sample_id=n, seed=1000 + n, **known) for n, ids in enumerate(prompts)]
+    known: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.7, "eos_token_ids": [EOS], **options}
+    return [request_of(ids, n, 1000 + n, **known) for n, ids in enumerate(prompts)]
 
 
 def started(model: PreTrainedModel, *, max_rows: int = 512) -> TransformersEngine:
@@ -42,7 +43,7 @@ def distributions(model: PreTrainedModel, request: Request, ids: tuple[int, ...]
     """Log-probabilities of every token before each token of a response, by teacher forcing of one sequence."""
     whole = torch.tensor([[*request.prefix_ids, *ids]])
     logits = model(input_ids=whole, use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1]
-    return (logits / (request.temperature or 1.0)).log_softmax(-1).detach()
+    return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1).detach()
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def constant(logits: Sequence[float], eos: int | None = EOS) -> PreTrainedModel:
 def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: bool) -> None:
     model, requests = (
         tiny_model(family, dtype=torch.float32),
-        requests_for(PROMPTS * 2, eos_ids=frozenset({EOS, 5, 9, 12})),
+        requests_for(PROMPTS * 2, eos_token_ids=[EOS, 5, 9, 12]),
     )
     if packed:
         PolicyModel(model, None, temperature=0.7, packed=True)
@@ -95,12 +96,12 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_max_rows() ->
     assert what(draw(model, requests[::-1]))[::-1] == together
     for max_rows in (1, 4, 7):
         assert what(draw(model, requests, max_rows=max_rows)) == together
-    longer = [*requests, replace(requests[0], max_new_tokens=40, sample_id=99)]
+    longer = [*requests, replace(with_sampling(requests[0], max_new_tokens=40), sample_id=99)]
     assert what(draw(model, longer))[:-1] == together, "another request's limit changed the random numbers"
 
 
 def test_samples_of_one_prompt_differ_by_their_seed_alone() -> None:
-    requests = requests_for([(2, 3)] * 8, eos_ids=frozenset())
+    requests = requests_for([(2, 3)] * 8, eos_token_ids=[])
     assert len(set(what(draw(tiny_policy(), requests)))) > 4
     same = [replace(request, seed=1) for request in requests]
     assert len(set(what(draw(tiny_policy(), same)))) == 1
@@ -109,7 +110,7 @@ def test_samples_of_one_prompt_differ_by_their_seed_alone() -> None:
 def test_every_different_prompt_is_prefilled_once() -> None:
     model = tiny_policy()
     with forwards(model) as shapes:
-        draw(model, requests_for(PROMPTS * 4, eos_ids=frozenset(), max_new_tokens=3))
+        draw(model, requests_for(PROMPTS * 4, eos_token_ids=[], max_new_tokens=3))
     assert shapes == [(4, 5), (24, 1), (24, 1)], "no forward after the last token"
 
 
@@ -124,7 +125,7 @@ def test_finished_rows_leave_the_batch() -> None:
     model = tiny_policy()
     limits = [1, 1, 2, 2, 3, 8]
     requests = [
-        replace(r, max_new_tokens=n) for r, n in zip(requests_for(PROMPTS, eos_ids=frozenset()), limits, strict=True)
+        with_sampling(r, max_new_tokens=n) for r, n in zip(requests_for(PROMPTS, eos_token_ids=[]), limits, strict=True)
     ]
     with forwards(model) as shapes:
         found = draw(model, requests)
@@ -143,7 +144,7 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
 
 def test_greedy_and_sampled_requests_share_a_batch() -> None:
     model, sampled = tiny_policy(), requests_for(PROMPTS)
-    mixed = [replace(r, temperature=0.0) if n % 2 else r for n, r in enumerate(sampled)]
+    mixed = [with_sampling(r, temperature=0.0) if n % 2 else r for n, r in enumerate(sampled)]
     assert what(draw(model, mixed)) == [what(draw(model, [request]))[0] for request in mixed]
 
 
@@ -160,7 +161,7 @@ def test_greedy_and_sampled_requests_share_a_batch() -> None:
 )
 def test_a_response_ends_for_the_reason_given(eos_ids: set[int], limit: int, length: int, finish: Finish) -> None:
     model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
-    request = requests_for([(2,)], eos_ids=frozenset(eos_ids), max_new_tokens=limit)
+    request = requests_for([(2,)], eos_token_ids=sorted(eos_ids), max_new_tokens=limit)
     (completion,) = draw(model, request)
     assert what([completion]) == [((3,) * length, finish)] and completion.version == 5
     assert completion.logprobs is not None and len(completion.logprobs) == length
@@ -169,14 +170,14 @@ def test_a_response_ends_for_the_reason_given(eos_ids: set[int], limit: int, len
 def test_requests_with_different_ends_share_a_batch() -> None:
     model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
     first, second, third = requests_for([(2,)] * 3, max_new_tokens=3)
-    changed = [replace(first, eos_ids=frozenset()), replace(second, eos_ids=frozenset({3, 4})), third]
+    changed = [with_sampling(first, eos_token_ids=[]), with_sampling(second, eos_token_ids=[3, 4]), third]
     assert what(draw(model, changed)) == [((3,) * 3, Finish.LENGTH), ((3,), Finish.STOP), ((3,) * 3, Finish.LENGTH)]
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 4.0])
 def test_a_token_of_probability_zero_is_never_drawn(temperature: float) -> None:
     model = constant([-torch.inf, 0.0, -torch.inf, 0.5, -torch.inf, -torch.inf], eos=None)
-    found = draw(model, requests_for([(1,)] * 50, temperature=temperature, eos_ids=frozenset(), max_new_tokens=40))
+    found = draw(model, requests_for([(1,)] * 50, temperature=temperature, eos_token_ids=[], max_new_tokens=40))
     assert {token for completion in found for token in completion.token_ids} == {1, 3}
 
 
@@ -189,17 +190,17 @@ def test_not_even_for_a_random_number_of_exactly_zero(monkeypatch: pytest.Monkey
 def test_a_row_that_waits_to_be_dropped_keeps_its_reason() -> None:
     """One of eight rows is at its limit at once and stays in the batch, where likely EOS tokens go on to be drawn."""
     model = constant([0.0, 0.0], eos=None)
-    requests = requests_for([(0,)] * 8, eos_ids=frozenset(), temperature=1.0)
+    requests = requests_for([(0,)] * 8, eos_token_ids=[], temperature=1.0)
     for ended in range(8):
         mixed = [
-            replace(r, max_new_tokens=1, eos_ids=frozenset({1})) if n == ended else r for n, r in enumerate(requests)
+            with_sampling(r, max_new_tokens=1, eos_token_ids=[1]) if n == ended else r for n, r in enumerate(requests)
         ]
         assert what(draw(model, mixed)) == [what(draw(model, [request]))[0] for request in mixed]
 
 
 def test_tokens_are_drawn_as_often_as_the_softmax_says() -> None:
     logits = torch.linspace(-2, 2, 8)
-    requests = requests_for([(1,)] * 400, temperature=0.7, eos_ids=frozenset(), max_new_tokens=25)
+    requests = requests_for([(1,)] * 400, temperature=0.7, eos_token_ids=[], max_new_tokens=25)
     drawn = [
         token for completion in draw(constant(logits.tolist(), eos=None), requests) for token in completion.token_ids
     ]

@@ -19,8 +19,8 @@ from lightning_rl.generation.weights.files import read_weights
 KEY, VOCABULARY = "secret", 16
 Answer = dict[str, Any] | bytes | int
 HOLDS: dict[str, Any] = {
-    "architecture": "LlamaForCausalLM", "vocabulary": VOCABULARY, "limit": 64, "block": 8, "dtype": "float32",
-    "speaks": False, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+    "architecture": "LlamaForCausalLM", "vocabulary": VOCABULARY, "max_length": 64, "block_size": 8, "dtype": "float32",
+    "has_tokenizer": False, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
 }  # fmt: skip
 
 

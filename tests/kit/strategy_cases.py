@@ -59,14 +59,14 @@ def lora_policy(dtype: torch.dtype, **options: Any) -> nn.Module:
 
 def uneven(request: Request) -> Sequence[int]:
     """Responses of very different lengths, so that ranks need different numbers of microbatches."""
-    length = request.max_new_tokens if request.sample_id % 8 == 3 else 1 + request.sample_id % 3
+    length = request.sampling.max_new_tokens if request.sample_id % 8 == 3 else 1 + request.sample_id % 3
     return [2 + (request.sample_id + place) % 12 for place in range(length - 1)] + [1]
 
 
 def truncated_on_one_rank(request: Request) -> Sequence[int]:
     """Every sample of odd prompts is cut off: under NoEOSMask("drop_tokens") whole ranks have nothing to train."""
     if (request.sample_id // 4) % 2:
-        return [5] * request.max_new_tokens
+        return [5] * request.sampling.max_new_tokens
     return uneven(request)
 
 

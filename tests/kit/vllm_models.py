@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kit.requests import request_of
 from kit.support import tiny_model
 from lightning_rl import Completion, Engine, Request, VLLMEngine
 
@@ -51,7 +52,7 @@ def moved(model: PreTrainedModel, scale: float, seed: int = 0) -> None:
 def requests_for(prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
     """One request for each prompt, with seeds of their own."""
     known: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.7, **options}
-    return [Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, **known) for n, ids in enumerate(prompts)]
+    return [request_of(ids, n, 1000 + n, **known) for n, ids in enumerate(prompts)]
 
 
 def prompts_of(number: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -67,7 +68,7 @@ def trainer_logprobs(model: PreTrainedModel, request: Request, completion: Compl
     ids = torch.tensor(completion.token_ids)
     whole = torch.cat([torch.tensor(request.prefix_ids), ids])
     logits = model(input_ids=whole[None], use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1].float()
-    return (logits / (request.temperature or 1.0)).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
 def worst(model: PreTrainedModel, requests: Sequence[Request], completions: Sequence[Completion]) -> float:

@@ -21,9 +21,7 @@ def own_loss(view: LossView) -> Tensor:
 
 def main(folder: str, loss: str, delta: float, precision: Any, strategy: str, ranks: int) -> None:
     """Records to ``folder/recorded`` and keeps a checkpoint of every step beside it."""
-    module = tiny_module(
-        minibatches=2, epochs=2, token_budget=30, loss=own_loss if loss == "own" else loss, engine_logprobs=True
-    )
+    module = tiny_module(minibatches=2, epochs=2, token_budget=30, loss=own_loss if loss == "own" else loss)
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     trainer = Trainer(
         accelerator="cpu", devices=ranks, max_epochs=1, precision=precision, enable_progress_bar=False,

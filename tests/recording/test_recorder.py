@@ -11,7 +11,7 @@ from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning_rl.callbacks import OPSM, DynamicSampling, NoEOSMask, ReferenceKL
 from lightning_rl.recording import Recording, RolloutRecorder, recording
 
-OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "engine_logprobs": True}
+OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2}
 
 
 def recorded(
@@ -51,7 +51,7 @@ def test_a_recording_holds_every_field_and_what_each_pass_computed(tmp_path: Pat
     found = Recording.load(tmp_path / "rollout-000000.safetensors")
     per_pass = {f"pass/{number}/{what}" for number in (0, 1) for what in ("logprobs", "entropy", "values", "gradient")}
     logprobs = {f"rollout/{name}_logprobs" for name in ("rollout", "old", "ref")}
-    assert found.tensors.keys() >= per_pass | logprobs | {"rollout/values", "rollout/advantages", "drawn/scored"}
+    assert found.tensors.keys() >= per_pass | logprobs | {"rollout/values", "rollout/advantages", "sampled/scored"}
     valid = found.rollout.valid_tokens
     assert torch.equal(found.tensors["pass/0/logprobs"][valid] != 0, torch.ones(int(valid.sum()), dtype=torch.bool))
     assert found.header["options"]["group_size"] == 4

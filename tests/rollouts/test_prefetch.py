@@ -25,7 +25,7 @@ from lightning_rl import (
 from lightning_rl.audit import AuditError, SignalAudit
 from lightning_rl.audit.recorded import RecordedEngine
 from lightning_rl.callbacks import DynamicSampling, OffPolicyIS, RolloutKL, TruncatedIS
-from lightning_rl.generation import Completion, Request
+from lightning_rl.generation import Capabilities, Completion, Request
 
 WAIT = 60.0  # seconds after which a test that would hang fails
 
@@ -190,7 +190,7 @@ def test_without_staleness_nothing_runs_in_another_thread_and_nothing_is_copied(
 class Paused(FakeEngine):
     """Takes weights while it generates; a response has the version that it began under, or says an earlier one."""
 
-    syncs_while_generating = True
+    capabilities = Capabilities(syncs_while_generating=True)
 
     def __init__(self, steps: Steps, *, late: int = 0) -> None:
         super().__init__(lambda request: [2 + request.sample_id % 5] * 4 + [1])

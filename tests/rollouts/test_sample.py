@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.requests import request_of
 from kit.support import parity_reward, tiny_tokenizer
 from torch import Tensor
 from typing_extensions import override
@@ -22,6 +24,7 @@ from lightning_rl import (
     Request,
     RLCallback,
     Rollout,
+    Sampling,
 )
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.rewards import Rewards
@@ -111,9 +114,8 @@ def test_requests_carry_everything_that_decides_a_sample() -> None:
     assert isinstance(engine, FakeEngine) and isinstance(other, FakeEngine)
     requests = engine.requests
     assert [request.prefix_ids for request in requests] == [(2,)] * G + [(3, 3)] * G
-    assert {(r.max_new_tokens, r.temperature, r.eos_ids, r.stop) for r in requests} == {
-        (9, 0.7, frozenset({1}), ("x",))
-    }
+    sampling = Sampling(max_new_tokens=9, temperature=0.7, eos_token_ids=[1], stop=("x",))
+    assert {request.sampling for request in requests} == {sampling}
     seeds = [request.seed for request in (*requests, *other.requests)]
     assert len(set(seeds)) == 4 * G, "another sample and another rollout have other random numbers"
 
@@ -145,7 +147,7 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
     drawer(rewards=[reading], tokenizer=tiny_tokenizer()).sample(prompts, 0)
     assert seen["prompts"] == ["two"] * G + ["three"] * G
     assert seen["answer"] == ["b"] * G + [None] * G and seen["level"] == [None] * G + [4] * G
-    assert seen["completion_ids"][0] == answer(Request(prefix_ids=(2,), sample_id=21, seed=0, max_new_tokens=1))
+    assert seen["completion_ids"][0] == answer(request_of((2,), 21))
     assert seen["completions"][0] == "b", "EOS is no text"
 
 
@@ -231,7 +233,7 @@ def test_every_rank_gets_what_it_wants_and_no_prompt_is_lost(wanted: list[int]) 
 
 def greedy_or_not(request: Request) -> list[int]:
     """A greedy answer has as many tokens as its prompt's first id says."""
-    return answer(request) if request.temperature else [3] * (request.prefix_ids[0] - 1) + [1]
+    return answer(request) if request.sampling.temperature else [3] * (request.prefix_ids[0] - 1) + [1]
 
 
 def lengths_of(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any) -> list[float]:
@@ -257,9 +259,10 @@ def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call(
     assert isinstance(plain.engine, FakeEngine) and len(calls) == 1
     sampled, greedy = calls[0][: 2 * G], calls[0][2 * G :]
     assert sampled == plain.engine.requests, "what trains is drawn as without a baseline"
-    assert [(request.temperature, request.prefix_ids) for request in greedy] == [(0.0, (2,)), (0.0, (3, 3))]
+    assert [(request.sampling.temperature, request.prefix_ids) for request in greedy] == [(0.0, (2,)), (0.0, (3, 3))]
     assert len({request.sample_id for request in calls[0]}) == len({r.seed for r in calls[0]}) == 2 * G + 2
-    assert {(r.max_new_tokens, r.eos_ids, r.stop) for r in calls[0]} == {(9, frozenset({1}), ("x",))}
+    samplings = {replace(request.sampling, temperature=1.0) for request in calls[0]}
+    assert samplings == {Sampling(max_new_tokens=9, eos_token_ids=[1], stop=("x",))}
 
 
 def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() -> None:
@@ -274,7 +277,7 @@ def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() 
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_a_truncated_greedy_answer_takes_its_group_out_of_the_reward_under_the_mask(action: Any) -> None:
     def cut(request: Request) -> list[int]:
-        return [4] * 9 if not request.temperature and request.prefix_ids == (2,) else greedy_or_not(request)
+        return [4] * 9 if not request.sampling.temperature and request.prefix_ids == (2,) else greedy_or_not(request)
 
     assert baseline(script=cut).rewarded.all()
     masked = baseline(NoEOSMask(action), script=cut)
@@ -284,7 +287,7 @@ def test_a_truncated_greedy_answer_takes_its_group_out_of_the_reward_under_the_m
 
 def test_a_greedy_answer_without_reward_takes_its_group_out_of_the_reward() -> None:
     def said(request: Request) -> Any:
-        if request.temperature or request.prefix_ids != (2,):
+        if request.sampling.temperature or request.prefix_ids != (2,):
             return greedy_or_not(request)
         return Completion(token_ids=(5,), logprobs=None, finish=Finish.ABORT, version=6)
 

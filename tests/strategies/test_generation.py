@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.ranks import STRATEGIES, run_ranks
+from kit.requests import with_sampling
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
@@ -35,12 +35,12 @@ class OneAfterTheOther(TransformersEngine):
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        if requests[0].max_new_tokens != LONG:  # the canary's
+        if requests[0].sampling.max_new_tokens != LONG:  # the canary's
             return super()._draw(requests, logprobs=logprobs)
         self.rollouts += 1
         first = dist.get_rank() == self.rollouts % 2  # the long one begins, then the short one
         length = LONG if dist.get_rank() == 1 else SHORT
-        cut = [replace(request, max_new_tokens=length, eos_ids=frozenset()) for request in requests]
+        cut = [with_sampling(request, max_new_tokens=length, eos_token_ids=()) for request in requests]
         with self.turn(waits=not first):
             completions = super()._draw(cut, logprobs=logprobs)
         self.lengths += [len(completion.token_ids) for completion in completions]

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from lightning_rl import Canary, CanaryError, VLLMEngine
 from lightning_rl.generation import EngineState
 from lightning_rl.generation.vllm import internals
-from lightning_rl.generation.weights.stream import Stream, WeightPlan
-from lightning_rl.generation.weights.sync import synchronise
+from lightning_rl.generation.weights.stream import Stream
+from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.policy import PolicyModel
 
 FLOAT32, MEAN = 1e-4, 5.0
@@ -23,10 +23,10 @@ FLOAT32, MEAN = 1e-4, 5.0
 class Watched:
     """A policy, the engine of its shape and a new canary."""
 
-    def __init__(self, engine: VLLMEngine, model: PreTrainedModel, temperature: float = 1.0, **options: Any) -> None:
+    def __init__(self, engine: VLLMEngine, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self.engine, self.model = engine, model
         self.policy = PolicyModel(model, None, temperature=temperature, packed=True)
-        self.canary = engine.canary = Canary(**options)
+        self.canary = engine.canary = Canary()
         self.version = 0
 
     def sync(self, change: Callable[[Stream], Stream] = lambda stream: stream) -> tuple[float, float]:
@@ -36,7 +36,7 @@ class Watched:
         self.engine.load_weights = lambda stream, version: load(change(stream), version)  # type: ignore[method-assign]
         weights = ((name, weight.detach()) for name, weight in self.model.named_parameters())
         try:
-            found = synchronise(self.engine, weights, self.version, self.policy, packed=True, watching=nullcontext)
+            found = synchronize(self.engine, weights, self.version, self.policy, packed=True, context=nullcontext)
         finally:
             del self.engine.load_weights
         assert found is not None
@@ -51,11 +51,10 @@ class Watched:
 def watched(started: Starter) -> Iterator[Callable[..., Watched]]:
     engines: list[VLLMEngine] = []
 
-    def watch(family: str = "qwen2", temperature: float = 1.0, **options: Any) -> Watched:
-        dtype = options.pop("dtype", torch.float32)
+    def watch(family: str = "qwen2", temperature: float = 1.0, *, dtype: torch.dtype = torch.float32) -> Watched:
         model = a_model(family, dtype=dtype)
         engines.append(started(model))
-        return Watched(engines[-1], model, temperature, **options)
+        return Watched(engines[-1], model, temperature)
 
     yield watch
     for engine in engines:
@@ -208,7 +207,7 @@ def test_a_tied_head_that_is_not_sent_is_found_at_setup(
     watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = watched("qwen2-tied")
-    monkeypatch.setattr(run.engine, "_tied", {})
+    monkeypatch.setattr(run.engine, "_aliases", {})
     with pytest.raises(ValueError, match=r"a tensor for the engine's lm_head.weight \[151, 128\], got none"):
         run.engine.expect(run.model.named_parameters())
 
@@ -219,13 +218,11 @@ def test_a_tied_head_that_stays_behind_is_found(
     run = watched("qwen2-tied")
     run.sync()
     run.step()
-    plan = run.engine._plan  # noqa: SLF001
-    assert plan is not None
 
-    def without_head(_: WeightPlan, stream: Stream) -> Stream:
+    def without_head(stream: Stream, _: object) -> Stream:
         return ((name, weight) for name, weight in stream if name != "lm_head.weight")
 
-    monkeypatch.setattr(WeightPlan, "checked", without_head)
+    monkeypatch.setattr("lightning_rl.generation.vllm.engine.verify", without_head)
     with pytest.raises(CanaryError, match=r"every layer agrees, so it is the final norm or the head$"):
         run.sync()
 
@@ -233,7 +230,8 @@ def test_a_tied_head_that_stays_behind_is_found(
 def test_a_prefix_cache_that_was_not_reset_is_found(
     watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = watched(cache_every=1)
+    monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 1)
+    run = watched()
     run.sync()
     run.step()
     monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)
@@ -242,7 +240,8 @@ def test_a_prefix_cache_that_was_not_reset_is_found(
 
 
 def test_the_cache_is_tried_every_few_syncs(watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = watched(cache_every=3), []
+    monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 3)
+    run, asked = watched(), []
     cached = run.engine.cached_tokens
     monkeypatch.setattr(run.engine, "cached_tokens", lambda ids: asked.append(run.version) or cached(ids))
     for _ in range(7):

@@ -22,8 +22,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_rl import Finish, TransformersEngine
-from lightning_rl.generation.filters import RowFilters, TokenFilter
-from lightning_rl.policy.lora import base_model_of
+from lightning_rl.generation.sampling import RowFilters
+from lightning_rl.policy.lora import unwrapped
 
 TOLERANCE = 1e-4  # float32; measured 1.1e-5
 
@@ -64,20 +64,21 @@ def test_log_probabilities_are_of_the_distribution_that_is_sampled(temperature: 
 @pytest.mark.parametrize(
     "keep",
     [
-        pytest.param(TokenFilter(top_k=5), id="top-k"),
-        pytest.param(TokenFilter(top_p=0.8), id="top-p"),
-        pytest.param(TokenFilter(min_p=0.1), id="min-p"),
-        pytest.param(TokenFilter(top_k=9, top_p=0.7, min_p=0.02), id="all"),
+        pytest.param({"top_k": 5}, id="top-k"),
+        pytest.param({"top_p": 0.8}, id="top-p"),
+        pytest.param({"min_p": 0.1}, id="min-p"),
+        pytest.param({"top_k": 9, "top_p": 0.7, "min_p": 0.02}, id="all"),
     ],
 )
-def test_filtered_requests_draw_from_what_our_filters_keep(keep: TokenFilter, started: Starter) -> None:
+def test_filtered_requests_draw_from_what_our_filters_keep(keep: dict[str, Any], started: Starter) -> None:
     model = a_model()
-    engine, requests = synced(started(model), model), requests_for(prompts_of(8), keep=keep)
+    engine, requests = synced(started(model), model), requests_for(prompts_of(8), **keep)
     for request, completion in zip(requests, engine.generate(requests, logprobs=True), strict=True):
         ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
         with torch.no_grad():
-            scores = (model(input_ids=ids[None]).logits[0, asked - 1 : -1] / request.temperature).log_softmax(-1)
-        kept = RowFilters([keep], scores.device).kept(scores, torch.zeros(len(scores), dtype=torch.int64))
+            logits = model(input_ids=ids[None]).logits[0, asked - 1 : -1]
+        scores = (logits / request.sampling.temperature).log_softmax(-1)
+        kept = RowFilters([request.sampling], scores.device).mask(scores, torch.zeros(len(scores), dtype=torch.int64))
         expected = scores.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, ids[asked:, None])[:, 0]
         assert completion.logprobs is not None
         torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
@@ -145,7 +146,7 @@ def test_adapters_are_merged_into_the_stream(started: Starter) -> None:
     for name, parameter in peft_model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    model = base_model_of(peft_model)
+    model = unwrapped(peft_model)
     engine = started(model, None, seed=1)  # an engine of its own, because it learns the adapters when it is built
     requests = requests_for(prompts_of(8))
     for version in range(2):
@@ -170,10 +171,10 @@ def test_a_sync_leaves_nothing_shared_with_the_trainer(started: Starter) -> None
 def test_responses_end_with_their_eos_or_at_the_limit(eos: set[int], started: Starter) -> None:
     model = a_model()
     engine = synced(started(model), model)
-    options: dict[str, Any] = {"eos_ids": frozenset(eos | set(range(20, 40)) if eos else eos), "max_new_tokens": 12}
+    options: dict[str, Any] = {"eos_token_ids": sorted(eos | set(range(20, 40)) if eos else eos), "max_new_tokens": 12}
     requests = requests_for(prompts_of(30), **options)
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        ended = [token in request.eos_ids for token in completion.token_ids]
+        ended = [token in request.eos_token_ids for token in completion.token_ids]
         assert not any(ended[:-1]), "it should have ended earlier"
         assert completion.finish is (Finish.STOP if ended[-1] else Finish.LENGTH)
         assert ended[-1] or len(completion.token_ids) == 12

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import request_of, with_sampling
 from kit.support import tiny_tokenizer
 from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
 
-from lightning_rl import Completion, Finish, Request, TransformersEngine, VLLMEngine
+from lightning_rl import Completion, Finish, TransformersEngine, VLLMEngine
 from lightning_rl.generation import EngineState
 
 
@@ -59,7 +60,7 @@ def test_a_request_that_vllm_would_change_or_choke_on_is_refused_before_any_is_s
     options: dict[str, Any], message: str, engine: VLLMEngine
 ) -> None:
     known: dict[str, Any] = {"prefix_ids": (5,), "sample_id": 7, "seed": 3, "max_new_tokens": 20}
-    good, bad = requests_for([[5, 6]])[0], Request(**{**known, **options})
+    good, bad = requests_for([[5, 6]])[0], request_of(**{**known, **options})
     with pytest.raises(ValueError, match=message):
         engine.generate([good, bad])
     assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # noqa: SLF001
@@ -67,7 +68,7 @@ def test_a_request_that_vllm_would_change_or_choke_on_is_refused_before_any_is_s
 
 
 def test_the_bounds_themselves_are_allowed(engine: VLLMEngine) -> None:
-    request = Request(prefix_ids=(VOCABULARY - 1,) * 236, sample_id=0, seed=0, max_new_tokens=20, temperature=0.01)
+    request = request_of((VOCABULARY - 1,) * 236, max_new_tokens=20, temperature=0.01)
     (completion,) = engine.generate([request], logprobs=True)
     assert len(completion.token_ids) == 20 and worst(a_model(), [request], [completion]) < 5e-4  # logits x 100
 
@@ -92,7 +93,7 @@ def test_the_eos_of_model_and_tokenizer_ends_nothing_unless_the_request_says_so(
     assert {completion.finish for completion in whole} == {Finish.LENGTH}
     assert {EOS, 3, 4} <= {token for completion in whole for token in completion.token_ids}
     for eos in ({EOS}, {4, 9}):
-        ended = engine.generate([replace(request, eos_ids=frozenset(eos)) for request in requests])
+        ended = engine.generate([with_sampling(request, eos_token_ids=sorted(eos)) for request in requests])
         for short, long in zip(ended, whole, strict=True):
             stops = [place for place, token in enumerate(long.token_ids) if token in eos]
             assert short.token_ids == long.token_ids[: stops[0] + 1 if stops else 20]
@@ -106,7 +107,7 @@ def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(stop: tup
     ours = TransformersEngine()
     ours.start(model, tokenizer)
     ours.load_weights([], 0)
-    requests = requests_for([[n % 14 + 2] for n in range(40)], temperature=0.0, stop=stop, eos_ids=frozenset({EOS}))
+    requests = requests_for([[n % 14 + 2] for n in range(40)], temperature=0.0, stop=stop, eos_token_ids=[EOS])
     found, expected = engine.generate(requests), ours.generate(requests)
     assert [(c.token_ids, c.finish) for c in found] == [(c.token_ids, c.finish) for c in expected]
 

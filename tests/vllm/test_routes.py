@@ -22,11 +22,11 @@ def an_engine(**options: Any) -> VLLMEngine:
 
 def test_every_token_has_the_route_that_the_trainer_would_choose() -> None:
     model, engine = a_model("qwen3_moe"), an_engine(max_num_seqs=6)
-    engine.record(frozenset((ROUTES,)))
+    engine.select_extras(frozenset((ROUTES,)))
     engine.start(model, None)
     engine.expect(model.named_parameters())
     shared = [list(range(2, 70))] * 4  # whose blocks would come out of the prefix cache
-    requests = requests_for([*prompts_of(20), *shared], eos_ids=frozenset({EOS, *range(20, 40)}))
+    requests = requests_for([*prompts_of(20), *shared], eos_token_ids=[EOS, *range(20, 40)])
     for version in range(2):
         completions = synced(engine, model, version).generate(requests)
         for request, completion in zip(requests, completions, strict=True):
@@ -59,4 +59,4 @@ def test_in_float32_it_is_at_the_level_of_a_dense_model() -> None:
 def test_kept_tokens_are_refused_at_setup_where_vllm_returns_none() -> None:
     with pytest.raises(ValueError, match=r'top_p=0.9, .* needs "sampling_mask" .* VLLMEngine does not record'):
         fit(tiny_module(policy=a_model, engine=an_engine(), top_p=0.9))
-    assert ROUTES in an_engine().records
+    assert ROUTES in an_engine().capabilities.extras

@@ -18,7 +18,7 @@ from kit.vllm_rank import Watch
 from torch.optim import AdamW
 from transformers import AutoTokenizer
 
-from lightning_rl import Canary, CanaryError, Completion, Finish, RLLightningModule, VLLMServerEngine
+from lightning_rl import CanaryError, Completion, Finish, RLLightningModule, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Cancelled
@@ -59,7 +59,7 @@ def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
     model = MODEL()
     here = synced(started(model, AutoTokenizer.from_pretrained(server.folder)), model)
     synced(engine, model)
-    for options in ({"temperature": 1.0}, {"temperature": 0.0}, {"eos_ids": frozenset(range(1, 40))}, {"stop": ("d",)}):
+    for options in ({"temperature": 1.0}, {"temperature": 0.0}, {"eos_token_ids": range(1, 40)}, {"stop": ("d",)}):
         requests = requests_for(prompts_of(24, 70), **options)
         found = engine.generate(requests, logprobs=True)
         assert what(found) == what(here.generate(requests, logprobs=True)), options
@@ -137,10 +137,15 @@ def test_requests_that_are_cut_short_end_at_the_server(server: Served, engine: V
     assert whole < len(requests), "the others went on to their end"
 
 
+@pytest.fixture(autouse=True)
+def _cache_is_tried_at_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 1)
+
+
 def a_run(server: Served, **options: Any) -> RLLightningModule:
     known: dict[str, Any] = {
         "policy": MODEL, "tokenizer": None, "minibatches": 2, "temperature": 0.8, "max_new_tokens": 12,
-        "engine": an_engine(server, canary=Canary(cache_every=1)), "optimizer": partial(AdamW, lr=1e-3),
+        "engine": an_engine(server), "optimizer": partial(AdamW, lr=1e-3),
         "eos_token_ids": [EOS, *range(20, 30)],
     }  # fmt: skip
     return tiny_module(**{**known, **options})

@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_rl.cli.doctor.finding import Finding, error, fact
-from lightning_rl.generation import TransformersEngine
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Scorer
 from lightning_rl.policy.logprobs import CHUNK_ELEMENTS
@@ -128,15 +127,14 @@ def _states(optimizers: list[Optimizer]) -> int:
 
 
 def _shares(module: RLLightningModule) -> bool:
-    return isinstance(module.engine, TransformersEngine) and module.run.replica is None
+    return module.engine.capabilities.shares_policy and module.run.replica is None
 
 
 def _cache(module: RLLightningModule, text: Any, longest: int) -> float:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
-    engine = module.engine
-    rows = min(rows, engine.max_rows) if isinstance(engine, TransformersEngine) else rows
+    rows = min(rows, module.engine.capabilities.max_rows or rows)
     per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
     return float(per_token * rows * (longest + module.max_new_tokens))
 

@@ -15,8 +15,8 @@ from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import Description
 from lightning_rl.generation.weights.stream import Shape
 
-PROBING = 30.0  # seconds for a call that no work of the server stands before
-LOADING = "loading"
+PROBE = 30.0  # seconds for a call that no work of the server delays
+LOADING = "loading"  # in place of a label, until the weights are whole
 NO_LOGPROB = -9999.0  # what vLLM sends for one that is -inf or NaN
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
@@ -45,8 +45,8 @@ class Label(NamedTuple):
     @staticmethod
     def read(text: str) -> "Label | None":
         """The inverse of ``str``; None for the label of a server that got its weights from nobody, or half of them."""
-        found = re.fullmatch(r"(\w+)/(\d+)/(\d+)", text)
-        return None if found is None else Label(found[1], int(found[2]), int(found[3]))
+        match = re.fullmatch(r"(\w+)/(\d+)/(\d+)", text)
+        return None if match is None else Label(match[1], int(match[2]), int(match[3]))
 
 
 class Push(NamedTuple):
@@ -98,9 +98,9 @@ class Endpoint:
         self.url = self._client.url
         self.timeout = timeout
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Ends the calls in flight, because the server is gone."""
-        self._client.calls.cut()
+        self._client.calls.abort()
 
     def close(self) -> None:
         """Ends the calls in flight, and every later one."""
@@ -108,7 +108,7 @@ class Endpoint:
 
     def check_health(self) -> None:
         """Returns if the server takes requests."""
-        self._client.call("GET", "/health", timeout=PROBING)
+        self._client.call("GET", "/health", timeout=PROBE)
 
     def describe(self) -> Description:
         """What the server holds.
@@ -116,26 +116,24 @@ class Endpoint:
         Raises:
             ValueError: if it was not started in the way that the engine needs.
         """
-        answer = self._client.call("GET", "/version", timeout=PROBING)
+        answer = self._client.call("GET", "/version", timeout=PROBE)
         try:
-            with self._understood():
+            with self._parsing():
                 check_version(str(answer["version"]))
         except ImportError as error:
             raise ValueError(f"{self.url}: {error}") from error
         results = self._on_workers("lightning_rl_describe")
-        with self._understood():
-            found = Description(**results[0])
-        for name, wanted in REQUIRED.items():
-            if getattr(found, name) != wanted:
-                raise ValueError(
-                    f"expected {name} {wanted} at {self.url}, got {getattr(found, name)}: use lightning-rl serve"
-                )
-        return found
+        with self._parsing():
+            description = Description(**results[0])
+        for name, value in REQUIRED.items():
+            if (got := getattr(description, name)) != value:
+                raise ValueError(f"expected {name} {value} at {self.url}, got {got}: use lightning-rl serve")
+        return description
 
-    def decoded(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some tokens, by the server's tokenizer."""
         answer = self._post("/detokenize", {"tokens": list(ids)})
-        with self._understood():
+        with self._parsing():
             return str(answer["prompt"])
 
     def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
@@ -151,7 +149,7 @@ class Endpoint:
     def label(self) -> Label | None:
         """Of the weights that the server holds; None if they came from nobody."""
         answer = self._client.call("GET", "/weight_info", timeout=self.timeout)
-        with self._understood():
+        with self._parsing():
             return Label.read(str(answer["weight_version"]))
 
     def load(self, push: Push) -> None:
@@ -164,7 +162,7 @@ class Endpoint:
         """
         self._post("/pause?mode=keep&clear_cache=false")
         try:
-            self.disown()
+            self.clear_label()
             for result in self._on_workers("lightning_rl_load", str(push.folder)):
                 if "error" in result:
                     raise RuntimeError(f"expected {self.url} to load weights, but it said: {result['error']}")
@@ -174,7 +172,7 @@ class Endpoint:
         finally:
             self._post("/resume")
 
-    def disown(self) -> None:
+    def clear_label(self) -> None:
         """Takes the label off the weights that the server holds, so that nobody takes tokens from them."""
         self._post("/update_weight_version", {"new_version": LOADING})
 
@@ -194,11 +192,11 @@ class Endpoint:
         """
         body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
         answer = self._client.call("POST", "/inference/v1/generate", body, timeout=self.timeout, calls=calls)
-        with self._understood():
+        with self._parsing():
             return _sample(answer, ids, parameters)
 
     @contextmanager
-    def _understood(self) -> Iterator[None]:
+    def _parsing(self) -> Iterator[None]:
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -208,7 +206,7 @@ class Endpoint:
 
     def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
         answer = self._post("/collective_rpc", {"method": method, "args": arguments})
-        with self._understood():
+        with self._parsing():
             return answer["results"]
 
     def _post(self, path: str, body: Any = None) -> Any:
@@ -223,15 +221,19 @@ def _sample(answer: Any, ids: Sequence[int], parameters: Mapping[str, Any]) -> S
         content = choice["logprobs"]["content"]
         if tuple(entry["token_id"] for entry in content) != tokens:
             raise ValueError("log-probabilities of other tokens")
-        logprobs = _checked([entry["logprob"] for entry in content])
+        logprobs = _finite([entry["logprob"] for entry in content])
     if parameters.get("prompt_logprobs") is not None:
         entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        prompt_logprobs = _checked([entry[str(token)]["logprob"] for token, entry in entries])
+        prompt_logprobs = _finite([entry[str(token)]["logprob"] for token, entry in entries])
     return Sample(
-        token_ids=tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, labels=_labels(choice, len(tokens)),
-        finish_reason=choice["finish_reason"], stop_reason=choice["stop_reason"],
+        token_ids=tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice["stop_reason"],
+        labels=_labels(choice, len(tokens)),
         cached=int(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
-    )  # fmt: skip
+    )
 
 
 def _labels(choice: Any, tokens: int) -> tuple[Label, ...]:
@@ -241,19 +243,19 @@ def _labels(choice: Any, tokens: int) -> tuple[Label, ...]:
         Stale: if nobody pushed the weights that a token came from.
         ValueError: if there are not as many as tokens.
     """
-    found: list[Label] = []
+    labels: list[Label] = []
     for span in choice["weight_versions"] or []:
         label = Label.read(span["version"])
         if label is None:
             raise Stale(f"expected tokens of weights that a trainer pushed, got some of {span['version']!r}")
-        found += [label] * (span["end"] - span["start"])
-    if len(found) != tokens:
-        raise ValueError(f"labels of {len(found)} tokens for {tokens}")
-    return tuple(found)
+        labels += [label] * (span["end"] - span["start"])
+    if len(labels) != tokens:
+        raise ValueError(f"labels of {len(labels)} tokens for {tokens}")
+    return tuple(labels)
 
 
-def _checked(values: Sequence[float]) -> Tensor:
-    found = torch.tensor(values, dtype=torch.float32)
-    if not bool((found > NO_LOGPROB).all()):
+def _finite(values: Sequence[float]) -> Tensor:
+    logprobs = torch.tensor(values, dtype=torch.float32)
+    if not bool((logprobs > NO_LOGPROB).all()):
         raise ValueError("a log-probability that is not finite")
-    return found
+    return logprobs

@@ -15,7 +15,7 @@ HINTS = {
 }
 BUSY = (408, 429)  # of a proxy: later it may take the call
 CONNECTING = 10.0  # seconds
-KEPT = 300  # characters of an answer that an error quotes
+MAX_QUOTE = 300  # characters of an answer that an error quotes
 
 
 class Unanswered(ConnectionError):  # noqa: N818
@@ -50,19 +50,19 @@ class Calls:
         with self._lock:
             self._connections.discard(connection)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Ends the calls in flight, which then count as unanswered."""
         with self._lock:
             for connection in self._connections:
-                _shut(connection)
+                _shut_down(connection)
 
     def cancel(self) -> None:
-        """Cuts all calls short, those that begin later included."""
+        """Ends all calls by our own will, those that begin later included."""
         self.cancelled.set()
-        self.cut()
+        self.abort()
 
 
-def _shut(connection: http.client.HTTPConnection) -> None:
+def _shut_down(connection: http.client.HTTPConnection) -> None:
     sock: socket.socket | None = connection.sock
     with suppress(OSError):
         if sock is not None:
@@ -88,8 +88,8 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._place, self._prefix = parts.netloc, parts.path.rstrip("/")
+        self._connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._netloc, self._prefix = parts.netloc, parts.path.rstrip("/")
         self.calls = Calls()
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if key:
@@ -110,7 +110,7 @@ class Client:
             ValueError: if the server refuses the call itself, status 400 to 499; doing it again would not help.
             Cancelled: if the call was cut short.
         """
-        connection = self._kind(self._place, timeout=min(timeout, CONNECTING))
+        connection = self._connection(self._netloc, timeout=min(timeout, CONNECTING))
         groups = (self.calls,) if calls is None else (self.calls, calls)
         try:
             connection.connect()
@@ -130,10 +130,10 @@ class Client:
             for group in groups:
                 group.leave(connection)
             connection.close()
-        return self._parsed(path, status, text)
+        return self._parse(path, status, text)
 
-    def _parsed(self, path: str, status: int, text: bytes) -> Any:
-        quoted = text[:KEPT].decode(errors="replace")
+    def _parse(self, path: str, status: int, text: bytes) -> Any:
+        quoted = text[:MAX_QUOTE].decode(errors="replace")
         if status >= 500 or status in BUSY:
             raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
         if status >= 400:

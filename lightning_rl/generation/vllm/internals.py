@@ -29,12 +29,12 @@ class ProcessGroups:
 
     Attributes:
         engines: how many live in this process.
-        own: whether vLLM made the default group, because there was none.
+        default: whether vLLM made the default group, because there was none.
     """
 
     def __init__(self) -> None:
         self.engines = 0
-        self.own = False
+        self.default = False
         self._cleanup: Callable[[], None] | None = None
 
     def enter(self) -> None:
@@ -42,21 +42,21 @@ class ProcessGroups:
         core: Any = import_module("vllm.v1.engine.core")
         if self._cleanup is None:
             self._cleanup = core.cleanup_dist_env_and_memory
-            core.cleanup_dist_env_and_memory = _nothing
+            core.cleanup_dist_env_and_memory = _keep_groups
         if self.engines == 0:
-            self.own = self.own or not dist.is_initialized()
+            self.default = self.default or not dist.is_initialized()
         self.engines += 1
 
     def leave(self) -> None:
         """After an engine has ended. The last one takes its own groups along, and the default group if vLLM made it."""
         self.engines -= 1
         if self.engines == 0 and self._cleanup is not None:
-            own, self.own = self.own, False
+            default, self.default = self.default, False
             parallel_state = import_module("vllm.distributed.parallel_state")
-            (self._cleanup if own else parallel_state.destroy_model_parallel)()
+            (self._cleanup if default else parallel_state.destroy_model_parallel)()
 
 
-def _nothing(*_arguments: Any, **_options: Any) -> None:
+def _keep_groups(*_arguments: Any, **_options: Any) -> None:
     """In place of vLLM's cleanup."""
 
 
@@ -64,7 +64,7 @@ GROUPS = ProcessGroups()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def preserving_process() -> Iterator[None]:
     """Undoes what building an engine does to its process: seeds, thread setter, environment, frozen garbage."""
     threads, local_world = torch.set_num_threads, os.environ.get("LOCAL_WORLD_SIZE")
     states = random.getstate(), np.random.get_state()
@@ -93,9 +93,9 @@ def weight_plan(llm: Any) -> WeightPlan:
 
 
 def plan_of(config: Any, model: Any) -> WeightPlan:
-    """The same of a model inside of vLLM, under vLLM's configuration."""
+    """The same for a model inside of vLLM, under vLLM's configuration."""
     layerwise = import_module(f"{RELOAD}.layerwise")
-    held: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for path, module in model.named_modules():
         tensors = dict(layerwise.get_layerwise_info(module).restore_metadata[0])
         bias = module._parameters.get("bias")  # noqa: SLF001  left out of what a reload restores
@@ -105,26 +105,21 @@ def plan_of(config: Any, model: Any) -> WeightPlan:
             shape = tuple(tensor.shape)
             if hasattr(module, "org_vocab_size"):  # rows are padded
                 shape = (module.org_vocab_size, *shape[1:])
-            held[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
-    renamed = partial(_renamed, getattr(model, "hf_to_vllm_mapper", None), held)
-    return WeightPlan(held, renamed, whole=config.parallel_config.tensor_parallel_size == 1)
+            shapes[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
+    engine_name = partial(_engine_name, getattr(model, "hf_to_vllm_mapper", None), shapes)
+    return WeightPlan(shapes, engine_name, whole=config.parallel_config.tensor_parallel_size == 1)
 
 
-def _renamed(mapper: Any, held: dict[str, Shape], name: str) -> str | None:
-    renamed = name if mapper is None else mapper.map_name(name)
-    for theirs, ours in ((".experts.gate_up_proj", "w13_weight"), (".experts.down_proj", "w2_weight")):
-        if name.endswith(theirs):
-            stem = name.removesuffix(theirs.removeprefix(".experts"))
-            return next((known for known in held if known.startswith(stem) and known.endswith(ours)), None)
-    return renamed
+def _engine_name(mapper: Any, shapes: dict[str, Shape], name: str) -> str | None:
+    for suffix, end in ((".gate_up_proj", "w13_weight"), (".down_proj", "w2_weight")):
+        if name.endswith(f".experts{suffix}"):
+            stem = name.removesuffix(suffix)
+            return next((other for other in shapes if other.startswith(stem) and other.endswith(end)), None)
+    return name if mapper is None else mapper.map_name(name)
 
 
 def reload(llm: Any, weights: Stream) -> None:
-    """Loads a full set of weights in the names of a checkpoint.
-
-    Raises:
-        RuntimeError: if requests are running, so that the prefix cache could not be reset.
-    """
+    """Loads a full set of weights in the names of a checkpoint."""
     llm.apply_model(forget_expert_kernels)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
@@ -141,11 +136,11 @@ def reset_prefix_cache(llm: Any) -> None:
 
 def recover(llm: Any) -> None:
     """Brings an engine back to a loadable state after a load that failed; its weights are then a mixture."""
-    llm.apply_model(partial(restore, llm.llm_engine.vllm_config))
+    llm.apply_model(partial(recover_model, llm.llm_engine.vllm_config))
 
 
-def restore(config: Any, model: nn.Module) -> None:
-    """The same of a model inside of vLLM, under vLLM's configuration."""
+def recover_model(config: Any, model: nn.Module) -> None:
+    """The same for a model inside of vLLM, under vLLM's configuration."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     for module in model.modules():
         info = layerwise.get_layerwise_info(module)

@@ -37,8 +37,7 @@ class Adapter:
         if others or not self.scales:
             got = f"{others[0]} that trains as well" if self.scales else f"none in {type(model).__name__}"
             raise ValueError(f'expected adapters and a frozen base, got {got}: use lora="merged"')
-        ranks = [len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A"]
-        self.rank = max(ranks)
+        self.rank = max(len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A")
         self.number = 0
         self.request: Any = None
         self._parts: dict[str, Tensor] = {}
@@ -48,7 +47,7 @@ class Adapter:
         """For ``vllm.LLM``."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank)}
 
-    def apart(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    def split(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
         """The stream of the base under plain names; what belongs to the adapter is kept for :meth:`load`."""
         self._parts = {}
         for name, weight in stream:

@@ -1,27 +1,30 @@
-"""Servers as a fleet: who may be asked, who is asked next, and how one that was lost comes back."""
+"""A pool of servers: which one is asked next, how a lost one comes back, and one sound answer for each request."""
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.endpoint import Endpoint
+from lightning_rl.generation.vllm.endpoint import Endpoint, Sample, Stale
 from lightning_rl.generation.vllm.http import Calls, Cancelled, Unanswered
+from lightning_rl.generation.vllm.push import WeightPush
 
 LOG = logging.getLogger(__name__)
 AT_ONCE = 256  # requests that a server is sent at the same time
-POLL = 1.0  # seconds between two looks at a server
-BACKOFF, LONGEST_BACKOFF = 0.25, 10.0  # seconds before a server that was lost is asked again; doubles with each loss
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+ATTEMPTS = 6  # of one request, each at a server that was healthy a moment before
+POLL = 1.0  # seconds between two health checks
+BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds before a server that was lost is asked again; doubles with each loss
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-class Member:
-    """One server of a fleet.
+class Server:
+    """One server of a pool.
 
     Attributes:
         endpoint: calls it.
@@ -43,24 +46,29 @@ class Member:
         self.loading = threading.Lock()
 
 
-class Fleet:
-    """Lends servers to requests, the one with the fewest outstanding tokens first, and watches over all of them.
+class ServerPool:
+    """Sends each request to the server with the fewest outstanding tokens, and to another one if that is lost.
 
     Args:
         endpoints: of the servers.
-        admit: brings a server to the current weights, or raises.
+        push: brings a server to the current weights.
         patience: seconds without any server until requests fail.
+        rank: of this process.
+
+    Attributes:
+        oldest: number of the oldest push that answers may come from; that of the last one that every server has.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], admit: Callable[[Endpoint], None], *, patience: float) -> None:
-        self.members = [Member(endpoint) for endpoint in endpoints]
-        self.patience = patience
-        self._admit = admit
+    def __init__(self, endpoints: Sequence[Endpoint], push: WeightPush, *, patience: float, rank: int = 0) -> None:
+        self.servers = [Server(endpoint) for endpoint in endpoints]
+        self.push, self.patience, self.rank = push, patience, rank
+        self.oldest = 0
+        self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watchers = [
-            threading.Thread(target=self._watch, args=(member,), name=f"watch-{member.endpoint.url}", daemon=True)
-            for member in self.members
+            threading.Thread(target=self._watch, args=(server,), name=f"watch-{server.endpoint.url}", daemon=True)
+            for server in self.servers
         ]
 
     def watch(self) -> None:
@@ -71,19 +79,58 @@ class Fleet:
     def close(self) -> None:
         """Ends the watch and every call; whoever waits is cut short."""
         self._closed.set()
-        for member in self.members:
-            member.endpoint.close()
-        self._wake()
+        for server in self.servers:
+            server.endpoint.close()
+        self._notify()
         for watcher in self._watchers:
             if watcher.is_alive():
                 watcher.join()
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[Server]:
         """Those that may be asked."""
         with self._changed:
-            return [member for member in self.members if member.ready]
+            return [server for server in self.servers if server.ready]
 
-    def each(self, function: Callable[[Given, Calls], Made], items: Sequence[Given]) -> list[Made]:
+    def wait(self, calls: Calls | None = None) -> None:
+        """Returns once a server is ready.
+
+        Raises:
+            EngineError: if none is within the patience.
+            Cancelled: if the calls were cut short meanwhile.
+        """
+        end = time.monotonic() + self.patience
+        with self._changed:
+            while not any(server.ready for server in self.servers):
+                self._check_open(calls)
+                left = end - time.monotonic()
+                if left <= 0:
+                    reasons = "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
+                    raise EngineError(
+                        f"expected one of {len(self.servers)} servers to be ready within {self.patience:g} s, got none "
+                        f"({reasons}): start one by lightning-rl serve, and go on from the last checkpoint"
+                    )
+                self._changed.wait(left)
+            self._check_open(calls)
+
+    @contextmanager
+    def acquire(self, tokens: int, calls: Calls) -> Iterator[Server]:
+        """The server with the fewest outstanding tokens, once there is one; raises as :meth:`wait` does.
+
+        Args:
+            tokens: that the request may cost.
+            calls: that the request belongs to.
+        """
+        with self._changed:
+            self.wait(calls)
+            server = min((server for server in self.servers if server.ready), key=lambda ready: ready.outstanding)
+            server.outstanding += tokens
+        try:
+            yield server
+        finally:
+            with self._changed:
+                server.outstanding -= tokens
+
+    def map(self, function: Callable[[Item, Calls], Result], items: Sequence[Item]) -> list[Result]:
         """What a function of (item, calls) makes of every item, in their order, many at a time.
 
         After the first failure all others are cut short: the servers notice, and end what they were doing.
@@ -91,89 +138,99 @@ class Fleet:
         if not items:
             return []
         calls = Calls()
-        with ThreadPoolExecutor(min(len(items), AT_ONCE * len(self.members))) as pool:
-            made = [pool.submit(function, item, calls) for item in items]
+        with ThreadPoolExecutor(min(len(items), AT_ONCE * len(self.servers))) as threads:
+            futures = [threads.submit(function, item, calls) for item in items]
             try:
-                for one in as_completed(made):
-                    one.result()
+                for future in as_completed(futures):
+                    future.result()
             except BaseException:
                 calls.cancel()
-                self._wake()
-                pool.shutdown(wait=False, cancel_futures=True)
+                self._notify()
+                threads.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [one.result() for one in made]
+        return [future.result() for future in futures]
 
-    @contextmanager
-    def lend(self, tokens: int, calls: Calls) -> Iterator[Member]:
-        """The server with the fewest outstanding tokens, once there is one.
+    def ask(self, ids: Sequence[int], parameters: Mapping[str, Any], calls: Calls, *, name: str, oldest: int) -> Sample:
+        """One answer, by whichever server gives it; the others get what it left undone.
 
         Args:
-            tokens: that the request may cost.
-            calls: that the request belongs to.
+            ids: of the prompt.
+            parameters: vLLM's sampling parameters.
+            calls: that it belongs to.
+            name: of the request, for logs and errors.
+            oldest: number of the oldest push, pinned before the first request of a batch was sent.
 
         Raises:
-            EngineError: if no server came within the patience.
-            Cancelled: if the calls were cut short meanwhile.
+            EngineError: if there was no server, or none with a sound answer.
+            ValueError: if a server refuses the request.
         """
-        with self._changed:
-            self.wait_for_one(calls)
-            member = min((member for member in self.members if member.ready), key=lambda known: known.outstanding)
-            member.outstanding += tokens
-        try:
-            yield member
-        finally:
-            with self._changed:
-                member.outstanding -= tokens
+        why: Exception | None = None
+        for _ in range(ATTEMPTS):
+            with self.acquire(len(ids) + parameters["max_tokens"], calls) as server:
+                try:
+                    sample = self._sample(server.endpoint, ids, parameters, calls, name=name, oldest=oldest)
+                except Unanswered as error:
+                    self.remove(server, error)
+                    why = error
+                    continue
+                self.reset_losses(server)
+                return sample
+        raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none") from why
 
-    def wait_for_one(self, calls: Calls | None = None) -> None:
-        """Returns once a server is ready; raises as :meth:`lend` does."""
-        begin = time.monotonic()
-        with self._changed:
-            while not any(member.ready for member in self.members):
-                self._check(calls)
-                left = begin + self.patience - time.monotonic()
-                if left <= 0:
-                    reasons = "; ".join(f"{member.endpoint.url}: {member.why}" for member in self.members)
-                    raise EngineError(
-                        f"expected one of {len(self.members)} servers to be ready within {self.patience:g} s, got none "
-                        f"({reasons}): start one by lightning-rl serve, and go on from the last checkpoint"
-                    )
-                self._changed.wait(left)
-            self._check(calls)
+    def ask_all(self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str) -> dict[str, Sample]:
+        """The answer of every server that is there, by its URL; who has none is lost.
 
-    def _check(self, calls: Calls | None) -> None:
-        if self._closed.is_set() or (calls is not None and calls.cancelled.is_set()):
-            raise Cancelled("the request was cut short")
+        Raises:
+            EngineError: if nobody answered.
+        """
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        def ask(server: Server, calls: Calls) -> Sample | None:
+            try:
+                return self._sample(server.endpoint, ids, parameters, calls, name=name, oldest=self.oldest)
+            except Unanswered as error:
+                self.remove(server, error)
+                return None
 
-    def lost(self, member: Member, why: Exception) -> None:
-        """Takes a server out until it has been looked at, after a pause that doubles with each loss."""
-        with self._changed:
-            if member.ready or member.why != str(why):
-                LOG.warning(
-                    "lost %s: %s; it is asked again until it is back, others get its requests meanwhile",
-                    member.endpoint.url, why,
-                )  # fmt: skip
-            member.ready, member.why = False, str(why)
-            member.due = time.monotonic() + min(BACKOFF * 2**member.losses, LONGEST_BACKOFF)
-            member.losses += 1
+        for _ in range(ATTEMPTS):
+            self.wait()
+            servers = self.ready()
+            answers = zip(servers, self.map(ask, servers), strict=True)
+            if samples := {server.endpoint.url: sample for server, sample in answers if sample is not None}:
+                return samples
+        raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
 
-    def found(self, member: Member) -> None:
-        """A server has the current weights."""
-        with self._changed:
-            if member.losses and not member.ready:
-                LOG.warning("%s is back, with the current weights", member.endpoint.url)
-            member.ready = True
-            self._changed.notify_all()
+    def _sample(
+        self,
+        endpoint: Endpoint,
+        ids: Sequence[int],
+        parameters: Mapping[str, Any],
+        calls: Calls,
+        *,
+        name: str,
+        oldest: int,
+    ) -> Sample:
+        """One answer of one server: whole, and from weights that are new enough."""
+        name = f"{self.push.run}-{name}-{self.rank}-{next(self._numbers)}"  # no server may see it twice
+        sample = endpoint.sample(name, ids, parameters, calls)
+        if sample.finish_reason == "abort" or not sample.token_ids:
+            raise Unanswered(f"expected a whole response from {endpoint.url}, got one that somebody aborted")
+        for label in sample.labels:
+            if label.run != self.push.run or label.number < oldest:
+                raise Stale(f"expected weights of push {self.push.run}/{oldest} at {endpoint.url}, got {label}")
+        return sample
 
-    def answered(self, member: Member) -> None:
-        """A server did what it was asked."""
-        with self._changed:
-            if member.ready:
-                member.losses = 0
+    def update(self) -> None:
+        """Brings every server that is there to the current weights.
+
+        Raises:
+            EngineError: if none has them within the patience.
+            RuntimeError: if none has them, and one said why.
+        """
+        errors = self.refresh()
+        for error in errors if not self.ready() else ():
+            if not isinstance(error, Unanswered):
+                raise error
+        self.wait()
 
     def refresh(self) -> list[Exception]:
         """Brings every server that is there to the current weights, all at once; those that fail are lost.
@@ -182,31 +239,63 @@ class Fleet:
             What went wrong.
         """
         now = time.monotonic()
-        members = [member for member in self.members if member.ready or member.due <= now]
-        with ThreadPoolExecutor(max(1, len(members))) as pool:
-            return [error for error in pool.map(self._refreshed, members) if error is not None]
+        servers = [server for server in self.servers if server.ready or server.due <= now]
+        with ThreadPoolExecutor(max(1, len(servers))) as threads:
+            return [error for error in threads.map(self._refresh, servers) if error is not None]
 
-    def _refreshed(self, member: Member) -> Exception | None:
-        with member.loading:
+    def _refresh(self, server: Server) -> Exception | None:
+        with server.loading:
             try:
-                self._admit(member.endpoint)
+                self.push.update(server.endpoint)
             except Cancelled:
                 raise
             except (Unanswered, ValueError, RuntimeError) as error:
-                self.lost(member, error)
+                self.remove(server, error)
                 return error
-            self.found(member)
+            self.restore(server)
             return None
 
-    def _watch(self, member: Member) -> None:
-        while not self._closed.wait(POLL if member.ready else max(0.0, member.due - time.monotonic())):
+    def remove(self, server: Server, why: Exception) -> None:
+        """Takes a server out until it answers again, after a pause that doubles with each loss."""
+        with self._changed:
+            if server.ready or server.why != str(why):
+                message = "lost %s: %s; it is asked again until it is back, others get its requests meanwhile"
+                LOG.warning(message, server.endpoint.url, why)
+            server.ready, server.why = False, str(why)
+            server.due = time.monotonic() + min(BACKOFF * 2**server.losses, MAX_BACKOFF)
+            server.losses += 1
+
+    def restore(self, server: Server) -> None:
+        """Lets a server be asked, because it has the current weights."""
+        with self._changed:
+            if server.losses and not server.ready:
+                LOG.warning("%s is back, with the current weights", server.endpoint.url)
+            server.ready = True
+            self._changed.notify_all()
+
+    def reset_losses(self, server: Server) -> None:
+        """After an answer; one to a request from before the server was lost does not count."""
+        with self._changed:
+            if server.ready:
+                server.losses = 0
+
+    def _watch(self, server: Server) -> None:
+        while not self._closed.wait(POLL if server.ready else max(0.0, server.due - time.monotonic())):
             try:
-                member.endpoint.check_health()
-                if not member.ready:
-                    self._refreshed(member)
+                server.endpoint.check_health()
+                if not server.ready:
+                    self._refresh(server)
             except Unanswered as error:
-                if member.ready:
-                    member.endpoint.cut()
-                self.lost(member, error)
+                if server.ready:
+                    server.endpoint.abort()
+                self.remove(server, error)
             except Cancelled:
                 return
+
+    def _check_open(self, calls: Calls | None) -> None:
+        if self._closed.is_set() or (calls is not None and calls.cancelled.is_set()):
+            raise Cancelled("the request was cut short")
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

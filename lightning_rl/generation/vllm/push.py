@@ -2,9 +2,10 @@
 
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ from lightning_rl.generation.weights.canary import Canary, CanaryError
 from lightning_rl.generation.weights.files import write_weights
 from lightning_rl.generation.weights.stream import Shape, Stream
 
-PROBED = 500  # token ids whose text tells two tokenizers apart
+DECODED = 500  # token ids whose text tells two tokenizers apart
 
 
 class Proof(NamedTuple):
@@ -40,8 +41,7 @@ class WeightPush:
         canary: its bounds say whether a server that came back says what the others say; None for no comparison.
 
     Attributes:
-        speaks: whether every server has the trainer's tokenizer, so that it finds stop strings where the trainer would.
-        held: what the servers hold, once one has answered.
+        has_tokenizer: whether every server has the trainer's, so that it finds stop strings where the trainer would.
         sent: names and shapes that every sync brings, once they are known.
         current: the weights that a server should have.
         proof: of them, by a server that the canary has seen.
@@ -58,18 +58,53 @@ class WeightPush:
         canary: Canary | None,
     ) -> None:
         self.run, self.folder, self.writes = run, storage / f"lightning-rl-{run}", writes
-        self.held: Description | None = None
         self.sent: list[tuple[str, Shape]] = []
         self.current: Push | None = None
         self.proof: Proof | None = None
-        self.speaks = tokenizer is not None
+        self.has_tokenizer = tokenizer is not None
         self._tokenizer, self._canary = tokenizer, canary
         self._architecture = (model.config.architectures or [type(model).__name__])[0]
         self._vocabulary = model.config.get_text_config().vocab_size
-        self._served: set[str] = set()
+        self._description: Description | None = None
+        self._loaded: set[str] = set()
         self._lock = threading.Lock()
 
-    def admit(self, endpoint: Endpoint) -> None:
+    @property
+    def description(self) -> Description:
+        """What every server holds; one has answered."""
+        if self._description is None:
+            raise RuntimeError("expected a server that has said what it holds, got none")
+        return self._description
+
+    @property
+    def label(self) -> Label:
+        """Of the current weights; some have been written."""
+        if self.current is None:
+            raise RuntimeError("expected weights that were pushed, got none")
+        return self.current.label
+
+    def next_push(self, version: int) -> Push:
+        """The push after the current one."""
+        number = 0 if self.current is None else self.current.label.number + 1
+        return Push(self.folder / str(number), Label(self.run, number, version))
+
+    def write(self, stream: Stream, version: int) -> Path | None:
+        """Writes weights, which are the current ones from then on.
+
+        Returns:
+            The folder of those before, which may go once no server loads them any more.
+        """
+        before, push = self.current, self.next_push(version)
+        write_weights(stream, push.folder)
+        self.current = push
+        return None if before is None else before.folder
+
+    def close(self) -> None:
+        """Removes what was written."""
+        if self.writes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def update(self, endpoint: Endpoint) -> None:
         """Brings a server to the current weights, unless it has them.
 
         Raises:
@@ -86,41 +121,34 @@ class WeightPush:
             if push is None:
                 return
             if label != push.label:
-                self._bring(endpoint, push)
+                self._load(endpoint, push)
 
-    def _bring(self, endpoint: Endpoint, push: Push) -> None:
+    def _load(self, endpoint: Endpoint, push: Push) -> None:
         if not self.writes:
             raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {push.label.version}")
         endpoint.load(push)
-        self._served.add(endpoint.url)
+        self._loaded.add(endpoint.url)
         try:
             self._prove(endpoint, push)
         except (Unanswered, CanaryError):
-            endpoint.disown()
+            endpoint.clear_label()
             raise
 
     def _check(self, endpoint: Endpoint, label: Label | None) -> None:
-        if label is not None and endpoint.url in self._served:
+        if label is not None and endpoint.url in self._loaded:
             raise ValueError(
                 f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
             )
-        found = endpoint.describe()
-        for what, ours, theirs in (
-            ("architecture", self._architecture, found.architecture),
-            ("vocabulary", self._vocabulary, found.vocabulary),
-        ):
-            if ours != theirs:
-                raise ValueError(f"expected {what} {ours} at {endpoint.url}, as the policy has, got {theirs}")
+        description = endpoint.describe()
+        policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
+        _compare(endpoint.url, description, policy, "the policy has")
         with self._lock:
-            self.held = self.held or found
-        if found != self.held:
-            pairs = zip(Description._fields, self.held, found, strict=True)
-            name, ours, theirs = next(pair for pair in pairs if pair[1] != pair[2])
-            raise ValueError(f"expected {name} {ours} at {endpoint.url}, as the other servers have, got {theirs}")
+            self._description = self._description or description
+        _compare(endpoint.url, description, self._description._asdict(), "the other servers have")
         if self._tokenizer is not None:
-            ids = list(range(min(self._vocabulary, len(self._tokenizer), PROBED)))
-            alike = found.speaks and endpoint.decoded(ids) == self._tokenizer.decode(ids)
-            self.speaks = self.speaks and alike
+            ids = list(range(min(self._vocabulary, len(self._tokenizer), DECODED)))
+            alike = description.has_tokenizer and endpoint.detokenize(ids) == self._tokenizer.decode(ids)
+            self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
             endpoint.compare(self.sent)
 
@@ -129,49 +157,21 @@ class WeightPush:
         if proof is None or proof.label != push.label or self._canary is None:
             return
         sample = endpoint.sample(f"proof-{push.label}-{token_hex(4)}", proof.ids, SCORING)
-        exact = self.known().dtype == "float32"
-        difference = (scored(sample) - proof.logprobs).double().abs()
-        if not self._canary.within(difference, exact=exact):
+        gap = (prompt_logprobs(sample) - proof.logprobs).double().abs()
+        if not self._canary.within(gap, exact=self.description.dtype == "float32"):
             raise CanaryError(
                 f"expected {endpoint.url} to say what another server says of version {push.label.version}, but its "
-                f"log-probabilities differ by up to {float(difference.max()):.2g}"
+                f"log-probabilities differ by up to {float(gap.max()):.2g}"
             )
 
-    def known(self) -> Description:
-        """What the servers hold; one has answered."""
-        if self.held is None:
-            raise RuntimeError("expected a server that has said what it holds, got none")
-        return self.held
 
-    def latest(self) -> Label:
-        """Of the current weights; some have been written."""
-        if self.current is None:
-            raise RuntimeError("expected weights that were pushed, got none")
-        return self.current.label
-
-    def following(self, version: int) -> Push:
-        """The push after the current one."""
-        number = 0 if self.current is None else self.current.label.number + 1
-        return Push(self.folder / str(number), Label(self.run, number, version))
-
-    def write(self, stream: Stream, version: int) -> Path | None:
-        """Writes weights, which are the current ones from then on.
-
-        Returns:
-            The folder of those before, which may go once no server loads them any more.
-        """
-        before, following = self.current, self.following(version)
-        write_weights(stream, following.folder)
-        self.current = following
-        return None if before is None else before.folder
-
-    def close(self) -> None:
-        """Removes what was written."""
-        if self.writes:
-            shutil.rmtree(self.folder, ignore_errors=True)
+def _compare(url: str, description: Description, expected: Mapping[str, Any], who: str) -> None:
+    for name, value in expected.items():
+        if getattr(description, name) != value:
+            raise ValueError(f"expected {name} {value} at {url}, as {who}, got {getattr(description, name)}")
 
 
-def scored(sample: Sample) -> Tensor:
+def prompt_logprobs(sample: Sample) -> Tensor:
     """Log-probabilities of a prompt that was scored.
 
     Raises:

@@ -10,8 +10,12 @@ from lightning_rl.rollout import Finish
 COLDEST = 0.01  # vLLM raises a temperature between 0 and this to this, without a word
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 SCORING: dict[str, Any] = {
-    "temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "skip_reading_prefix_cache": True,
-}  # fmt: skip
+    "temperature": 0.0,
+    "max_tokens": 1,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+    "skip_reading_prefix_cache": True,
+}
 CACHING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "ignore_eos": True}
 
 
@@ -20,14 +24,14 @@ class Limits:
     """What a vLLM takes.
 
     Args:
-        tokens: most of prompt and response together.
+        max_length: of prompt and response together.
         vocabulary: number of token ids.
-        speaks: whether it has a tokenizer.
+        has_tokenizer: whether it finds stop strings where the trainer would.
     """
 
-    tokens: int
+    max_length: int
     vocabulary: int
-    speaks: bool
+    has_tokenizer: bool
 
     def check(self, request: Request) -> None:
         """Refuses what vLLM would cut, change or fail at.
@@ -35,38 +39,39 @@ class Limits:
         Raises:
             ValueError: naming the sample and what to change.
         """
-        ids, where = request.prefix_ids, f"for sample {request.sample_id}"
-        if len(ids) + request.max_new_tokens > self.tokens:
+        ids, sampling, where = request.prefix_ids, request.sampling, f"for sample {request.sample_id}"
+        if len(ids) + sampling.max_new_tokens > self.max_length:
             raise ValueError(
-                f"expected prompt and response within {self.tokens} tokens, got {len(ids)} + {request.max_new_tokens} "
-                f"{where}: raise max_model_len or lower max_new_tokens"
+                f"expected prompt and response within {self.max_length} tokens, got {len(ids)} + "
+                f"{sampling.max_new_tokens} {where}: raise max_model_len or lower max_new_tokens"
             )
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise ValueError(f"expected token ids in [0, {self.vocabulary}), got {min(ids)}..{max(ids)} {where}")
-        if 0 < request.temperature < COLDEST:
-            raise ValueError(f"expected temperature 0 or at least {COLDEST}, got {request.temperature} {where}")
+        if 0 < sampling.temperature < COLDEST:
+            raise ValueError(f"expected temperature 0 or at least {COLDEST}, got {sampling.temperature} {where}")
         if not 0 <= request.seed < 2**31:
             raise ValueError(f"expected a seed of 31 bits, got {request.seed} {where}")
-        if request.stop and not self.speaks:
+        if sampling.stop and not self.has_tokenizer:
             raise ValueError(
                 "expected a tokenizer, because stop strings need one: pass tokenizer= to the module, and the same to "
                 "every server"
             )
 
 
-def sampling(request: Request, *, logprobs: bool) -> dict[str, Any]:
+def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
     """VLLM's sampling parameters of a request, every one that its defaults could turn into something else."""
+    sampling = request.sampling
     return {
-        "temperature": request.temperature,
-        "top_k": request.keep.top_k,
-        "top_p": request.keep.top_p,
-        "min_p": request.keep.min_p,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
         "seed": request.seed,
-        "max_tokens": request.max_new_tokens,
+        "max_tokens": sampling.max_new_tokens,
         "ignore_eos": True,  # vLLM's idea of EOS; ours are the stop tokens, with a tokenizer and without
-        "stop_token_ids": sorted(request.eos_ids),
-        "stop": list(request.stop) or None,
-        "detokenize": bool(request.stop),
+        "stop_token_ids": list(request.eos_token_ids),
+        "stop": list(sampling.stop) or None,
+        "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
         "logprobs": 0 if logprobs else None,
     }
@@ -79,10 +84,10 @@ def finish_of(request: Request, token_ids: Sequence[int], finish_reason: str, st
         RuntimeError: if it stopped for something that the request did not name.
     """
     finish = FINISH[finish_reason]
-    said = token_ids[-1] in request.eos_ids if token_ids else False
-    if finish is Finish.STOP and not said and stop_reason not in request.stop:
+    ends, stop = bool(token_ids) and token_ids[-1] in request.eos_token_ids, request.sampling.stop
+    if finish is Finish.STOP and not ends and stop_reason not in stop:
         raise RuntimeError(
-            f"expected sample {request.sample_id} to stop for an id in {sorted(request.eos_ids)} or a string in "
-            f"{list(request.stop)}, got {stop_reason!r} after {list(token_ids[-1:])}"
+            f"expected sample {request.sample_id} to stop for an id in {list(request.eos_token_ids)} or a string in "
+            f"{list(stop)}, got {stop_reason!r} after {list(token_ids[-1:])}"
         )
     return finish

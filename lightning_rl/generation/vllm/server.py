@@ -4,10 +4,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -18,47 +16,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import failing_together, process_count, process_objects
-from lightning_rl.generation.engine import Completion, Engine, EngineError, EngineState, Request
-from lightning_rl.generation.vllm.dispatch import Dispatch
-from lightning_rl.generation.vllm.endpoint import Endpoint
-from lightning_rl.generation.vllm.http import Calls, Unanswered
-from lightning_rl.generation.vllm.pool import Fleet
-from lightning_rl.generation.vllm.push import Proof, WeightPush, scored
-from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, sampling
+from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
+from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
+from lightning_rl.generation.vllm.http import Calls
+from lightning_rl.generation.vllm.pool import ServerPool
+from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
+from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.generation.weights.stream import (
     Stream,
     adapter_scales,
-    as_expected,
-    merged_stream,
-    owned,
-    tied_names,
-    with_aliases,
+    add_aliases,
+    aliases_of,
+    copies,
+    merge_adapters,
+    verify,
 )
 
 KEY = "VLLM_API_KEY"
-HERE = ("127.0.0.1", "localhost", "::1")
-
-
-class Parts(NamedTuple):
-    """What an engine consists of once it is started: servers, weights on their way to them, requests."""
-
-    fleet: Fleet
-    push: WeightPush
-    dispatch: Dispatch
-
-    def bring(self) -> None:
-        """Brings every server that is there to the current weights.
-
-        Raises:
-            EngineError: if none has them within the patience.
-            RuntimeError: if none has them, and one said why.
-        """
-        errors = self.fleet.refresh()
-        for error in errors if not self.fleet.ready() else ():
-            if not isinstance(error, Unanswered):
-                raise error
-        self.fleet.wait_for_one()
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class VLLMServerEngine(Engine):
@@ -82,10 +58,8 @@ class VLLMServerEngine(Engine):
         ValueError: if an argument is out of range, or a server on another machine has no storage to load from.
     """
 
-    scores = True
-    filters = True
+    capabilities = Capabilities(filters=True, scores=True, syncs_while_generating=True)
     holds_copy = True
-    syncs_while_generating = True
 
     def __init__(
         self,
@@ -106,12 +80,11 @@ class VLLMServerEngine(Engine):
         self.storage, self.timeout, self.patience = storage, timeout, patience
         self._key = os.environ.get(KEY) if api_key is None else api_key
         self._endpoints()
-        elsewhere = [url for url in self.urls if urlsplit(url).hostname not in HERE]
-        if elsewhere and storage is None:
-            raise ValueError(f"expected storage=, a folder that the machine of {elsewhere[0]} has as well, got none")
+        remote = [url for url in self.urls if urlsplit(url).hostname not in LOOPBACK]
+        if remote and storage is None:
+            raise ValueError(f"expected storage=, a folder that the machine of {remote[0]} has as well, got none")
         self.canary = canary_of(canary)
-        self._parts: Parts | None = None
-        self._coming = -1
+        self._pool: ServerPool | None = None
 
     def _endpoints(self) -> list[Endpoint]:
         return [Endpoint(url, self._key, self.timeout) for url in self.urls]
@@ -124,24 +97,22 @@ class VLLMServerEngine(Engine):
             EngineError: if none is there within the patience.
             ValueError: if one is not what the run needs.
         """
-        if self._parts is not None:
+        if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
-        mine = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())
-        run, storage = process_objects(mine)[0]
-        self._tied, self._scales = tied_names(model), adapter_scales(model)
+        proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())
+        run, storage = process_objects(proposal)[0]
+        self._aliases, self._scales = aliases_of(model), adapter_scales(model)
         rank = dist.get_rank() if process_count() > 1 else 0
-        push = WeightPush(
-            run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=self.canary
-        )  # fmt: skip
-        fleet = Fleet(self._endpoints(), push.admit, patience=self.patience)
-        self._parts = Parts(fleet, push, Dispatch(fleet, run, rank))
-        for error in fleet.refresh():
+        push = WeightPush(run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=self.canary)
+        pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank)
+        for error in pool.refresh():
             if isinstance(error, ValueError):
                 raise error
-        fleet.watch()
-        fleet.wait_for_one()
-        held = push.known()
-        self.dtype, self.limit, self.block = getattr(torch, held.dtype), held.limit, held.block
+        pool.watch()
+        pool.wait()
+        served = push.description
+        self.dtype = getattr(torch, served.dtype)
+        self.max_length, self.block_size = served.max_length, served.block_size
 
     @override
     def expect(self, weights: Stream) -> None:
@@ -150,58 +121,49 @@ class VLLMServerEngine(Engine):
         Raises:
             ValueError: naming the server and the first tensor that differs.
         """
-        parts = self._running()
-        parts.push.sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
-        for member in parts.fleet.ready():
-            member.endpoint.compare(parts.push.sent)
+        pool = self._running()
+        pool.push.sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
+        for server in pool.ready():
+            server.endpoint.compare(pool.push.sent)
 
     def _outgoing(self, weights: Stream) -> Stream:
-        return with_aliases(merged_stream(weights, self._scales), self._tied)
+        return add_aliases(merge_adapters(weights, self._scales), self._aliases)
 
-    def _running(self) -> Parts:
-        if self._parts is None:
+    def _running(self) -> ServerPool:
+        if self._pool is None:
             raise RuntimeError("expected a started engine, got one that is not: start() comes first")
-        return self._parts
+        return self._pool
 
     @override
-    def load_weights(self, weights: Stream, version: int) -> None:
-        """Takes over the trainer's weights on every server that is there; requests in flight go on with them.
+    @torch.no_grad()
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Rank 0 writes the weights and has the servers load them; the others read the stream and ask who has them.
+
+        The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
+        flight go on with the new weights.
 
         Raises:
             EngineError: if no server took them within the patience.
             RuntimeError: if the servers could not load them, or another rank failed.
         """
-        self._coming = version
-        try:
-            super().load_weights(weights, version)
-        except BaseException:
-            self.state = EngineState.AWAKE
-            raise
-
-    @override
-    @torch.no_grad()
-    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Rank 0 writes the weights and has the servers load them; the others read the stream and ask who has them.
-
-        The stream is read to its end even after a failure, because other ranks take part in gathering it.
-        """
-        parts, rest, before = self._running(), iter(weights), None
-        push = parts.push
+        pool, rest, before = self._running(), iter(weights), None
+        push = pool.push
         with failing_together("a push of the weights", EngineError):
             try:
                 if push.writes:
-                    stream = as_expected(self._outgoing(rest), dict(push.sent))
-                    before = push.write(owned(stream, self.dtype or torch.float32, torch.device("cpu")), self._coming)
-                    parts.bring()
+                    stream = verify(self._outgoing(rest), dict(push.sent))
+                    stream = copies(stream, self.dtype or torch.float32, torch.device("cpu"))
+                    before = push.write(stream, version)
+                    pool.update()
             finally:
                 for _ in rest:
                     pass
         if not push.writes:
-            push.current = push.following(self._coming)
-            parts.bring()
+            push.current = push.next_push(version)
+            pool.update()
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
-        parts.dispatch.oldest = push.latest().number
+        pool.oldest = push.label.number
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -211,55 +173,59 @@ class VLLMServerEngine(Engine):
             ValueError: if a request cannot be kept as it is; none has been sent then.
             EngineError: if no server answered. Requests in flight have been cut short then, and the servers ended them.
         """
-        parts = self._running()
-        held = parts.push.known()
-        limits = Limits(tokens=held.limit, vocabulary=held.vocabulary, speaks=parts.push.speaks)
+        pool = self._running()
+        push, oldest = pool.push, pool.oldest
+        limits = Limits(
+            max_length=push.description.max_length,
+            vocabulary=push.description.vocabulary,
+            has_tokenizer=push.has_tokenizer,
+        )
         for request in requests:
             limits.check(request)
-        oldest = parts.dispatch.oldest
-        return parts.fleet.each(partial(_drawn, parts.dispatch, oldest=oldest, logprobs=logprobs), requests)
+
+        def draw(request: Request, calls: Calls) -> Completion:
+            parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
+            return _completion(request, pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest))
+
+        return pool.map(draw, requests)
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        parts = self._running()
+        pool = self._running()
 
-        def scored_by_one(ids: Sequence[int], calls: Calls) -> Tensor:
-            return scored(parts.dispatch.ask(ids, SCORING, calls, name="score", oldest=parts.dispatch.oldest))
+        def score(ids: Sequence[int], calls: Calls) -> Tensor:
+            return prompt_logprobs(pool.ask(ids, SCORING, calls, name="score", oldest=pool.oldest))
 
-        return parts.fleet.each(scored_by_one, rows)
+        return pool.map(score, rows)
 
     @override
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
-        parts = self._running()
-        samples = parts.dispatch.ask_all(ids, SCORING, name="canary")
-        found = {url: scored(sample) for url, sample in samples.items()}
-        parts.push.proof = Proof(parts.push.latest(), tuple(ids), next(iter(found.values())))
-        return found
+        pool = self._running()
+        scores = {url: prompt_logprobs(sample) for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
+        pool.push.proof = Proof(pool.push.label, tuple(ids), next(iter(scores.values())))
+        return scores
 
     @override
     def cached_tokens(self, ids: Sequence[int]) -> int:
         """The most that any server had in its cache."""
-        samples = self._running().dispatch.ask_all(ids, CACHING, name="cached")
-        return max(sample.cached for sample in samples.values())
+        return max(sample.cached for sample in self._running().ask_all(ids, CACHING, name="cached").values())
 
     @override
     def close(self) -> None:
         """Cuts every call short and removes the weights that were written; the servers go on."""
         super().close()
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.fleet.close()
-            parts.push.close()
-        if self.canary is not None:
-            self.canary.forget()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+            pool.push.close()
 
 
-def _drawn(dispatch: Dispatch, request: Request, calls: Calls, *, oldest: int, logprobs: bool) -> Completion:
-    parameters, name = sampling(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
-    sample = dispatch.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest)
+def _completion(request: Request, sample: Sample) -> Completion:
     versions = tuple(label.version for label in sample.labels)
     return Completion(
-        token_ids=sample.token_ids, logprobs=sample.logprobs, version=versions[0],
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
         finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+        version=versions[0],
         versions=None if len(set(versions)) == 1 else versions,
-    )  # fmt: skip
+    )

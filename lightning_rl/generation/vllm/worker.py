@@ -17,20 +17,20 @@ class Description(NamedTuple):
     Args:
         architecture: of the model.
         vocabulary: number of token ids that it takes.
-        limit: most tokens of prompt and response together.
-        block: tokens that its prefix cache keeps together; 0 without such a cache.
+        max_length: of prompt and response together.
+        block_size: tokens that its prefix cache keeps together; 0 without such a cache.
         dtype: of its weights, such as ``float32``.
-        speaks: whether it has a tokenizer, which stop strings need.
+        has_tokenizer: which stop strings need.
         logprobs_mode: which distribution its log-probabilities are of.
         generation_config: where its sampling defaults come from.
     """
 
     architecture: str
     vocabulary: int
-    limit: int
-    block: int
+    max_length: int
+    block_size: int
     dtype: str
-    speaks: bool
+    has_tokenizer: bool
     logprobs_mode: str
     generation_config: str
 
@@ -48,10 +48,10 @@ class WeightLoader:
         return Description(
             architecture=str(model.architecture),
             vocabulary=int(model.get_vocab_size()),
-            limit=int(model.max_model_len),
-            block=int(cache.block_size) if cache.enable_prefix_caching else 0,
+            max_length=int(model.max_model_len),
+            block_size=int(cache.block_size) if cache.enable_prefix_caching else 0,
             dtype=str(model.dtype).removeprefix("torch."),
-            speaks=not model.skip_tokenizer_init,
+            has_tokenizer=not model.skip_tokenizer_init,
             logprobs_mode=str(model.logprobs_mode),
             generation_config=str(model.generation_config),
         )._asdict()
@@ -76,6 +76,6 @@ class WeightLoader:
         try:
             self.reload_weights(weights_iterator=weights)
         except Exception as error:  # noqa: BLE001  whatever it is, the server has to stay loadable, and the trainer hears
-            internals.restore(self.vllm_config, model)
+            internals.recover_model(self.vllm_config, model)
             return {"error": f"{type(error).__name__}: {error}"}
         return {}

@@ -6,22 +6,31 @@ calibrated at the first sync for anything coarser. In a coarse dtype one optimiz
 rounding does, so an engine that did not move is found by comparing its own values bit for bit.
 """
 
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rl.generation.engine import Engine, Request
+from lightning_rl.generation.sampling import Sampling
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.rollout import Finish, Rollout
 
+TOKENS = 64  # fixed ones that are scored
+SEED = 0  # of the fixed tokens
+DRAWN_ROWS, DRAWN_TOKENS = 4, 4
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
 CEILING = 0.5  # mean difference in a coarse dtype that no rounding explains
-DRAWN_ROWS, DRAWN_TOKENS = 4, 4
-REMEMBERED = 4
+FACTOR = 5.0  # times the first sync's mean difference that is still rounding in a coarse dtype
+CACHE_EVERY = 4  # a cached prompt is run after every so many syncs; the sync after it has to have dropped it
+REMEMBERED = 4  # syncs whose values tell a stale engine from a wrong one
+LAYER = re.compile(r"(?:^|\.)(embed_tokens|layers\.\d+)$")
+LAYER_EXACT, LAYER_COARSE = 1e-3, 0.1  # relative differences of a layer's output that rounding may make
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
 
@@ -40,26 +49,32 @@ class Values:
     drawn: Tensor
 
     @property
-    def best(self) -> Tensor:
-        """The fixed ones, or the drawn ones if there are none; fixed ones compare across versions."""
+    def comparable(self) -> Tensor:
+        """Those of the same tokens at every version: the fixed ones, or for want of them the drawn ones."""
         return self.fixed if len(self.fixed) else self.drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What the engine said about which rows, by the name of each copy of the weights that it has."""
+class Measurement:
+    """The engine's values and the rows that they are of, by the name of each copy of the weights that it has."""
 
     values: Mapping[str, Values]
     fixed: list[Row]
     drawn: list[Row]
     version: int
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The first row that was scored."""
+        prompt, response = (self.fixed or self.drawn)[0]
+        return prompt + response
+
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """One canary that sang, and who."""
+class Comparison:
+    """Both sides after one sync, of one copy of the weights."""
 
-    who: str
+    name: str
     engine: Values
     trainer: Values
     version: int
@@ -69,95 +84,77 @@ class Past:
 class Canary:
     """Compares engine and trainer after a sync, and the engine with itself before.
 
-    Its cost is that of scoring ``tokens`` tokens and drawing 4 x 4 in the engine, and of two forwards over them in the
-    trainer; it is logged as ``time/canary``.
+    Its cost is that of scoring 64 tokens and drawing 4 x 4 in the engine, and of two forwards over them in the trainer;
+    it is logged as ``time/canary``.
 
     Args:
-        tokens: number of fixed tokens that are scored.
         threshold: largest difference of a log-probability when both sides compute in float32.
-        factor: how many times the first sync's mean difference is still rounding in a coarser dtype.
-        cache_every: a cached prompt is run after every so many syncs; the sync after it has to have dropped it.
-        seed: of the fixed tokens.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if ``threshold`` is not positive.
     """
 
-    def __init__(
-        self,
-        *,
-        tokens: int = 64,
-        threshold: float = 1e-4,
-        factor: float = 5.0,
-        cache_every: int = 4,
-        seed: int = 0,
-    ) -> None:
-        if tokens < 2 or cache_every < 1 or threshold <= 0 or factor <= 1:
-            raise ValueError(
-                "expected tokens >= 2, cache_every >= 1, threshold > 0 and factor > 1, got "
-                f"{tokens}, {cache_every}, {threshold} and {factor}"
-            )
-        self.tokens, self.threshold, self.factor = tokens, threshold, factor
-        self.cache_every, self.seed = cache_every, seed
+    def __init__(self, *, threshold: float = 1e-4) -> None:
+        if not threshold > 0:
+            raise ValueError(f"expected threshold > 0, got {threshold}")
+        self.threshold = threshold
         self.forget()
 
     def forget(self) -> None:
         """Begins anew, for another engine or run."""
-        self._past: dict[str, deque[Past]] = {}
+        self._past: dict[str, deque[Comparison]] = {}
         self._rounding: float | None = None
         self._syncs = 0
         self._cached = False
 
-    def measure(self, engine: Engine, *, vocabulary: int, temperature: float, room: int) -> Measured:
+    def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
         """The engine's part.
 
         Args:
             engine: just synced.
             vocabulary: number of token ids.
             temperature: of the run.
-            room: most tokens that the model reads.
+            max_length: of what the model reads.
 
         Raises:
             CanaryError: if the engine still has a prompt from before the sync in its prefix cache.
         """
-        draw = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(vocabulary, (max(self.tokens, engine.block + 9),), generator=draw).tolist()
-        self._check_cache(engine, ids[: engine.block + 9], room)
-        known = tuple(ids[: min(self.tokens, room - 1)])
-        rows = range(min(DRAWN_ROWS, room - DRAWN_TOKENS))
+        generator, longer = torch.Generator().manual_seed(SEED), engine.block_size + 9
+        ids = torch.randint(vocabulary, (max(TOKENS, longer),), generator=generator).tolist()
+        self._check_cache(engine, ids[:longer], max_length)
+        row = tuple(ids[: min(TOKENS, max_length - 1)])
+        sampling = Sampling(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
         requests = [
-            Request(
-                prefix_ids=known[: row + 1], sample_id=-1 - row, seed=row, max_new_tokens=DRAWN_TOKENS,
-                temperature=temperature,
-            )
-            for row in rows
-        ]  # fmt: skip
+            Request(prefix_ids=row[: number + 1], sample_id=-1 - number, seed=number, sampling=sampling)
+            for number in range(min(DRAWN_ROWS, max_length - DRAWN_TOKENS))
+        ]
         completions = engine.generate(requests, logprobs=True)
         drawn = torch.cat([cast(Tensor, completion.logprobs).double().cpu() for completion in completions])
-        fixed = engine.score_copies(known) if engine.scores else {"": drawn[:0]}
-        return Measured(
-            {name: Values(row.double().cpu(), drawn) for name, row in fixed.items()},
-            [(known[:1], known[1:])] if engine.scores else [],
+        scores = engine.capabilities.scores
+        fixed = engine.score_copies(row) if scores else {"": drawn[:0]}
+        return Measurement(
+            {name: Values(logprobs.double().cpu(), drawn) for name, logprobs in fixed.items()},
+            [(row[:1], row[1:])] if scores else [],
             [(r.prefix_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)],
             engine.version,
         )
 
-    def _check_cache(self, engine: Engine, prompt: Sequence[int], room: int) -> None:
-        if not engine.block or len(prompt) >= room:
+    def _check_cache(self, engine: Engine, prompt: Sequence[int], max_length: int) -> None:
+        if not engine.block_size or len(prompt) >= max_length:
             return
-        if self._cached and (kept := engine.cached_tokens(prompt)):
+        if self._cached and (cached := engine.cached_tokens(prompt)):
             raise CanaryError(
-                f"expected the sync to version {engine.version} to reset the prefix cache, but {kept} tokens of a "
+                f"expected the sync to version {engine.version} to reset the prefix cache, but {cached} tokens of a "
                 "prompt from before it came out of the cache: they belong to older weights"
             )
-        self._cached = self._syncs % self.cache_every == 0
+        self._cached = self._syncs % CACHE_EVERY == 0
         self._syncs += 1
         if self._cached:
             engine.cached_tokens(prompt)
 
     def judge(
         self,
-        measured: Measured,
+        measurement: Measurement,
         trainer: Values,
         *,
         exact: bool,
@@ -167,7 +164,7 @@ class Canary:
         """Compares both parts and remembers them.
 
         Args:
-            measured: the engine's part.
+            measurement: the engine's part.
             trainer: the same log-probabilities by the policy.
             exact: whether both sides compute in float32.
             checksums: of the weights as sent, in the engine's dtype.
@@ -179,72 +176,80 @@ class Canary:
         Raises:
             CanaryError: saying what is wrong with the engine.
         """
-        found: list[Tensor] = []
-        for name, engine in measured.values.items():
-            differences = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
-            now = Past(f"the engine at {name}" if name else "the engine", engine, trainer, measured.version, checksums)
-            before = self._past.setdefault(name, deque(maxlen=REMEMBERED))
-            self._check_movement(now, before[-1] if before else None, alone=len(measured.values) == 1)
-            if not self.within(differences, exact=exact):
-                raise CanaryError(self._diagnosis(now, before, differences, exact=exact, where=where))
-            before.append(now)
-            found.append(differences)
-        differences = torch.cat(found)
+        gaps: list[Tensor] = []
+        for url, engine in measurement.values.items():
+            gap = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
+            name = f"the engine at {url}" if url else "the engine"
+            now = Comparison(name, engine, trainer, measurement.version, checksums)
+            past = self._past.setdefault(url, deque(maxlen=REMEMBERED))
+            self._check_movement(now, past[-1] if past else None, alone=len(measurement.values) == 1)
+            if not self.within(gap, exact=exact):
+                raise CanaryError(self._diagnosis(now, past, gap, exact=exact, where=where))
+            past.append(now)
+            gaps.append(gap)
+        gap = torch.cat(gaps)
         if self._rounding is None and not exact:
-            self._rounding = float(differences.mean())
-        return float(differences.max()), float(differences.mean())
+            self._rounding = float(gap.mean())
+        return float(gap.max()), float(gap.mean())
 
-    def within(self, differences: Tensor, *, exact: bool) -> bool:
+    def within(self, gap: Tensor, *, exact: bool) -> bool:
         """Whether rounding explains differences of log-probabilities."""
-        if exact:
-            return bool(differences.max() <= self.threshold)
-        return bool(differences.mean() <= self._most())
+        return bool(gap.max() <= self.threshold) if exact else bool(gap.mean() <= self._max_mean())
 
-    def _most(self) -> float:
-        return CEILING if self._rounding is None else max(self.factor * self._rounding, self.threshold)
+    def _max_mean(self) -> float:
+        return CEILING if self._rounding is None else max(FACTOR * self._rounding, self.threshold)
 
-    def _check_movement(self, now: Past, before: Past | None, *, alone: bool) -> None:
+    def _check_movement(self, now: Comparison, before: Comparison | None, *, alone: bool) -> None:
         """Of several copies any may have drawn, so what was drawn says nothing of this one."""
         if before is None or now.checksums == before.checksums or len(now.engine.fixed) != len(before.engine.fixed):
             return
         same = torch.equal(now.engine.fixed, before.engine.fixed)
         same = same and not (alone and not torch.equal(now.engine.drawn, before.engine.drawn))
-        moved = float((now.trainer.best - before.trainer.best).abs().max()) if same else 0.0
+        moved = float((now.trainer.comparable - before.trainer.comparable).abs().max()) if same else 0.0
         if moved > NOISE:
             raise CanaryError(
-                f"expected {now.who} to move with the weights of version {now.version}, but its log-probabilities are "
+                f"expected {now.name} to move with the weights of version {now.version}, but its log-probabilities are "
                 f"bit for bit those of version {before.version}, while the trainer's moved by up to {moved:.2g}: the "
                 "sync did not reach it"
             )
 
     def _diagnosis(
-        self, now: Past, before: Iterable[Past], differences: Tensor, *, exact: bool, where: Callable[[], str]
+        self, now: Comparison, past: Iterable[Comparison], gap: Tensor, *, exact: bool, where: Callable[[], str]
     ) -> str:
-        found = f"they differ by up to {float(differences.max()):.2g}, {float(differences.mean()):.2g} on average"
-        said = f"expected {now.who} to have the weights of version {now.version}, but "
+        size = f"they differ by up to {float(gap.max()):.2g}, {float(gap.mean()):.2g} on average"
+        expected = f"expected {now.name} to have the weights of version {now.version}, but "
         if len(now.engine.fixed) and self.within((now.engine.fixed - now.trainer.fixed).abs(), exact=exact):
             return (
-                f"expected {now.who} to sample from the policy's distribution, and its weights agree, but the "
-                f"log-probabilities of sampled tokens do not: its temperature or filter is another; {found}"
+                f"expected {now.name} to sample from the policy's distribution, and its weights agree, but the "
+                f"log-probabilities of sampled tokens do not: its temperature or filter is another; {size}"
             )
-        for past in reversed(list(before)) if len(now.engine.fixed) else ():
-            if self.within((now.engine.fixed - past.trainer.fixed).abs(), exact=exact):
-                return f"{said}it is stale: its log-probabilities are those of version {past.version}; {found}"
-        limit = f"{self.threshold:.2g} at most" if exact else f"{self._most():.2g} on average"
-        return f"{said}its log-probabilities are not the trainer's: {found}, where rounding explains {limit}{where()}"
+        for before in reversed(list(past)) if len(now.engine.fixed) else ():
+            if self.within((now.engine.fixed - before.trainer.fixed).abs(), exact=exact):
+                return f"{expected}it is stale: its log-probabilities are those of version {before.version}; {size}"
+        limit = f"{self.threshold:.2g} at most" if exact else f"{self._max_mean():.2g} on average"
+        return (
+            f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {limit}{where()}"
+        )
+
+
+def canary_of(canary: Canary | bool | None) -> Canary | None:  # noqa: FBT001  an option of every engine
+    """A new canary for True, none for False or None, or the very one that an engine was constructed with."""
+    if isinstance(canary, Canary):
+        return canary
+    return Canary() if canary else None
 
 
 @torch.no_grad()
-def trainer_values(policy: nn.Module, measured: Measured, *, packed: bool) -> Values:
+def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool) -> Values:
     """The policy's part: two forwards on every rank. Fixed tokens are scored at temperature 1, as engines do."""
     inner = policy_in(policy)
     temperature = inner.temperature
     try:
         inner.temperature = 1.0
-        fixed = _scored(policy, inner, measured.fixed, packed=packed)
+        fixed = _logprobs(policy, inner, measurement.fixed, packed=packed)
     finally:
         inner.temperature = temperature
-    return Values(fixed, _scored(policy, inner, measured.drawn, packed=packed))
+    return Values(fixed, _logprobs(policy, inner, measurement.drawn, packed=packed))
 
 
 def policy_in(module: nn.Module) -> PolicyModel:
@@ -258,7 +263,7 @@ def computes_exactly(engine: Engine, model: PolicyModel, layers: Mapping[str, Te
     return dtypes <= {torch.float32, torch.float64} and not torch.is_autocast_enabled(model.model.device.type)
 
 
-def _scored(policy: nn.Module, inner: PolicyModel, rows: Sequence[Row], *, packed: bool) -> Tensor:
+def _logprobs(policy: nn.Module, inner: PolicyModel, rows: Sequence[Row], *, packed: bool) -> Tensor:
     if not rows:
         return torch.zeros(0, dtype=torch.float64)
     rollout = _rollout(rows)
@@ -273,15 +278,65 @@ def _rollout(rows: Sequence[Row]) -> Rollout:
     mask = torch.arange(response.shape[1]) < lengths[:, None]
     whole = torch.ones(len(rows), dtype=torch.bool)
     return Rollout(
-        prompt_ids=prompt, prompt_lengths=torch.tensor([len(ids) for ids in prompts]), response_ids=response,
-        response_lengths=lengths, action_mask=mask, valid_tokens=mask, groups=torch.arange(len(rows)),
-        sample_ids=torch.arange(len(rows)), finish=torch.full((len(rows),), Finish.LENGTH, dtype=torch.uint8),
-        policy_version=torch.zeros_like(response), trained=whole, rewarded=whole, rewards=torch.zeros(len(rows)),
-    )  # fmt: skip
+        prompt_ids=prompt,
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+        response_ids=response,
+        response_lengths=lengths,
+        action_mask=mask,
+        valid_tokens=mask,
+        groups=torch.arange(len(rows)),
+        sample_ids=torch.arange(len(rows)),
+        finish=torch.full((len(rows),), Finish.LENGTH, dtype=torch.uint8),
+        policy_version=torch.zeros_like(response),
+        trained=whole,
+        rewarded=whole,
+        rewards=torch.zeros(len(rows)),
+    )
 
 
-def canary_of(given: "Canary | bool | None") -> "Canary | None":
-    """A canary of one's own for True, none for False or None, or the one given."""
-    if isinstance(given, Canary):
-        return given
-    return Canary() if given else None
+@contextmanager
+def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """What the embedding and every layer of a decoder put out at the first forward inside, as it is, by short names."""
+    outputs: dict[str, Tensor] = {}
+
+    def hook_for(name: str) -> Any:
+        def capture(_module: nn.Module, _input: Any, output: Any) -> None:
+            # vLLM's layers return what they add and the stream that it is added to
+            parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
+            if name not in outputs and parts:
+                stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
+                outputs[name] = torch.as_tensor(stream).flatten(0, -2)
+
+        return capture
+
+    names = {name: match[1] for name, _ in model.named_modules() if (match := LAYER.search(name))}
+    handles = [model.get_submodule(name).register_forward_hook(hook_for(short)) for name, short in names.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], *, exact: bool) -> str:
+    """The first layer that differs, as a part of a sentence; nothing if no layer can be compared.
+
+    Example:
+        >>> same, other = torch.ones(3, 2), torch.zeros(3, 2)
+        >>> first_difference({"layers.0": same, "layers.1": other}, {"layers.0": same, "layers.1": same}, exact=True)
+        '; the first part that differs is layers.1'
+        >>> first_difference({"layers.0": same}, {"layers.0": same}, exact=True)
+        '; every layer agrees, so it is the final norm or the head'
+    """
+    compared = 0
+    for name, trained in trainer.items():
+        served = engine.get(name)
+        tokens = 0 if served is None else min(len(served), len(trained))
+        if served is None or not tokens or served.shape[1:] != trained.shape[1:]:
+            continue
+        compared += 1
+        expected = trained[:tokens].double().cpu()
+        distance = (served[:tokens].double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
+        if not distance <= (LAYER_EXACT if exact else LAYER_COARSE):
+            return f"; the first part that differs is {name}"
+    return "; every layer agrees, so it is the final norm or the head" if compared else ""

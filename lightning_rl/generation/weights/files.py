@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -13,7 +13,6 @@ from lightning_rl.generation.weights.stream import Stream
 
 PART_BYTES = 2**30  # of tensors that are held at once, by the writer and by each reader
 INDEX = "index.json"
-UNFINISHED = ".part"
 
 
 def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
@@ -24,33 +23,40 @@ def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES)
         folder: has to be new; its parent is made if need be.
         part_bytes: a part is closed once it holds so many bytes, which together with the largest tensor bounds memory.
     """
-    unfinished = folder.with_name(folder.name + UNFINISHED)
-    unfinished.mkdir(parents=True)
-    parts: dict[str, list[str]] = {}
-    held: dict[str, Tensor] = {}
-    size = 0
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder, lambda path: _write_parts(stream, path, part_bytes))
 
-    def close() -> None:
-        name = f"{len(parts):05d}.safetensors"
-        save_file(held, unfinished / name)
-        parts[name] = list(held)
-        held.clear()
 
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets ``write`` make a folder under another name; it appears under its own when that has succeeded."""
+    unfinished = path.with_name(path.name + ".part")
     try:
-        for name, weight in stream:
-            held[name] = weight.contiguous()
-            size += weight.nbytes
-            del weight
-            if size >= part_bytes:
-                close()
-                size = 0
-        if held:
-            close()
-        (unfinished / INDEX).write_text(json.dumps(parts))
-        unfinished.rename(folder)
+        write(unfinished)
+        unfinished.rename(path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _write_parts(stream: Stream, folder: Path, part_bytes: int) -> None:
+    folder.mkdir()
+    parts: dict[str, list[str]] = {}
+    open_part: dict[str, Tensor] = {}
+
+    def close() -> None:
+        name = f"{len(parts):05d}.safetensors"
+        save_file(open_part, folder / name)
+        parts[name] = list(open_part)
+        open_part.clear()
+
+    for name, weight in stream:
+        open_part[name] = weight.contiguous()
+        del weight
+        if sum(tensor.nbytes for tensor in open_part.values()) >= part_bytes:
+            close()
+    if open_part:
+        close()
+    (folder / INDEX).write_text(json.dumps(parts))
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -70,17 +76,17 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     parts: dict[str, list[str]] = json.loads((folder / INDEX).read_text())
     for part, names in parts.items():
         try:
-            with safe_open(folder / part, framework="pt") as opened:
-                found = sorted(opened.keys())
+            with safe_open(folder / part, framework="pt") as file:
+                keys = sorted(file.keys())
         except (OSError, SafetensorError) as error:
             raise ValueError(f"expected weights in {folder / part}, got a damaged file: {error}") from error
-        if found != sorted(names):
-            raise ValueError(f"expected {len(names)} tensors in {folder / part}, got {len(found)}")
+        if keys != sorted(names):
+            raise ValueError(f"expected {len(names)} tensors in {folder / part}, got {len(keys)}")
     return _tensors(folder, parts)
 
 
 def _tensors(folder: Path, parts: dict[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
     for part, names in parts.items():
-        with safe_open(folder / part, framework="pt") as opened:
+        with safe_open(folder / part, framework="pt") as file:
             for name in names:
-                yield name, opened.get_tensor(name)
+                yield name, file.get_tensor(name)

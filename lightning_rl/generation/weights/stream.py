@@ -20,24 +20,22 @@ Shape = tuple[int, ...]
 BASE, ADAPTER_A, ADAPTER_B = ".base_layer.", ".lora_A.", ".lora_B."
 
 
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
+def aliases_of(model: PreTrainedModel) -> dict[str, str]:
     """Names that share the tensor of another name, which a stream of parameters has only once: alias to source."""
-    known = cast(Any, model)
-    keys = getattr(known, "all_tied_weights_keys", None) or {}
+    inner = cast(Any, model)
+    keys = getattr(inner, "all_tied_weights_keys", None) or {}
     if not keys and model.config.get_text_config().tie_word_embeddings:
-        keys = known._tied_weights_keys or {}  # noqa: SLF001
+        keys = inner._tied_weights_keys or {}  # noqa: SLF001
     return dict(keys)
 
 
-def with_aliases(stream: Stream, tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+def add_aliases(stream: Stream, aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """The stream with each alias right after its source. An engine that packs the head does not see it otherwise."""
-    aliases: dict[str, list[str]] = {}
-    for alias, source in tied.items():
-        aliases.setdefault(source, []).append(alias)
     for name, weight in stream:
         yield name, weight
-        for alias in aliases.get(name, []):
-            yield alias, weight
+        for alias, source in aliases.items():
+            if source == name:
+                yield alias, weight
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
@@ -47,22 +45,20 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
         ValueError: for an adapter that is more than one plain product added to a linear layer.
     """
     layers = set(map(id, adapters_of(model)))
-    found: dict[str, float] = {}
-    for name, layer in model.named_modules():
-        if id(layer) not in layers:
+    scales: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if id(module) not in layers:
             continue
-        plain = cast(Any, layer)
-        (adapter,) = plain.active_adapters if len(plain.active_adapters) == 1 else (None,)
-        special = [kind for kind in ("lora_magnitude_vector", "lora_embedding_A") if len(getattr(plain, kind, ()))]
-        if adapter is None or special or getattr(plain, "fan_in_fan_out", False) or not isinstance(
-            plain.base_layer, nn.Linear
-        ):  # fmt: skip
+        layer = cast(Any, module)
+        special = any(len(getattr(layer, kind, ())) for kind in ("lora_magnitude_vector", "lora_embedding_A"))
+        plain = isinstance(layer.base_layer, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
+        if special or not plain or len(layer.active_adapters) != 1:
             raise ValueError(f"expected one plain LoRA adapter on a linear layer, got another kind at {name}")
-        found[name] = float(plain.scaling[adapter])
-    return found
+        scales[name] = float(layer.scaling[layer.active_adapters[0]])
+    return scales
 
 
-def merged_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
     """The stream with every adapter added to the weight that it belongs to, W + s B A, under the plain name.
 
     Of each layer the weight is held until its A and B have come, which in the order of the parameters is at once.
@@ -99,13 +95,13 @@ def part_of(name: str) -> tuple[str, str]:
         (('model.q_proj', 'A'), ('model.q_proj', 'weight'), ('norm', ''))
     """
     for mark, part in ((ADAPTER_A, "A"), (ADAPTER_B, "B"), (BASE, "")):
-        layer, found, rest = name.partition(mark)
-        if found:
+        layer, separator, rest = name.partition(mark)
+        if separator:
             return layer, part or rest
     return name, ""
 
 
-def owned(stream: Stream, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def copies(stream: Stream, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The stream in the engine's dtype, each tensor a copy: strategies reuse the buffer that they gather into."""
     for name, weight in stream:
         floating = weight.is_floating_point()
@@ -117,43 +113,39 @@ class WeightPlan:
     """What the engine holds, and what a stream has to bring.
 
     Args:
-        held: shape of each tensor of the engine, by the engine's name.
-        renamed: from a name of the stream to the engine's name, several for a fused tensor.
+        shapes: of each tensor of the engine, by the engine's name.
+        engine_name: from a name of the stream to the engine's name, several for a fused tensor.
         whole: whether the engine holds whole tensors, so that shapes can be compared; False under tensor parallelism.
+        expected: names and shapes of every stream, once they have been compared.
     """
 
-    held: Mapping[str, Shape]
-    renamed: Callable[[str], str | None]
+    shapes: Mapping[str, Shape]
+    engine_name: Callable[[str], str | None]
     whole: bool = True
     expected: dict[str, Shape] = field(default_factory=dict)
 
     def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
-        """Compares names and shapes once, at setup, with nothing loaded yet; the stream is bound to them from then on.
+        """Compares names and shapes once, at setup, with nothing loaded yet; every later stream has to have them.
 
         Raises:
             ValueError: naming the first tensor that differs.
         """
         parts: dict[str, list[tuple[str, Shape]]] = {}
         for name, shape in sent:
-            target = self.renamed(name)
-            if target is None or target not in self.held:
+            target = self.engine_name(name)
+            if target is None or target not in self.shapes:
                 raise ValueError(f"expected names that the engine knows, got {name} {list(shape)}")
             parts.setdefault(target, []).append((name, shape))
-        for target, held in self.held.items():
-            given = parts.get(target)
-            if given is None:
-                raise ValueError(f"expected a tensor for the engine's {target} {list(held)}, got none")
-            if self.whole and _joined([shape for _, shape in given]) != held:
-                names = ", ".join(f"{name} {list(shape)}" for name, shape in given)
-                raise ValueError(f"expected {list(held)} for the engine's {target}, got {names}")
+        for target, expected in self.shapes.items():
+            if target not in parts:
+                raise ValueError(f"expected a tensor for the engine's {target} {list(expected)}, got none")
+            if self.whole and _stack_shape([shape for _, shape in parts[target]]) != expected:
+                names = ", ".join(f"{name} {list(shape)}" for name, shape in parts[target])
+                raise ValueError(f"expected {list(expected)} for the engine's {target}, got {names}")
         self.expected = dict(sent)
 
-    def checked(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
-        """The stream as it was at setup, see :func:`as_expected`."""
-        return as_expected(stream, self.expected)
 
-
-def as_expected(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+def verify(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
     """The stream, each tensor of it as it was at setup, and complete.
 
     Raises:
@@ -162,17 +154,16 @@ def as_expected(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple
     missing = dict(expected)
     for name, weight in stream:
         if missing.pop(name, None) != tuple(weight.shape):
-            known = expected.get(name)
+            before = f"{list(expected[name])} or came before" if name in expected else "not among them"
             raise ValueError(
-                f"expected the tensors of the first sync, got {name} {list(weight.shape)}, which was "
-                + ("not among them" if known is None else f"{list(known)} or came before")
+                f"expected the tensors of the first sync, got {name} {list(weight.shape)}, which was {before}"
             )
         yield name, weight
     if missing:
         raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} did not come")
 
 
-def _joined(shapes: Sequence[Shape]) -> Shape | None:
+def _stack_shape(shapes: Sequence[Shape]) -> Shape | None:
     """Shape of tensors that are stacked along their first dimension, or None if the others differ."""
     if len(shapes) == 1:
         return shapes[0]
@@ -182,7 +173,9 @@ def _joined(shapes: Sequence[Shape]) -> Shape | None:
 
 
 class Checksums:
-    """Sums over the bits of every tensor of a stream: equal exactly if nobody changed a weight, nearly always.
+    """A sum over the bits of every tensor of a stream while it passes: whether a weight changed since the last one.
+
+    It is no fingerprint: nothing is hashed or gathered, and two sets of weights may have equal sums, if rarely.
 
     Args:
         dtype: that the weights are cast to before; what rounding hides did not change.
@@ -192,13 +185,13 @@ class Checksums:
         self.dtype = dtype
         self._sums: list[Tensor] = []
 
-    def watching(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    def observe(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
         """The stream, unchanged."""
         self._sums = []
         for name, weight in stream:
-            cast_weight = weight.detach().to(self.dtype).contiguous()
-            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[cast_weight.element_size()]
-            self._sums.append(cast_weight.view(-1).view(bits).sum(dtype=torch.int64))
+            rounded = weight.detach().to(self.dtype).contiguous()
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
+            self._sums.append(rounded.view(-1).view(bits).sum(dtype=torch.int64))
             yield name, weight
 
     def values(self) -> tuple[int, ...]:

@@ -7,19 +7,24 @@ from torch import nn
 
 from lightning_rl.distributed import failing_together
 from lightning_rl.generation.engine import Engine, EngineError, EngineState
-from lightning_rl.generation.weights.canary import Measured, computes_exactly, policy_in, trainer_values
+from lightning_rl.generation.weights.canary import (
+    capturing_layers,
+    computes_exactly,
+    first_difference,
+    policy_in,
+    trainer_values,
+)
 from lightning_rl.generation.weights.stream import Checksums, Stream
-from lightning_rl.generation.weights.tracing import first_difference, recording
 
 
-def synchronise(
+def synchronize(
     engine: Engine,
     weights: Stream,
     version: int,
     policy: nn.Module,
     *,
     packed: bool,
-    watching: Callable[[], AbstractContextManager[object]],
+    context: Callable[[], AbstractContextManager[object]],
 ) -> tuple[float, float] | None:
     """Loads the weights into the engine and lets its canary prove it. Every rank takes part.
 
@@ -29,7 +34,7 @@ def synchronise(
         version: of the weights.
         policy: the trainer's, sharded or not.
         packed: whether it scores without padding.
-        watching: context around the canary, for time and precision.
+        context: around the canary, for time and precision.
 
     Returns:
         The largest and the mean difference that the canary saw, or None without one.
@@ -39,36 +44,34 @@ def synchronise(
         RuntimeError: if another rank's sync failed. The engine then refuses to generate, as it does after every error.
     """
     inner = policy_in(policy)
-    sums = Checksums(engine.dtype or inner.model.dtype)
-    watched = engine.canary is not None and engine.holds_copy
-    with _together(engine):
-        engine.load_weights(sums.watching(weights) if watched else weights, version)
+    checksums = Checksums(engine.dtype or inner.model.dtype)
+    copied = engine.canary is not None and engine.holds_copy
+    with _failing_together(engine):
+        engine.load_weights(checksums.observe(weights) if copied else weights, version)
     if engine.canary is None or not engine.holds_copy:
         return None
     text = inner.model.config.get_text_config()
-    room = min(engine.limit or 2**31, getattr(text, "max_position_embeddings", None) or 2**31)
-    with watching():
-        with _together(engine):
-            measured = engine.canary.measure(
-                engine, vocabulary=text.vocab_size, temperature=inner.temperature, room=room
+    max_length = min(engine.max_length or 2**31, getattr(text, "max_position_embeddings", None) or 2**31)
+    with context():
+        with _failing_together(engine):
+            measurement = engine.canary.measure(
+                engine, vocabulary=text.vocab_size, temperature=inner.temperature, max_length=max_length
             )
-        with recording(inner.model) as layers:
-            trainer = trainer_values(policy, measured, packed=packed)
+        with capturing_layers(inner.model) as layers:
+            trainer = trainer_values(policy, measurement, packed=packed)
         exact = computes_exactly(engine, inner, layers)
-        with _together(engine):
+        with _failing_together(engine):
             return engine.canary.judge(
-                measured, trainer, exact=exact, checksums=sums.values(),
-                where=lambda: first_difference(engine.trace(_ids(measured)), layers, exact=exact),
-            )  # fmt: skip
-
-
-def _ids(measured: Measured) -> tuple[int, ...]:
-    prompt, response = (measured.fixed or measured.drawn)[0]
-    return prompt + response
+                measurement,
+                trainer,
+                exact=exact,
+                checksums=checksums.values(),
+                where=lambda: first_difference(engine.layer_outputs(measurement.ids), layers, exact=exact),
+            )
 
 
 @contextmanager
-def _together(engine: Engine) -> Iterator[None]:
+def _failing_together(engine: Engine) -> Iterator[None]:
     """Raises on every rank if one fails inside; the engines then count as not synced."""
     try:
         with failing_together("a sync", EngineError):

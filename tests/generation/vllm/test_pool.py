@@ -1,66 +1,70 @@
-"""The fleet and its calls: backoff, balance, answers that no server should give, calls that are cut short."""
+"""The pool and its calls: backoff, balance, answers that no server should give, calls that are cut short."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.scripted_server import ScriptedServer, servers
+from kit.support import tiny_policy
 
 from lightning_rl import EngineError
 from lightning_rl.generation.vllm import pool
 from lightning_rl.generation.vllm.endpoint import Endpoint, Label
 from lightning_rl.generation.vllm.http import Calls, Cancelled, Client, Unanswered
-from lightning_rl.generation.vllm.pool import Fleet
+from lightning_rl.generation.vllm.pool import ServerPool
+from lightning_rl.generation.vllm.push import WeightPush
 
 
-def a_fleet(*urls: str, **options: Any) -> Fleet:
-    endpoints = [Endpoint(url, None, 5) for url in urls or ("http://127.0.0.1:9", "http://127.0.0.1:10")]
-    return Fleet(endpoints, lambda _: None, **{"patience": 0.1, **options})
+def a_pool(patience: float = 0.1) -> ServerPool:
+    endpoints = [Endpoint(url, None, 5) for url in ("http://127.0.0.1:9", "http://127.0.0.1:10")]
+    push = WeightPush("run", Path("unused"), writes=False, model=tiny_policy(), tokenizer=None, canary=None)
+    return ServerPool(endpoints, push, patience=patience)
 
 
 def test_pauses_double_up_to_a_bound_and_begin_anew_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool.time, "monotonic", lambda: 100.0)
-    lost = a_fleet()
-    member = lost.members[0]
+    lost = a_pool()
+    server = lost.servers[0]
     pauses = []
     for _ in range(8):
-        lost.lost(member, Unanswered("gone"))
-        pauses.append(member.due - 100)
+        lost.remove(server, Unanswered("gone"))
+        pauses.append(server.due - 100)
     assert pauses == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
-    lost.answered(member)
-    assert member.losses == 8, "an answer to a request from before does not count"
-    lost.found(member)
-    lost.answered(member)
-    assert member.losses == 0
+    lost.reset_losses(server)
+    assert server.losses == 8, "an answer to a request from before does not count"
+    lost.restore(server)
+    lost.reset_losses(server)
+    assert server.losses == 0
 
 
 def test_the_fewest_outstanding_tokens_come_next() -> None:
-    lending, calls = a_fleet(), Calls()
-    first, second = lending.members
-    for member in (first, second):
-        lending.found(member)
-    with lending.lend(30, calls) as one, lending.lend(10, calls) as two, lending.lend(15, calls) as three:
+    idle, calls = a_pool(), Calls()
+    first, second = idle.servers
+    for server in (first, second):
+        idle.restore(server)
+    with idle.acquire(30, calls) as one, idle.acquire(10, calls) as two, idle.acquire(15, calls) as three:
         assert (one, two, three) == (first, second, second)
-        with lending.lend(1, calls) as four:
+        with idle.acquire(1, calls) as four:
             assert four is second
     assert first.outstanding == second.outstanding == 0
 
 
 def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> None:
-    empty = a_fleet()
-    empty.lost(empty.members[1], Unanswered("it caught fire"))
+    empty = a_pool()
+    empty.remove(empty.servers[1], Unanswered("it caught fire"))
     with pytest.raises(EngineError, match=r"127.0.0.1:9: it was not asked yet; http://127.0.0.1:10: it caught fire\)"):
-        empty.wait_for_one()
+        empty.wait()
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 def test_who_waits_for_a_server_can_be_cut_short(how: str) -> None:
-    empty, begun, ended = a_fleet(patience=60), threading.Event(), list[type]()
+    empty, begun, ended = a_pool(patience=60), threading.Event(), list[type]()
 
     def waits(_: int, calls: Calls) -> None:
         begun.set()
         try:
-            empty.wait_for_one(calls)
+            empty.wait(calls)
         except Cancelled as error:
             ended.append(type(error))
             raise
@@ -74,7 +78,7 @@ def test_who_waits_for_a_server_can_be_cut_short(how: str) -> None:
         raise ValueError("as expected")
 
     with pytest.raises((ValueError, Cancelled)):
-        empty.each(fails, [0, 1])
+        empty.map(fails, [0, 1])
     assert ended == [Cancelled]
 
 
@@ -109,7 +113,7 @@ def test_a_label_that_no_trainer_gave_is_none(text: str) -> None:
     assert Label.read(str(Label("ab12", 3, 7))) == Label("ab12", 3, 7)
 
 
-def test_cut_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
+def test_aborted_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
     gate, said = threading.Event(), list[type]()
     server = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408)
     with servers(server):
@@ -122,7 +126,7 @@ def test_cut_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
             except (Unanswered, Cancelled) as error:
                 said.append(type(error))
 
-        for end in (client.calls.cut, calls.cancel):
+        for end in (client.calls.abort, calls.cancel):
             asking = threading.Thread(target=call)
             asking.start()
             server.until(lambda known: len(known.requests) == len(said) + 1)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from transformers import PreTrainedModel
 
 from lightning_rl import EngineError, Finish, Request, VLLMServerEngine
 from lightning_rl.generation import EngineState
-from lightning_rl.generation.vllm import dispatch, pool
+from lightning_rl.generation.vllm import pool
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def one() -> Iterator[ScriptedServer]:
 
 def requests(number: int, **options: Any) -> list[Request]:
     known: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.7, **options}
-    return [Request(prefix_ids=(2, 3), sample_id=100 + n, seed=n, **known) for n in range(number)]
+    return [request_of((2, 3), 100 + n, n, **known) for n in range(number)]
 
 
 def samples_in(*scripted: ScriptedServer) -> list[int]:
@@ -57,7 +58,7 @@ def samples_in(*scripted: ScriptedServer) -> list[int]:
 
 def test_a_request_carries_the_key_and_every_parameter_and_its_answer_comes_back_in_order(one: ScriptedServer) -> None:
     engine = an_engine(one)
-    asked = requests(20, eos_ids=frozenset({15, 14}))
+    asked = requests(20, eos_token_ids=[15, 14])
     drawn = engine.generate(asked, logprobs=True)
     for request, completion in zip(asked, drawn, strict=True):
         expected = [(request.seed + place) % VOCABULARY for place in range(4)]
@@ -144,7 +145,9 @@ def test_a_request_that_vllm_would_change_is_refused_before_any_is_sent(
 ) -> None:
     engine = an_engine(one)
     with pytest.raises(ValueError, match=message):
-        engine.generate([*requests(3), replace(requests(1)[0], **change)])
+        engine.generate(
+            [*requests(3), request_of(**{"prefix_ids": (2, 3), "sample_id": 100, "max_new_tokens": 4, **change})]
+        )
     assert not one.requests
     engine.close()
 
@@ -155,7 +158,7 @@ def test_a_sync_brings_every_tensor_and_leaves_nothing_behind(tmp_path: Path) ->
         engine = an_engine(server, started=False, storage=tmp_path)
         engine.start(model, None)
         engine.expect(model.named_parameters())
-        assert engine.dtype == torch.bfloat16 and (engine.limit, engine.block) == (64, 8)
+        assert engine.dtype == torch.bfloat16 and (engine.max_length, engine.block_size) == (64, 8)
         for version in range(3):
             engine.load_weights(model.named_parameters(), version)
             assert server.label.endswith(f"/{version}/{version}")
@@ -271,7 +274,7 @@ def test_attempts_are_bounded(one: ScriptedServer) -> None:
     engine = an_engine(one)
     with pytest.raises(EngineError, match="expected an answer to request 100-0 in 6 attempts, got none"):
         engine.generate(requests(1))
-    assert len(one.requests) == dispatch.ATTEMPTS
+    assert len(one.requests) == pool.ATTEMPTS
     engine.close()
 
 

@@ -13,12 +13,13 @@ from lightning_rl.generation.weights.stream import (
     Checksums,
     WeightPlan,
     adapter_scales,
-    merged_stream,
-    owned,
-    tied_names,
-    with_aliases,
+    add_aliases,
+    aliases_of,
+    copies,
+    merge_adapters,
+    verify,
 )
-from lightning_rl.policy.lora import base_model_of, merge_adapters
+from lightning_rl.policy.lora import merged, unwrapped
 
 
 def adapted(**options: Any) -> nn.Module:
@@ -33,16 +34,16 @@ def adapted(**options: Any) -> nn.Module:
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
 def test_merged_adapters_are_the_weights_that_peft_merges(options: dict[str, Any]) -> None:
     model = adapted(**options)
-    inner = base_model_of(model)
-    found = {name: weight.clone() for name, weight in merged_stream(inner.named_parameters(), adapter_scales(inner))}
-    expected = dict(merge_adapters(model).named_parameters())
+    inner = unwrapped(model)
+    found = {name: weight.clone() for name, weight in merge_adapters(inner.named_parameters(), adapter_scales(inner))}
+    expected = dict(merged(model).named_parameters())
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight)
 
 
 def test_a_merged_weight_is_emitted_at_the_place_of_its_layer() -> None:
-    inner = base_model_of(adapted())
+    inner = unwrapped(adapted())
     taken: list[str] = []
 
     def watched() -> Iterator[tuple[str, Tensor]]:
@@ -50,21 +51,21 @@ def test_a_merged_weight_is_emitted_at_the_place_of_its_layer() -> None:
             taken.append(name)
             yield name, weight
 
-    stream = merged_stream(watched(), adapter_scales(inner))
+    stream = merge_adapters(watched(), adapter_scales(inner))
     for name, _ in stream:
         layer = name.rpartition(".")[0]
         assert taken[-1].startswith(layer), "it was held longer than its own layer took"
 
 
 def test_half_an_adapter_is_refused() -> None:
-    inner = base_model_of(adapted())
+    inner = unwrapped(adapted())
     half = ((name, weight) for name, weight in inner.named_parameters() if "1.mlp.down_proj.lora_B" not in name)
     with pytest.raises(ValueError, match=r"A and B of every adapter, got \['A', 'weight'\] of model.layers.1.mlp.down"):
-        list(merged_stream(half, adapter_scales(inner)))
+        list(merge_adapters(half, adapter_scales(inner)))
 
 
 def test_adapters_of_other_kinds_are_refused() -> None:
-    inner = base_model_of(adapted(use_dora=True))
+    inner = unwrapped(adapted(use_dora=True))
     with pytest.raises(
         ValueError, match=r"one plain LoRA adapter on a linear layer, got another kind at model.layers.0"
     ):
@@ -76,15 +77,15 @@ def test_adapters_of_other_kinds_are_refused() -> None:
 )
 def test_an_alias_follows_its_source(tied: bool, family: str) -> None:
     model = tiny_model(family, tie_word_embeddings=tied)
-    names = [name for name, _ in with_aliases(model.named_parameters(), tied_names(model))]
+    names = [name for name, _ in add_aliases(model.named_parameters(), aliases_of(model))]
     assert set(names) == set(model.state_dict())
     assert ("lm_head.weight" in names[:2]) is tied
 
 
-def test_owned_tensors_are_copies_in_the_dtype_of_the_engine() -> None:
+def test_tensors_for_an_engine_are_copies_in_the_dtype_of_the_engine() -> None:
     weight = torch.ones(3)
-    ((_, same),) = owned([("w", weight)], torch.float32, torch.device("cpu"))
-    ((_, other),) = owned([("w", weight)], torch.bfloat16, torch.device("cpu"))
+    ((_, same),) = copies([("w", weight)], torch.float32, torch.device("cpu"))
+    ((_, other),) = copies([("w", weight)], torch.bfloat16, torch.device("cpu"))
     weight.zero_()
     assert same.tolist() == [1, 1, 1] and other.dtype == torch.bfloat16
 
@@ -127,7 +128,7 @@ def test_a_stream_is_bound_to_what_was_compared() -> None:
     plan = a_plan()
     plan.compare(GOOD)
     weights = [(name, torch.zeros(shape)) for name, shape in GOOD]
-    assert [name for name, _ in plan.checked(weights)] == [name for name, _ in GOOD]
+    assert [name for name, _ in verify(weights, plan.expected)] == [name for name, _ in GOOD]
     for wrong, message in [
         ([*weights[:2], ("l.norm.weight", torch.zeros(5))], r"got l.norm.weight \[5\], which was \[4\] or came before"),
         ([("other", torch.zeros(1))], r"got other \[1\], which was not among them"),
@@ -135,7 +136,7 @@ def test_a_stream_is_bound_to_what_was_compared() -> None:
         (weights[:3], "expected all tensors of the first sync, but l.experts.gate_up did not come"),
     ]:
         with pytest.raises(ValueError, match=message):
-            list(plan.checked(wrong))
+            list(verify(wrong, plan.expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -144,7 +145,7 @@ def test_checksums_see_every_change_that_survives_rounding(dtype: torch.dtype) -
     sums = Checksums(dtype)
 
     def values() -> tuple[int, ...]:
-        for _ in sums.watching(model.named_parameters()):
+        for _ in sums.observe(model.named_parameters()):
             pass
         return sums.values()
 

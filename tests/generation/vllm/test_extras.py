@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_rl.generation.vllm.records import Records, options_for, recordable, returned_kept, returned_routes
+from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, mask_from, options_for, routes_from
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK
+from lightning_rl.rollout import SAMPLING_MASK, ROUTES
 
 
 def an_output(routes: Any = None, kept: list[list[int]] | None = None) -> Any:
@@ -22,7 +22,7 @@ def an_output(routes: Any = None, kept: list[list[int]] | None = None) -> Any:
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
 def test_routes_are_numbers_of_experts_and_one(kind: Any) -> None:
     given = np.arange(4 * 2 * 3).reshape(4, 2, 3).astype(kind)
-    found = returned_routes(an_output(given))
+    found = routes_from(an_output(given))
     assert found.dtype == torch.int16 and found.shape == (4, 2, 3)
     assert torch.equal(found.long() - 1, torch.from_numpy(given.astype(np.int64)))
 
@@ -30,26 +30,26 @@ def test_routes_are_numbers_of_experts_and_one(kind: Any) -> None:
 @pytest.mark.parametrize(("given", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "3")])
 def test_routes_that_are_not_all_there_are_refused(given: Any, got: str) -> None:
     with pytest.raises(RuntimeError, match=f"expected routes of 4 tokens from vLLM, got {got}"):
-        returned_routes(an_output(given))
+        routes_from(an_output(given))
 
 
 def test_kept_tokens_become_bits() -> None:
-    bits = returned_kept(an_output(kept=[[0, 4], [5, 8, 9]]), 10)
+    bits = mask_from(an_output(kept=[[0, 4], [5, 8, 9]]), 10)
     assert [row.nonzero()[:, 0].tolist() for row in from_bits(bits, 10)] == [[0, 4], [5, 8, 9]]
     for given, got in ((None, "none"), ([[4]], "1")):
         with pytest.raises(RuntimeError, match=f"expected the kept tokens of 2 tokens from vLLM, got {got}"):
-            returned_kept(an_output(kept=given), 10)
+            mask_from(an_output(kept=given), 10)
 
 
 def test_on_a_gpu_vllm_is_asked_for_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     both = frozenset((ROUTES, SAMPLING_MASK))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert recordable() == {ROUTES} and options_for(both) == {}
+    assert available_extras() == {ROUTES} and options_for(both) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert recordable() == both
+    assert available_extras() == both
     assert options_for(both) == {"enable_return_routed_experts": True, "return_sampling_mask": True}
-    records = Records(None, both, 10)
-    found = records.of(an_output(np.ones((4, 2, 3), np.uint8), [[4], [5, 6]]))
+    extras = OutputExtras(None, both, 10)
+    found = extras.of(an_output(np.ones((4, 2, 3), np.uint8), [[4], [5, 6]]))
     assert {name: len(one) for name, one in found["token_extras"].items()} == {ROUTES: 2, SAMPLING_MASK: 2}
-    assert found["prompt_extras"][ROUTES].shape == (3, 2, 3) and records.sampling == {}
+    assert found["prompt_extras"][ROUTES].shape == (3, 2, 3) and extras.sampling == {}
     assert not found["token_extras"][ROUTES][-1].any() and (found["token_extras"][ROUTES][0] == 2).all()

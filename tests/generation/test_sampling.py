@@ -1,4 +1,4 @@
-"""Filters: which tokens top-k, top-p and min-p keep, alone and together."""
+"""Sampling: which tokens top-k, top-p and min-p keep, alone and together."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.generation.filters import RowFilters, TokenFilter
+from lightning_rl.generation.sampling import RowFilters, Sampling
 
 CHANCES = [0.4, 0.1, 0.3, 0.15, 0.05]
 
 
-def kept_of(keep: TokenFilter, chances: list[float]) -> list[int]:
+def kept_of(keep: Sampling, chances: list[float]) -> list[int]:
     scores = torch.tensor([chances], dtype=torch.float64).log()
-    return RowFilters([keep], scores.device).kept(scores, torch.tensor([0]))[0].nonzero()[:, 0].tolist()
+    return RowFilters([keep], scores.device).mask(scores, torch.tensor([0]))[0].nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -34,29 +34,33 @@ def kept_of(keep: TokenFilter, chances: list[float]) -> list[int]:
     ],
 )
 def test_keeps_what_its_options_say(options: dict[str, Any], kept: list[int]) -> None:
-    assert kept_of(TokenFilter(**options), CHANCES) == kept
+    assert kept_of(Sampling(**options), CHANCES) == kept
 
 
 def test_equals_of_the_last_one_are_kept() -> None:
-    assert kept_of(TokenFilter(top_k=2), [0.4, 0.2, 0.2, 0.2]) == [0, 1, 2, 3]
+    assert kept_of(Sampling(top_k=2), [0.4, 0.2, 0.2, 0.2]) == [0, 1, 2, 3]
 
 
-@given(
-    seed=st.integers(0, 99), top_k=st.integers(0, 9), top_p=st.floats(0.01, 1), min_p=st.floats(0, 0.99),
-)  # fmt: skip
+@given(seed=st.integers(0, 99), top_k=st.integers(0, 9), top_p=st.floats(0.01, 1), min_p=st.floats(0, 0.99))
 def test_any_filter_keeps_the_likeliest_ones(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     scores = torch.randn(1, 9, generator=torch.Generator().manual_seed(seed)).double().log_softmax(-1)
-    keep = TokenFilter(top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = RowFilters([keep], scores.device).kept(scores, torch.tensor([0]))[0]
-    assert kept.any() and bool(keep) == (keep != TokenFilter())
+    keep = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = RowFilters([keep], scores.device).mask(scores, torch.tensor([0]))[0]
+    assert kept.any() and keep.filters == (keep != Sampling())
     assert kept.all() or scores[0, kept].min() >= scores[0, ~kept].max()
     assert top_k == 0 or int(kept.sum()) <= top_k
 
 
 def test_rows_have_filters_of_their_own() -> None:
     scores = torch.tensor([CHANCES] * 3).log()
-    filters = RowFilters([TokenFilter(), TokenFilter(top_k=1), TokenFilter(top_p=0.6)], scores.device)
-    assert filters.kept(scores, torch.tensor([2, 0, 1])).sum(-1).tolist() == [2, 5, 1]
+    filters = RowFilters([Sampling(), Sampling(top_k=1), Sampling(top_p=0.6)], scores.device)
+    assert filters.mask(scores, torch.tensor([2, 0, 1])).sum(-1).tolist() == [2, 5, 1]
+
+
+def test_greedy_rows_keep_every_token() -> None:
+    scores = torch.tensor([CHANCES] * 2).log()
+    filters = RowFilters([Sampling(top_k=1, temperature=0.0), Sampling(top_k=2)], scores.device)
+    assert filters.mask(scores, torch.arange(2)).sum(-1).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize(
@@ -69,4 +73,4 @@ def test_rows_have_filters_of_their_own() -> None:
 )  # fmt: skip
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"expected {message}"):
-        TokenFilter(**options)
+        Sampling(**options)

@@ -1,8 +1,7 @@
-"""Records of vLLM: what it writes down about tokens besides log-probabilities.
+"""What vLLM says about tokens besides log-probabilities: expert routes and sampling masks.
 
-It returns expert routes (``enable_return_routed_experts``) and the tokens that a filter kept
-(``return_sampling_mask``) where its second model runner works, which needs Triton and so a GPU. On a CPU its routers
-are listened to instead, and what a filter kept is out of reach.
+It returns both (``enable_return_routed_experts``, ``return_sampling_mask``) where its second model runner works, which
+needs Triton and so a GPU. On a CPU hooks on its routers give the routes instead, and masks are out of reach.
 """
 
 from collections.abc import Mapping
@@ -18,19 +17,19 @@ from lightning_rl.policy.sampling_mask import to_bits
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
 
-def recordable() -> frozenset[str]:
-    """What vLLM can record on this machine."""
+def available_extras() -> frozenset[str]:
+    """What vLLM can say on this machine."""
     return frozenset((ROUTES, SAMPLING_MASK) if torch.cuda.is_available() else (ROUTES,))
 
 
 def options_for(names: frozenset[str]) -> dict[str, bool]:
     """Options of ``vllm.LLM`` with which it returns what is asked for; none on a CPU."""
-    known = {ROUTES: "enable_return_routed_experts", SAMPLING_MASK: "return_sampling_mask"}
-    return {known[name]: True for name in sorted(names) if torch.cuda.is_available()}
+    options = {ROUTES: "enable_return_routed_experts", SAMPLING_MASK: "return_sampling_mask"}
+    return {options[name]: True for name in sorted(names) if torch.cuda.is_available()}
 
 
-class Records:
-    """Collects what an engine has to record.
+class OutputExtras:
+    """The extras of vLLM's outputs.
 
     Args:
         llm: ``vllm.LLM``, built with :func:`options_for` the names.
@@ -49,25 +48,25 @@ class Records:
         return {} if self._listener is None else {"skip_reading_prefix_cache": True}
 
     def clear(self) -> None:
-        """Forgets everything, before other requests are sent."""
+        """Forgets what earlier requests left behind."""
         if self._listener is not None:
             self._listener.clear()
 
-    def of(self, output: Any) -> dict[str, dict[str, Tensor]]:
+    def of(self, output: Any) -> dict[str, Any]:
         """The extras of a finished request, as a Completion takes them."""
         tokens: dict[str, Tensor] = {}
         prompt: dict[str, Tensor] = {}
         if ROUTES in self.names:
-            routes = returned_routes(output) if self._listener is None else self._listener.routes(output)
-            asked, last = len(output.prompt_token_ids), routes.new_zeros(1, *routes.shape[1:])
-            tokens[ROUTES], prompt[ROUTES] = torch.cat([routes[asked:], last]), routes[:asked].clone()
+            routes = routes_from(output) if self._listener is None else self._listener.routes(output)
+            length, last = len(output.prompt_token_ids), routes.new_zeros(1, *routes.shape[1:])
+            tokens[ROUTES], prompt[ROUTES] = torch.cat([routes[length:], last]), routes[:length].clone()
         if SAMPLING_MASK in self.names:
-            tokens[SAMPLING_MASK] = returned_kept(output, self.vocabulary)
+            tokens[SAMPLING_MASK] = mask_from(output, self.vocabulary)
         return {"token_extras": tokens, "prompt_extras": prompt}
 
 
 class RouteListener:
-    """Writes down what the routers of an engine in this process choose.
+    """Keeps what the routers of an engine in this process choose.
 
     A forward holds tokens of many requests one after the other, in the order of the runner's batch; positions say
     which token of a request each is.
@@ -79,71 +78,71 @@ class RouteListener:
     def __init__(self, llm: Any) -> None:
         (self._runner,) = llm.collective_rpc(_runner_of)
         self._now: list[Tensor] = []
-        self._found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._requests: dict[str, list[tuple[Tensor, Tensor]]] = {}
         model: nn.Module = self._runner.model
         for module in model.modules():
             router: Any = getattr(module, "router", None)
             if hasattr(router, "set_capture_fn"):
                 router.set_capture_fn(lambda experts: self._now.append(experts.clone()))
         model.register_forward_pre_hook(lambda *_: self._now.clear())
-        model.register_forward_hook(self._forwarded, with_kwargs=True)
+        model.register_forward_hook(self._after_forward, with_kwargs=True)
 
-    def _forwarded(self, _model: nn.Module, _given: Any, keywords: Mapping[str, Any], _output: Any) -> None:
+    def _after_forward(self, _model: nn.Module, _input: Any, keywords: Mapping[str, Any], _output: Any) -> None:
         batch = self._runner.input_batch
         if not self._now or not batch.num_reqs:
             return
         ends = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         positions, routes = keywords["positions"].clone(), routes_of(self._now)
         for number, name in enumerate(batch.req_ids):
-            own = slice(ends[number], ends[number + 1])
-            known = self._found.setdefault(name.rpartition("-")[0], [])  # vLLM adds a random part to the name
-            known.append((positions[own], routes[own]))
+            tokens = slice(ends[number], ends[number + 1])
+            parts = self._requests.setdefault(name.rpartition("-")[0], [])  # vLLM adds a random part to the name
+            parts.append((positions[tokens], routes[tokens]))
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._found.clear()
+        self._requests.clear()
 
     def routes(self, output: Any) -> Int16[Tensor, "S R k"]:
         """The routes of a finished request, but for its last token, which is never forwarded; 0 where none is known."""
-        positions, routes = (torch.cat(parts) for parts in zip(*self._found[output.request_id], strict=True))
-        inside = positions < _forwarded_tokens(output)
-        found = routes.new_zeros(_forwarded_tokens(output), *routes.shape[1:])
-        found[positions[inside]] = routes[inside]
-        return found
+        positions, routes = (torch.cat(parts) for parts in zip(*self._requests[output.request_id], strict=True))
+        length = _forward_length(output)
+        inside = positions < length
+        ordered = routes.new_zeros(length, *routes.shape[1:])
+        ordered[positions[inside]] = routes[inside]
+        return ordered
 
 
-def returned_routes(output: Any) -> Int16[Tensor, "S R k"]:
+def routes_from(output: Any) -> Int16[Tensor, "S R k"]:
     """The routes that vLLM returned with a finished request, but for its last token.
 
     Raises:
         RuntimeError: if they are not all there.
     """
-    given, number = output.outputs[0].routed_experts, _forwarded_tokens(output)
-    if given is None or len(given) != number:
-        raise RuntimeError(
-            f"expected routes of {number} tokens from vLLM, got {'none' if given is None else len(given)}"
-        )
-    return routes_of(list(torch.from_numpy(given.astype(np.int64)).unbind(1)))
+    experts, length = output.outputs[0].routed_experts, _forward_length(output)
+    if experts is None or len(experts) != length:
+        got = "none" if experts is None else len(experts)
+        raise RuntimeError(f"expected routes of {length} tokens from vLLM, got {got}")
+    return routes_of(list(torch.from_numpy(experts.astype(np.int64)).unbind(1)))
 
 
-def returned_kept(output: Any, vocabulary: int) -> UInt8[Tensor, "L V8"]:
+def mask_from(output: Any, vocabulary: int) -> UInt8[Tensor, "L V8"]:
     """The bits of the tokens that vLLM said could be drawn, for each token of the response.
 
     Raises:
         RuntimeError: if they are not all there.
     """
     row = output.outputs[0]
-    given = None if row.sampling_mask is None else row.sampling_mask.token_ids
-    if given is None or len(given) != len(row.token_ids):
-        got = "none" if given is None else len(given)
+    sets = None if row.sampling_mask is None else row.sampling_mask.token_ids
+    if sets is None or len(sets) != len(row.token_ids):
+        got = "none" if sets is None else len(sets)
         raise RuntimeError(f"expected the kept tokens of {len(row.token_ids)} tokens from vLLM, got {got}")
-    kept = torch.zeros(len(given), vocabulary, dtype=torch.bool)
-    for place, ids in enumerate(given):
-        kept[place, ids] = True
-    return to_bits(kept)
+    mask = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
+    for place, ids in enumerate(sets):
+        mask[place, ids] = True
+    return to_bits(mask)
 
 
-def _forwarded_tokens(output: Any) -> int:
+def _forward_length(output: Any) -> int:
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
 
 

@@ -1,0 +1,91 @@
+"""The map is true: what docs/architecture.md and CONTRIBUTING.md mention exists, and the layers are the contract's."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.corrections import CONTRIBUTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+EXAMPLES = re.compile(r"^\* bad: .*(?:\n  .*)*", re.MULTILINE)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def contract() -> list[str]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+
+
+def definitions() -> set[str]:
+    """Every name that the repository's code defines: classes, functions, arguments, attributes, constants, files."""
+    names: set[str] = set()
+    for folder in ("lightning_rl", "callbacks", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            names |= {file.stem, file.name, file.parent.name}
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.arg):
+                    names.add(node.arg)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+                elif isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+                elif isinstance(node, ast.keyword) and node.arg:
+                    names.add(node.arg)
+    return names
+
+
+@each_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
+
+
+@each_page
+def test_every_path_exists(page: Path) -> None:
+    paths = [
+        code for code in CODE.findall(page.read_text()) if re.fullmatch(r"[\w.]+(?:/[\w.]+)*/?", code) and "/" in code
+    ]
+    rooms = (ROOT, ROOT / "lightning_rl")
+    future = {"environments/"}  # the page says where it will stand
+    assert [path for path in paths if path not in future and not any((room / path).exists() for room in rooms)] == []
+
+
+@each_page
+def test_every_name_exists(page: Path) -> None:
+    known = definitions()
+    text = EXAMPLES.sub("", page.read_text())
+    codes = [code for code in CODE.findall(text) if re.fullmatch(r"[A-Za-z_][\w.]*(?:\([^`]*\))?", code)]
+    words = {part for code in codes for part in code.partition("(")[0].split(".") if part}
+    allowed = {"B", "V", "make", "hypothesis", "kwargs", "py", "max_", "min_", "Args", "Raises", "found", "given", "own"}
+    assert sorted(word for word in words if word not in known | allowed) == []
+
+
+@each_page
+def test_every_make_target_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    mentioned = set(re.findall(r"\bmake ([a-z-]+)", page.read_text()))
+    assert mentioned - targets == set()
+
+
+def test_the_layers_are_those_of_the_contract() -> None:
+    text = PAGES[0].read_text()
+    drawn = [line.strip() for line in text.split("## The rooms")[1].split("```")[1].strip().splitlines()]
+    assert [re.sub(r"\s+", " ", line) for line in drawn] == contract()
+
+
+def test_every_room_is_described() -> None:
+    text = PAGES[0].read_text().split("## The rooms")[1].split("## Contributions")[0]
+    rooms = {name for layer in contract() for name in layer.split(" : ")}
+    assert {room for room in rooms if not re.search(rf"/{room}(?:\.py)?\)", text)} == set()
+
+
+def test_the_table_of_contributions_is_the_codes() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]*) \| ([^|]*) \|", PAGES[0].read_text(), re.MULTILINE)
+    entries = [(name, e.when, e.returns, e.combined_by, e.bends) for name, e in CONTRIBUTIONS.items()]
+    assert [tuple(cell.strip() for cell in row) for row in rows] == entries
