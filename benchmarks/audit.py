@@ -18,7 +18,7 @@ from torch.optim import AdamW
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, grpo
+from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 
@@ -29,8 +29,7 @@ def seconds(audit: RLCallback | None, folder: str) -> float:
     """CPU seconds of a fit of ten rollouts of 256 answers, and the corrections of a GRPO recipe."""
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        advantages=grpo, group_size=8, max_new_tokens=12, minibatches=2, optimizer=partial(AdamW, lr=1e-5),
-        engine_logprobs=True,
+        advantages=GRPO(), group_size=8, max_new_tokens=12, minibatches=2, optimizer=partial(AdamW, lr=1e-5),
     )  # fmt: skip
     data = PromptDataModule(task.sorting_prompts(ROLLOUTS * PROMPTS, seed=0, exclude=[]), PROMPTS)
     callbacks: list[RLCallback] = [NoEOSMask(), ReferenceKL(0.01, as_loss=True)]

@@ -66,7 +66,7 @@ def fitted(engine: Engine, max_staleness: int, width: int, layers: int, tokens: 
     """Seconds of a fit."""
     module = RLLightningModule(
         policy=partial(policy_of, width, layers), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        group_size=ANSWERS, engine=engine, max_new_tokens=tokens, max_staleness=max_staleness, engine_logprobs=True,
+        group_size=ANSWERS, engine=engine, max_new_tokens=tokens, max_staleness=max_staleness,
         optimizer=partial(AdamW, lr=1e-5),
     )  # fmt: skip
     seconds, data = Seconds(), PromptDataModule(task.sorting_prompts(rollouts * 16, seed=0), 16)

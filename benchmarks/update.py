@@ -25,28 +25,27 @@ from typing_extensions import override
 
 from lightning_rl import (
     ClippedSurrogate,
-    Corrections,
     FakeEngine,
     Finish,
-    Objective,
     PromptDataModule,
     RLCallback,
     RLLightningModule,
     Rollout,
     token_mean,
 )
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import (
     OPSM,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OutlierMask,
     OverlongPenalty,
-    ProductMask,
     ReferenceKL,
     RolloutKL,
+    SequenceRatioMask,
     TruncatedIS,
 )
+from lightning_rl.corrections import Corrections
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
 from lightning_rl.signal.masked import own_sum
@@ -117,7 +116,7 @@ def our_update(
     callbacks: list[RLCallback],
 ) -> None:
     """The library's own update stage, every metric included."""
-    objective = Objective(loss=ClippedSurrogate(), reduction=token_mean, contributions=Corrections(callbacks))
+    objective = Algorithm(loss=ClippedSurrogate(), reduction=token_mean, corrections=Corrections(callbacks))
     gradient = accumulated(
         rollout,
         microbatches,
@@ -180,8 +179,8 @@ def update_phase(rounds: int) -> None:
         ReferenceKL(as_loss=True),
         TruncatedIS(),
         IcePop(),
-        GeometricMask(),
-        ProductMask(),
+        SequenceRatioMask("mean"),
+        SequenceRatioMask("product").named("product"),
         OutlierMask(),
         OverlongPenalty(64, 16),
     ]
@@ -236,7 +235,7 @@ def fitted_steps(steps: int) -> Seconds:
     times, scripted = StepTimes(), (5, 6, 7, 8, 9, 10, 11, 1)
     module = RLLightningModule(
         model_1m, alternating_reward, engine=FakeEngine(lambda _request: scripted), group_size=8, epochs=steps,
-        max_new_tokens=8, engine_logprobs=True,
+        max_new_tokens=8,
     )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, callbacks=[times], logger=CSVLogger(tempfile.mkdtemp()),

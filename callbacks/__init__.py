@@ -3,18 +3,17 @@
 from lightning_rl.callbacks.adaptive_kl import AdaptiveKL
 from lightning_rl.callbacks.dynamic_sampling import DynamicSampling
 from lightning_rl.callbacks.entropy_bonus import EntropyBonus
-from lightning_rl.callbacks.geometric_mask import GeometricMask
 from lightning_rl.callbacks.ice_pop import IcePop
 from lightning_rl.callbacks.no_eos_mask import NoEOSMask
 from lightning_rl.callbacks.off_policy_is import OffPolicyIS
 from lightning_rl.callbacks.opsm import OPSM
 from lightning_rl.callbacks.outlier_mask import OutlierMask
 from lightning_rl.callbacks.overlong_penalty import OverlongPenalty
-from lightning_rl.callbacks.product_mask import ProductMask
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.callbacks.reward_normalization import RewardNormalization
 from lightning_rl.callbacks.rollout_kl import RolloutKL
 from lightning_rl.callbacks.router_replay import RouterReplay
+from lightning_rl.callbacks.sequence_ratio_mask import SequenceRatioMask
 from lightning_rl.callbacks.teacher_kl import TeacherKL
 from lightning_rl.callbacks.truncated_is import TruncatedIS
 
@@ -23,17 +22,16 @@ __all__ = [
     "AdaptiveKL",
     "DynamicSampling",
     "EntropyBonus",
-    "GeometricMask",
     "IcePop",
     "NoEOSMask",
     "OffPolicyIS",
     "OutlierMask",
     "OverlongPenalty",
-    "ProductMask",
     "ReferenceKL",
     "RewardNormalization",
     "RolloutKL",
     "RouterReplay",
+    "SequenceRatioMask",
     "TeacherKL",
     "TruncatedIS",
 ]

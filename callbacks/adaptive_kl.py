@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.corrections import adapted_coefficient
 from lightning_rl.signal.kl import KLEstimator
 from lightning_rl.signal.masked import row_mean
 
@@ -66,9 +65,12 @@ class AdaptiveKL(ReferenceKL):
         per_row = torch.where(rollout.trained, row_mean(raw, rollout.valid_tokens), 0.0).double()
         total, number = self.collectives.sum(torch.stack([per_row.sum(), rollout.trained.sum().double()])).tolist()
         if number:
-            self.beta = adapted_coefficient(
-                self.beta, total / number, target=self.target, number=int(number), horizon=self.horizon
-            )
+            self.adapt(total / number, int(number))
+
+    def adapt(self, measured: float, number: int) -> None:
+        """Moves the coefficient, given the mean KL per token of a number of responses."""
+        error = min(max(measured / self.target - 1, -0.2), 0.2)
+        self.beta = max(self.beta * (1 + error * number / self.horizon), 0.0)
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import group_statistics
+from lightning_rl.signal.statistics import group_statistics
 
 
 class DynamicSampling(RLCallback):

@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import check_band
-from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.ratios import check_band, policy_ratio
 
 
 class IcePop(RLCallback):

@@ -17,8 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import clipped_weight
-from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.ratios import clipped_weight, policy_ratio
 
 
 class OffPolicyIS(RLCallback):
@@ -46,11 +45,6 @@ class OffPolicyIS(RLCallback):
             raise ValueError(f"expected 0 <= min_ratio <= 1 <= max_ratio, got {min_ratio} and {max_ratio}")
         self.min_ratio = min_ratio
         self.max_ratio = max_ratio
-
-    @classmethod
-    def from_eps(cls, eps_clip: float, eps_clip_high: float) -> "OffPolicyIS":
-        """The bounds ``1 - eps_clip`` and ``1 + eps_clip_high``; an ``eps_clip`` of 1 is single-sided."""
-        return cls(1 - eps_clip, 1 + eps_clip_high)
 
     @override
     def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:

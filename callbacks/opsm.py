@@ -18,7 +18,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import drifted_and_bad
 from lightning_rl.signal.masked import row_mean
 
 Anchor = Literal["old", "rollout"]
@@ -52,11 +51,13 @@ class OPSM(RLCallback):
 
     @override
     def sequence_mask(self, view: LossView) -> Bool[Tensor, " B"]:
-        return ~drifted_and_bad(self._drift(view), view.required("advantages"), view.valid_tokens, delta=self.delta)
+        advantage = row_mean(view.required("advantages"), view.valid_tokens)
+        return ~((advantage < 0) & (self._drift(view) > self.delta))
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        return {"opsm/drift": Stat.of(row_mean(self._drift(view), view.valid_tokens), view.trained)}
+        return {"opsm/drift": Stat.of(self._drift(view), view.trained)}
 
     def _drift(self, view: LossView) -> Tensor:
-        return view.required(f"{self.against}_logprobs") - view.logprobs.detach()
+        drift = view.required(f"{self.against}_logprobs") - view.logprobs.detach()
+        return row_mean(drift, view.valid_tokens)

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.corrections import overlong_penalty
 
 
 class OverlongPenalty(RLCallback):
@@ -57,6 +56,5 @@ class OverlongPenalty(RLCallback):
         return {f"overlong_penalty/{what}": stat for what, stat in stats.items()}
 
     def _penalty(self, rollout: Rollout) -> Tensor:
-        return overlong_penalty(rollout.response_lengths, longest=self.longest, cache=self.cache).to(
-            rollout.rewards.dtype
-        )
+        room = self.longest - self.cache - rollout.response_lengths
+        return (room / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)

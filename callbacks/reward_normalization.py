@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.advantages import Level, Normalized
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import Level, check_levels, normalised
 from lightning_rl.signal.masked import masked_fill_invalid
 
 
@@ -53,31 +53,37 @@ class RewardNormalization(RLCallback):
         epsilon: float = 1e-6,
         clip: float = math.inf,
     ) -> None:
-        check_levels(mean, std, leave_one_out=leave_one_out, epsilon=epsilon)
         if not clip > 0:
             raise ValueError(f"expected clip > 0, got {clip}")
         self.mean: Level = mean
         self.std: Level = std
-        self.compares_groups = "group" in (mean, std)
         self.leave_one_out = leave_one_out
         self.unbiased = unbiased
         self.epsilon = epsilon
         self.clip = clip
+        self.compares_groups = self._estimator.compares
 
     @override
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
-        normal = self._normalised(rollout).clamp(-self.clip, self.clip)
+        normal = self._normal(rollout).clamp(-self.clip, self.clip)
         return normal - masked_fill_invalid(rollout.rewards, rollout.rewarded).double()  # exact for large rewards
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        normal = self._normalised(rollout)
+        normal = self._normal(rollout)
         figures = {"reward": normal.clamp(-self.clip, self.clip), "clipped": normal.abs() > self.clip}
         return {f"reward_normalization/{what}": stat for what, stat in Stat.many(figures, rollout.rewarded).items()}
 
-    def _normalised(self, rollout: Rollout) -> Tensor:
-        return normalised(
-            rollout.rewards.double(), rollout.groups, rollout.rewarded, mean=self.mean, std=self.std,
-            leave_one_out=self.leave_one_out, unbiased=self.unbiased, epsilon=self.epsilon,
-            global_sum=self.collectives.sum,
-        )  # fmt: skip
+    @property
+    def _estimator(self) -> Normalized:
+        return Normalized(
+            mean=self.mean,
+            std=self.std,
+            leave_one_out=self.leave_one_out,
+            unbiased=self.unbiased,
+            epsilon=self.epsilon,
+        )
+
+    def _normal(self, rollout: Rollout) -> Tensor:
+        scores = rollout.rewards.double()
+        return self._estimator.per_row(scores, rollout.groups, rollout.rewarded, self.collectives.sum)

@@ -43,7 +43,7 @@ class TeacherKL(FrozenKL):
         teacher: name or path of a model with the policy's vocabulary, or a callable that builds one; None if another
             callback provides ``token_extras/teacher_logprobs``.
         beta: what the KL is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``low_var_kl``, or a function of (logprobs, other) such as a
+        estimator: ``k1``, ``abs``, ``k2``, ``k3``, or a function of (logprobs, other) such as a
             :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` as a reward and ``k3`` as a loss.
         as_loss: a term of the loss instead of a reward of each token.
         unbiased: multiply the term with the importance ratio of current to old policy, gradient included; only with
@@ -78,7 +78,7 @@ class TeacherKL(FrozenKL):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        others = [one for one in callbacks_of(trainer) if isinstance(one, RLCallback) and one is not self]
+        others = [other for other in callbacks_of(trainer) if isinstance(other, RLCallback) and other is not self]
         if self.source is None and not any("provide" in other.contributes for other in others):
             raise ValueError(
                 f'TeacherKL reads "token_extras/{KEY}", but it has no teacher and no other callback provides: pass '

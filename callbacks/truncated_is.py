@@ -20,8 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.corrections import clipped_weight
-from lightning_rl.signal.ratios import policy_ratio, sequence_ratio
+from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio
 
 CAPS = {"token": 2.0, "sequence": 5.0}
 
@@ -44,7 +43,7 @@ class TruncatedIS(RLCallback):
     name = "truncated_is"
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
     ratio = ("old", "rollout")
-    alternative = "a mask such as GeometricMask, which carries no ratio,"
+    alternative = "a mask such as SequenceRatioMask, which carries no ratio,"
 
     def __init__(self, level: Literal["token", "sequence"] = "token", *, cap: float | None = None) -> None:
         if level not in CAPS:

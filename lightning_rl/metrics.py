@@ -121,7 +121,7 @@ class PhaseTimes:
         """Begins the time of an optimizer step, its rollout included; a validation before it does not count."""
         self._started, self._seconds = time.perf_counter(), {}
 
-    def elapsed(self) -> float:
+    def seconds(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self._started
 
@@ -170,7 +170,7 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int) -> None:
     known = set(metrics.groups["rollout"].keys)  # Lightning has had these when the rollout was finished
     if monitored_keys(module.trainer) - known:
         values = metrics.values()
-        log_monitored(module, {name: value for name, value in values.items() if name not in known})
+        log_for_monitors(module, {name: value for name, value in values.items() if name not in known})
     every = module.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
     if every and (ticket + 1) % every == 0:
         row = metrics.row()
@@ -178,7 +178,7 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int) -> None:
             logger.log_metrics(row, step=ticket)
 
 
-def log_monitored(module: LightningModule, values: Mapping[str, float]) -> None:
+def log_for_monitors(module: LightningModule, values: Mapping[str, float]) -> None:
     """Gives Lightning the keys that something reads back: checkpoints, early stopping, the progress bar."""
     keys = monitored_keys(module.trainer) & set(values)
     for bar in (True, False):

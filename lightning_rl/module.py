@@ -26,8 +26,9 @@ from lightning_rl.data import Prompt, PromptBatch, PromptDataModule, Ticket, Tic
 from lightning_rl.distributed import Parallel, parallel_of, process_count
 from lightning_rl.generation import Engine, EngineError, Sampling, TransformersEngine, request_seed
 from lightning_rl.generation.weights.sync import synchronize
+from lightning_rl.inspection import stop_in_inspection
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
-from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_monitored, log_row
+from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_for_monitors, log_row
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
@@ -204,6 +205,7 @@ class RLLightningModule(LightningModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
+        stop_in_inspection(self)
         compatibility.check_flags(self.trainer)
         present = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
         return [] if present else [Interrupts(close=RLLightningModule.close_engine)]
@@ -314,7 +316,7 @@ class RLLightningModule(LightningModule):
         self.rest()
         stats = self.run.rollout_stats = {**sampled, **stats, **self.run.times.take()}
         self.run.metrics.add("rollout", stats)
-        log_monitored(self, global_values(stats, self.device, self.parallel.collectives))
+        log_for_monitors(self, global_values(stats, self.device, self.parallel.collectives))
 
     def _sample(self, ticket: Ticket, batch_idx: int) -> tuple[Rollout, dict[str, Stat]]:
         """The samples of a rollout with their rewards, generated now or ahead."""
@@ -472,7 +474,7 @@ class RLLightningModule(LightningModule):
     def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
         """Logs a step, and completes its trace."""
         step = gradient.metrics(
-            self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.elapsed()
+            self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.seconds()
         )
         logged = [*(("microbatch", stats) for stats in gradient.stats), ("step", step | self.run.times.take())]
         for group, stats in logged:

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from lightning_rl.advantages import GAE, OPO, Normalised, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
+from lightning_rl.advantages import (
+    GAE,
+    GRPO,
+    OPO,
+    RLOO,
+    DrGRPO,
+    MaxRL,
+    Normalized,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
 from lightning_rl.losses import (
@@ -31,7 +42,6 @@ from lightning_rl.losses import (
     Reinforce,
     ValueLoss,
 )
-from lightning_rl.signal import advantages
 from lightning_rl.signal.reductions import SequenceSumNorm, sequence_mean, token_mean
 
 
@@ -57,8 +67,8 @@ def ppo(*, beta: float = 0.05) -> Preset:
 
     Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593.
     """
-    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(clip=0.2)}
-    options |= {"loss": ClippedSurrogate(), "reduction": token_mean, "value_coef": 0.1}
+    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
+    options |= {"loss": ClippedSurrogate(), "reduction": token_mean}
     return Preset(options, (ReferenceKL(beta),))
 
 
@@ -67,7 +77,7 @@ def grpo(*, beta: float = 0.04) -> Preset:
 
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300.
     """
-    options = {"advantages": advantages.grpo, "loss": ClippedSurrogate(), "reduction": sequence_mean}
+    options = {"advantages": GRPO(), "loss": ClippedSurrogate(), "reduction": sequence_mean}
     return Preset(options, (ReferenceKL(beta, as_loss=True),))
 
 
@@ -76,7 +86,7 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    options = {"advantages": advantages.dr_grpo, "loss": ClippedSurrogate(), "max_new_tokens": max_new_tokens}
+    options = {"advantages": DrGRPO(), "loss": ClippedSurrogate(), "max_new_tokens": max_new_tokens}
     return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
 
 
@@ -85,7 +95,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Yu et al. 2025, arXiv:2503.14476.
     """
-    options = {"advantages": advantages.grpo, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
+    options = {"advantages": GRPO(), "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
     callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
     return Preset({**options, "max_new_tokens": max_new_tokens}, callbacks)
 
@@ -95,7 +105,7 @@ def gspo() -> Preset:
 
     Source: Zheng et al. 2025, arXiv:2507.18071.
     """
-    return Preset({"advantages": advantages.grpo, "loss": GSPO(), "reduction": sequence_mean})
+    return Preset({"advantages": GRPO(), "loss": GSPO(), "reduction": sequence_mean})
 
 
 def cispo() -> Preset:
@@ -103,7 +113,7 @@ def cispo() -> Preset:
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585.
     """
-    return Preset({"advantages": advantages.grpo, "loss": CISPO(), "reduction": token_mean})
+    return Preset({"advantages": GRPO(), "loss": CISPO(), "reduction": token_mean})
 
 
 def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
@@ -113,7 +123,7 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    options = {"advantages": advantages.rloo, "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
+    options = {"advantages": RLOO(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
     options |= {"max_new_tokens": max_new_tokens}
     return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
 
@@ -158,7 +168,7 @@ def maxrl() -> Preset:
 
     Source: Tajwar et al. 2026, arXiv:2602.02710.
     """
-    return Preset({"advantages": advantages.maxrl, "loss": Reinforce(), "reduction": sequence_mean})
+    return Preset({"advantages": MaxRL(), "loss": Reinforce(), "reduction": sequence_mean})
 
 
 def sapo() -> Preset:
@@ -166,7 +176,7 @@ def sapo() -> Preset:
 
     Source: Gao et al. 2025, arXiv:2511.20347.
     """
-    return Preset({"advantages": advantages.grpo, "loss": SAPO(), "reduction": sequence_mean})
+    return Preset({"advantages": GRPO(), "loss": SAPO(), "reduction": sequence_mean})
 
 
 def dppo() -> Preset:
@@ -174,7 +184,7 @@ def dppo() -> Preset:
 
     Source: Qi et al. 2026, arXiv:2602.04879.
     """
-    return Preset({"advantages": advantages.dr_grpo, "loss": DPPO(), "reduction": token_mean})
+    return Preset({"advantages": DrGRPO(), "loss": DPPO(), "reduction": token_mean})
 
 
 def gmpo() -> Preset:
@@ -182,7 +192,7 @@ def gmpo() -> Preset:
 
     Source: Zhao et al. 2025, arXiv:2507.20673.
     """
-    return Preset({"advantages": advantages.grpo, "loss": GMPO(), "reduction": sequence_mean})
+    return Preset({"advantages": GRPO(), "loss": GMPO(), "reduction": sequence_mean})
 
 
 def m2po() -> Preset:
@@ -190,7 +200,7 @@ def m2po() -> Preset:
 
     Source: Zheng et al. 2025, arXiv:2510.01161.
     """
-    options = {"advantages": advantages.grpo, "loss": M2PO(threshold=0.04), "reduction": token_mean}
+    options = {"advantages": GRPO(), "loss": M2PO(threshold=0.04), "reduction": token_mean}
     return Preset(options, (TruncatedIS(),))
 
 
@@ -199,7 +209,7 @@ def clip_cov() -> Preset:
 
     Source: Cui et al. 2025, arXiv:2505.22617.
     """
-    return Preset({"advantages": advantages.grpo, "loss": ClipCov(), "reduction": token_mean})
+    return Preset({"advantages": GRPO(), "loss": ClipCov(), "reduction": token_mean})
 
 
 def kl_cov() -> Preset:
@@ -207,7 +217,7 @@ def kl_cov() -> Preset:
 
     Source: Cui et al. 2025, arXiv:2505.22617.
     """
-    return Preset({"advantages": advantages.grpo, "loss": KLCov(), "reduction": token_mean})
+    return Preset({"advantages": GRPO(), "loss": KLCov(), "reduction": token_mean})
 
 
 def lite_ppo() -> Preset:
@@ -215,7 +225,7 @@ def lite_ppo() -> Preset:
 
     Source: Liu et al. 2025 (Tricks or traps), arXiv:2508.08221.
     """
-    options = {"advantages": Normalised(mean="group", std="batch"), "loss": ClippedSurrogate()}
+    options = {"advantages": Normalized(mean="group", std="batch"), "loss": ClippedSurrogate()}
     return Preset({**options, "reduction": token_mean})
 
 

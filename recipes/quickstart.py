@@ -16,11 +16,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GAE, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, grpo, warmup_then_linear
+from lightning_rl import GAE, GRPO, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
 from lightning_rl.callbacks import NoEOSMask, TruncatedIS
 
-GRPO = {"advantages": grpo, "group_size": 8}  # 32 prompts, 8 answers to each
-PPO = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # 256 prompts, a critic on the policy's hidden states
+IN_GROUPS = {"advantages": GRPO(), "group_size": 8}  # 32 prompts, 8 answers to each
+WITH_CRITIC = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # 256 prompts, on the policy's hidden states
 
 
 def main(
@@ -35,7 +35,7 @@ def main(
     strategy: str = "auto",
 ) -> Trainer:
     """Train on rollouts of 256 answers, ``updates`` optimizer steps each; print greedy accuracy on held-out lists."""
-    options, held_out = {"grpo": GRPO, "ppo": PPO}[algorithm], task.held_out_prompts()
+    options, held_out = {"grpo": IN_GROUPS, "ppo": WITH_CRITIC}[algorithm], task.held_out_prompts()
     prompts = 256 // options["group_size"]
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,

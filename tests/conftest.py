@@ -1,5 +1,8 @@
 """One thread, so that tests are bitwise reproducible and two workers share two cores; no deadline, on slow machines."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
@@ -11,3 +14,10 @@ settings.load_profile("reproducible")
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
+    """Keeps what starts processes on one worker of pytest-xdist, one test after the other: they have time limits."""
+    for item in items:
+        if {"run_ranks", "subprocess"} & vars(item.module).keys():
+            item.add_marker(pytest.mark.xdist_group("processes"))

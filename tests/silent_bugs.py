@@ -1,24 +1,25 @@
 """What the tests of known silent bugs share: one optimizer step cut as one likes, a signal, samples from a script."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kit.support import parity_reward, tiny_policy
+from kit.support import SummedBy, an_algorithm, parity_reward, tiny_policy
 from torch import Tensor
 
-from lightning_rl import Corrections, FakeEngine, Objective, Reinforce, RLCallback, Rollout, Stat, token_mean
+from lightning_rl import FakeEngine, Reinforce, RLCallback, Rollout, Stat, token_mean
 from lightning_rl.advantages import resolve_advantages
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merged_moments, shown_value
+from lightning_rl.generation import Sampling
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum, own_sum
-from lightning_rl.update import accumulated
+from lightning_rl.update import accumulate_gradient
 
 G = 3
 
@@ -53,14 +54,13 @@ def one_step(
     """Accumulates the gradient of a tiny float64 policy over microbatches of the given rows."""
     model = tiny_policy(dtype=torch.float64)
     policy = PolicyModel(model, None, temperature=0.7, packed=True)
-    step = accumulated(
+    step = accumulate_gradient(
         rollout,
         plan_of_rows(rollout, [[list(rows) for rows in cut]]).step(0),
-        policy,
-        Objective(loss=loss or Reinforce(), reduction=reduction, contributions=Corrections(callbacks), **options),
-        global_sum=global_sum,
-        around=lambda _last: nullcontext(),
+        lambda microbatch: policy(microbatch.layout),
+        an_algorithm(callbacks, loss=loss or Reinforce(), reduction=reduction, **options),
         backward=lambda total: total.backward(),
+        collectives=SummedBy(global_sum),
     )
     gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
     return Found(gradient, {name: float(part) for name, part in step.parts.items()}, step.stats)
@@ -70,18 +70,17 @@ def signal(
     rollout: Rollout, estimator: Any, *callbacks: RLCallback, global_sum: GlobalSum = own_sum
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages and what is logged beside them."""
-    found, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks), global_sum)
+    found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks), global_sum)
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}
 
 
-def drawer(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **options: Any) -> Drawer:
-    """Draws :data:`G` samples of each prompt from a scripted engine that holds weights of version 6."""
+def sampler_of(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **options: Any) -> Sampler:
+    """Makes :data:`G` samples of each prompt from a scripted engine that holds weights of version 6."""
     engine = options.pop("engine", None) or FakeEngine(script or (lambda request: [2] * (1 + request.sample_id % 3)))
     engine.load_weights([], 6)
     known: dict[str, Any] = {
         "engine": engine, "tokenizer": None, "rewards": Rewards([parity_reward]),
-        "contributions": Corrections(callbacks), "group_size": G, "temperature": 1.0, "max_new_tokens": 6,
-        "eos_ids": frozenset({1}), "stop": (), "seed": 11, "logprobs": True, "dtype": torch.float32,
-        "generating": nullcontext,
+        "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
+        "sampling": Sampling(max_new_tokens=6, eos_token_ids=[1]),
     }  # fmt: skip
-    return Drawer(**{**known, **options})
+    return Sampler(**{**known, **options})

@@ -1,4 +1,4 @@
-"""The objective: what multiplies what, which denominator counts whom, and that cuts into microbatches do not matter."""
+"""An algorithm's loss: what multiplies what, which denominator counts whom, and that cuts do not matter."""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import callback_of, ragged_rollout, run_step, view_of, view_of_rollout
+from kit.support import an_algorithm, callback_of, ragged_rollout, run_step, view_of, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import (
     ClippedSurrogate,
-    Corrections,
-    LossParts,
     LossTerm,
     LossView,
-    Objective,
     Reinforce,
     SequenceSumNorm,
     Stat,
@@ -25,6 +22,7 @@ from lightning_rl import (
     sequence_mean,
     token_mean,
 )
+from lightning_rl.algorithm import LossParts
 from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
 from lightning_rl.corrections.stat import merged_moments, shown_value
 from lightning_rl.signal.masked import own_sum
@@ -49,8 +47,8 @@ def ragged_view(seed: int = 0) -> LossView:
 
 
 def evaluate(view: LossView, reduction: Reduction = sequence_mean, **options: Any) -> LossParts:
-    given = {"loss": ClippedSurrogate(), "contributions": Corrections(), "reduction": reduction, **options}
-    return Objective(**given)(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    algorithm = an_algorithm(reduction=reduction, **options)
+    return algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
 
 
 def term(coef: float = 0.1, **options: Any) -> Any:
@@ -59,36 +57,37 @@ def term(coef: float = 0.1, **options: Any) -> Any:
 
 def test_masks_and_weights_multiply_the_policy_loss_and_nothing_else() -> None:
     view = ragged_view()
-    options: dict[str, Any] = {"entropy_coef": 0.3, "value_coef": 0.7}
-    plain = evaluate(view, contributions=Corrections([term()]), **options).parts
-    halved = evaluate(view, contributions=Corrections([term(), HALVE]), **options).parts
+    options: dict[str, Any] = {"entropy_coef": 0.3, "value_loss": ValueLoss(coef=0.7)}
+    plain = evaluate(view, callbacks=[term()], **options).parts
+    halved = evaluate(view, callbacks=[term(), HALVE], **options).parts
     assert_close(halved.pop("loss/policy"), plain.pop("loss/policy") / 2)
-    assert set(plain) == {"loss/total", "term/loss", "loss/entropy", "loss/value"}
+    assert set(plain) == {"loss/total", "term/loss", "entropy_bonus/loss", "loss/value"}
     assert all(torch.equal(plain[name], halved[name]) for name in plain if name != "loss/total")
 
 
 def test_a_masked_term_is_multiplied_as_well() -> None:
     view = ragged_view()
-    plain = evaluate(view, contributions=Corrections([term(masked=True)])).parts
-    halved = evaluate(view, contributions=Corrections([HALVE, term(masked=True)])).parts
+    plain = evaluate(view, callbacks=[term(masked=True)]).parts
+    halved = evaluate(view, callbacks=[HALVE, term(masked=True)]).parts
     assert_close(halved["term/loss"], plain["term/loss"] / 2)
-    assert torch.equal(plain["term/loss"], evaluate(view, contributions=Corrections([term()])).parts["term/loss"])
+    assert torch.equal(plain["term/loss"], evaluate(view, callbacks=[term()]).parts["term/loss"])
 
 
 @reductions
 def test_a_term_may_bring_its_own_reduction(reduction: Reduction) -> None:
     view = ragged_view()
-    found = evaluate(view, contributions=Corrections([term(reduction=reduction)])).parts["term/loss"]
+    found = evaluate(view, callbacks=[term(reduction=reduction)]).parts["term/loss"]
     weights = reduction(view.valid_tokens, view.trained, view.groups, own_sum)
     assert_close(found, (weights * view.logprobs.detach() ** 2 * view.valid_tokens).sum())
 
 
 @reductions
 def test_the_total_is_the_sum_of_what_is_logged(reduction: Reduction) -> None:
-    options: dict[str, Any] = {"contributions": Corrections([term(0.25), HALVE, REJECT])}
-    found = evaluate(ragged_view(), reduction, entropy_coef=0.3, value_coef=0.7, **options)
+    options: dict[str, Any] = {"callbacks": [term(0.25), HALVE, REJECT]}
+    found = evaluate(ragged_view(), reduction, entropy_coef=0.3, value_loss=ValueLoss(coef=0.7), **options)
     parts = found.parts
-    joined = parts["loss/policy"] + 0.25 * parts["term/loss"] + 0.3 * parts["loss/entropy"] + 0.7 * parts["loss/value"]
+    joined = parts["loss/policy"] + 0.25 * parts["term/loss"] + 0.7 * parts["loss/value"]
+    joined = joined + 0.3 * parts["entropy_bonus/loss"]
     assert_close(parts["loss/total"], joined)
     assert_close(found.total.detach(), joined)
     assert found.total.requires_grad and not any(part.requires_grad for part in parts.values())
@@ -97,10 +96,15 @@ def test_the_total_is_the_sum_of_what_is_logged(reduction: Reduction) -> None:
 @pytest.mark.parametrize("knob", ["entropy_coef", "value_coef", "term"])
 def test_the_loss_is_linear_in_each_coefficient_with_the_logged_part_as_slope(knob: str) -> None:
     def at(coef: float) -> LossParts:
-        knobs: dict[str, Any] = {"entropy_coef": 0.2, "value_coef": 0.2} | ({} if knob == "term" else {knob: coef})
-        return evaluate(ragged_view(), contributions=Corrections([term(coef if knob == "term" else 0.2)]), **knobs)
+        knobs = {"entropy_coef": 0.2, "value_coef": 0.2, "term": 0.2, knob: coef}
+        return evaluate(
+            ragged_view(),
+            callbacks=[term(knobs["term"])],
+            entropy_coef=knobs["entropy_coef"],
+            value_loss=ValueLoss(coef=knobs["value_coef"]),
+        )
 
-    logged = {"entropy_coef": "loss/entropy", "value_coef": "loss/value", "term": "term/loss"}[knob]
+    logged = {"entropy_coef": "entropy_bonus/loss", "value_coef": "loss/value", "term": "term/loss"}[knob]
     assert_close((at(3.0).total - at(1.0).total).detach() / 2, at(1.0).parts[logged])
     assert at(1.0).parts[logged] != 0
 
@@ -132,7 +136,7 @@ def test_poison_at_a_masked_token_reaches_neither_loss_nor_gradient_nor_metric(f
     def run(view: LossView) -> tuple[LossParts, list[Tensor]]:
         inputs = [view.logprobs, view.entropy, view.required("current_values")]
         callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True), HALVE, term(masked=True)]
-        found = evaluate(view, contributions=Corrections(callbacks), entropy_coef=0.1)
+        found = evaluate(view, callbacks=callbacks, entropy_coef=0.1)
         return found, list(torch.autograd.grad(found.total, inputs))
 
     view = ragged_view()
@@ -166,15 +170,15 @@ def test_the_entropy_bonus_pushes_entropy_up() -> None:
     found = evaluate(view, token_mean, entropy_coef=0.5)
     (gradient,) = torch.autograd.grad(found.total, view.entropy)
     assert_close(gradient, -0.5 * view.valid_tokens.double() / view.valid_tokens.sum())
-    assert found.parts["loss/entropy"] < 0
-    assert "loss/entropy" not in evaluate(view).parts
+    assert found.parts["entropy_bonus/loss"] < 0
+    assert not {name for name in evaluate(view).parts if "entropy" in name}
 
 
 @pytest.mark.parametrize(("clip", "loss", "slope"), [(None, 0.125, -0.5), (0.25, 0.28125, 0.0)])
 def test_the_value_loss_is_clipped_around_the_old_value(clip: float | None, loss: float, slope: float) -> None:
     view = view_of([-1.0], values=[0.0], returns=[1.0], current_values=[0.5])
     view = view.replace(current_values=view.required("current_values").requires_grad_())
-    found = evaluate(view, value_loss=ValueLoss(clip=clip), value_coef=2.0)
+    found = evaluate(view, value_loss=ValueLoss(clip=clip, coef=2.0))
     assert float(found.parts["loss/value"]) == loss
     assert torch.autograd.grad(found.total, view.required("current_values"))[0].item() == 2 * slope
     assert float(found.stats["value/error"].value()) == 0.5
@@ -191,7 +195,7 @@ def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
 ) -> None:
     callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.2, as_loss=True), HALVE, term(reduction=prompt_mean)]
     options: dict[str, Any] = {
-        "contributions": Corrections(callbacks),
+        "callbacks": callbacks,
         "entropy_coef": 0.1,
         "loss": ClippedSurrogate(),
     }
@@ -207,7 +211,7 @@ def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
             weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum)[rows, : piece.width]
             for weigh in REDUCTIONS
         }
-        parts.append(Objective(reduction=reduction, **options)(piece, known.__getitem__))
+        parts.append(an_algorithm(reduction=reduction, **options).microbatch_loss(piece, known.__getitem__))
     total = torch.stack([part.total for part in parts]).sum()
     assert_close(total, whole.total, atol=1e-10, rtol=0)
     for ours, theirs in zip(torch.autograd.grad(total, inputs), gradients, strict=True):

@@ -62,7 +62,21 @@ def test_every_name_exists(page: Path) -> None:
     text = EXAMPLES.sub("", page.read_text())
     codes = [code for code in CODE.findall(text) if re.fullmatch(r"[A-Za-z_][\w.]*(?:\([^`]*\))?", code)]
     words = {part for code in codes for part in code.partition("(")[0].split(".") if part}
-    allowed = {"B", "V", "make", "hypothesis", "kwargs", "py", "max_", "min_", "Args", "Raises", "found", "given", "own"}
+    allowed = {
+        "B",
+        "V",
+        "make",
+        "hypothesis",
+        "kwargs",
+        "py",
+        "max_",
+        "min_",
+        "Args",
+        "Raises",
+        "found",
+        "given",
+        "own",
+    }
     assert sorted(word for word in words if word not in known | allowed) == []
 
 
@@ -80,7 +94,7 @@ def test_the_layers_are_those_of_the_contract() -> None:
 
 
 def test_every_room_is_described() -> None:
-    text = PAGES[0].read_text().split("## The rooms")[1].split("## Contributions")[0]
+    text = PAGES[0].read_text().split("## The rooms")[1].split("## Corrections")[0]
     rooms = {name for layer in contract() for name in layer.split(" : ")}
     assert {room for room in rooms if not re.search(rf"/{room}(?:\.py)?\)", text)} == set()
 

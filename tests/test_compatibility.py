@@ -2,19 +2,16 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-from kit.support import callback_of
+from kit.support import an_algorithm, callback_of
 
-from lightning_rl import GAE, ClippedSurrogate, Corrections, FakeEngine, Reinforce, RLCallback, grpo, reinforce, rloo
-from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, ReMax
+from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, FakeEngine, Normalized, RawReward, Reinforce, RLCallback
+from lightning_rl.advantages import ESTIMATORS, Estimator, ReMax
 from lightning_rl.callbacks import (
     OPSM,
     DynamicSampling,
-    EntropyBonus,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
@@ -26,32 +23,27 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.compatibility import (
     Needs,
-    check_entropy,
+    check_counts,
     check_estimator,
     check_pipelining,
     check_positive,
     check_ratios,
     check_reads,
     check_sizes,
-    check_whole,
     check_whole_rollouts,
+    needs,
 )
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.base import Ratio
 from lightning_rl.losses import resolve_loss
 
 
 def reads(*callbacks: RLCallback, **given: Any) -> Needs:
     """The check under settings in which nothing is missing."""
-    settings: dict[str, Any] = {
-        "loss": ClippedSurrogate(),
-        "estimator": PerRow(grpo),
-        "engine": FakeEngine(lambda _: []),
-        "engine_logprobs": True,
-        "critic": False,
-        "steps_per_rollout": 4,
-    }
-    settings |= given
-    return check_reads(Corrections(callbacks), settings.pop("loss"), settings.pop("estimator"), **settings)
+    settings: dict[str, Any] = {"engine": FakeEngine(lambda _: []), "critic": False, "steps_per_rollout": 4, **given}
+    algorithm = an_algorithm(callbacks, advantages=settings.pop("estimator", "grpo"))
+    check_reads(algorithm, **settings)
+    return needs(algorithm, steps_per_rollout=settings["steps_per_rollout"])
 
 
 def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
@@ -70,7 +62,7 @@ def test_reading_an_unknown_field_names_reader_field_and_the_known_ones(field: s
 
 
 def test_entries_of_dict_fields_may_be_read() -> None:
-    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(rollout_logprobs=True, old_logprobs=True)
+    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(old_logprobs=True)
 
 
 @pytest.mark.parametrize("given", [{"estimator": GAE()}, {}], ids=["estimator", "callback"])
@@ -83,27 +75,20 @@ def test_reading_values_without_a_critic_names_reader_and_setting(given: dict[st
 
 
 @pytest.mark.parametrize("make", [RolloutKL, OffPolicyIS, lambda: OPSM(against="rollout")])
-def test_engine_log_probabilities_that_are_switched_off_or_missing_are_an_error(make: Callable[[], RLCallback]) -> None:
-    name = type(make()).__name__
-    with pytest.raises(
-        ValueError, match=f'{name} reads "rollout_logprobs", but FakeEngine .*: set engine_logprobs=True'
-    ):
-        reads(make(), engine_logprobs=False)
-    silent = FakeEngine(lambda _: [], returns_logprobs=False)
-    for asked in (None, True, False):
-        with pytest.raises(ValueError, match=f"{name} reads .* none: use an engine that returns log-probabilities"):
-            reads(make(), engine=silent, engine_logprobs=asked)
-
-
-def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_readers() -> None:
-    with pytest.warns(UserWarning, match="engine_logprobs switched on, because OffPolicyIS, RolloutKL reads"):
-        assert reads(RolloutKL(), OffPolicyIS(), engine_logprobs=None).rollout_logprobs
+def test_an_engine_that_gives_no_log_probabilities_is_an_error_where_somebody_reads_them(
+    make: Callable[[], RLCallback],
+) -> None:
+    name, silent = type(make()).__name__, FakeEngine(lambda _: [], returns_logprobs=False)
+    message = (
+        f'{name} reads "rollout_logprobs", but FakeEngine gives none: use an engine that returns log-probabilities'
+    )
+    with pytest.raises(ValueError, match=message):
+        reads(make(), engine=silent)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert reads(RolloutKL(), engine_logprobs=True).rollout_logprobs
-        assert not reads(NoEOSMask(), engine_logprobs=None).rollout_logprobs
-        assert not reads(engine_logprobs=False).rollout_logprobs
-        assert reads(engine_logprobs=True).rollout_logprobs  # asked for, though nobody reads them
+        reads(make())
+        reads(NoEOSMask(), engine=silent)
+        reads(engine=silent)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +104,7 @@ def test_engine_log_probabilities_are_switched_on_with_a_warning_that_names_all_
 def test_passes_run_only_where_somebody_reads_them(
     callbacks: list[RLCallback], steps: int, old: bool, ref: bool
 ) -> None:
-    assert reads(*callbacks, steps_per_rollout=steps) == Needs(
-        rollout_logprobs=True, old_logprobs=old, ref_logprobs=ref
-    )
+    assert reads(*callbacks, steps_per_rollout=steps) == Needs(old_logprobs=old, ref_logprobs=ref)
 
 
 def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step() -> None:
@@ -181,11 +164,10 @@ def test_legal_chains_pass() -> None:
     check_ratios(Corrections([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
-    name, estimator = estimator.__name__, PerRow(estimator)
     with pytest.raises(
-        ValueError, match=rf"ReferenceKL gives a reward .* advantages={name} .*ReferenceKL\(as_loss=True\)"
+        ValueError, match=rf"ReferenceKL gives a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
     ):
         check_estimator(Corrections([ReferenceKL()]), estimator, critic=False)
     check_estimator(Corrections([ReferenceKL(as_loss=True)]), estimator, critic=False)
@@ -197,9 +179,9 @@ def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator:
         check_estimator(Corrections([own]), estimator, critic=False)
 
 
-COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalised()]
-COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], PerRow(partial(grpo, unbiased=False))]
-COMPARING += [Normalised(mean="none", std="group"), Normalised(mean="group", std="none")]
+COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalized()]
+COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], GRPO(unbiased=False)]
+COMPARING += [Normalized(mean="none", std="group"), Normalized(mean="group", std="none")]
 
 
 @pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
@@ -211,7 +193,7 @@ def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estima
 
 @pytest.mark.parametrize(
     "estimator",
-    [PerRow(reinforce), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalised(mean="batch", std="batch"), GAE()],
+    [RawReward(), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalized(mean="batch", std="batch"), GAE()],
     ids=lambda estimator: estimator.name,
 )
 def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
@@ -224,22 +206,14 @@ def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -
     ):
         check_estimator(Corrections([RewardNormalization()]), ReMax(), critic=False)
     check_estimator(Corrections([OverlongPenalty(9, 4)]), ReMax(), critic=False)
-    check_estimator(Corrections([RewardNormalization()]), PerRow(reinforce), critic=False)
-
-
-def test_two_entropy_bonuses_are_refused_by_both_names() -> None:
-    for coef in (0.1, -0.1):
-        with pytest.raises(ValueError, match=f"got entropy_coef={coef} and EntropyBonus: leave one out"):
-            check_entropy(Corrections([EntropyBonus()]), coef)
-    check_entropy(Corrections([EntropyBonus()]), 0.0)
-    check_entropy(Corrections([NoEOSMask()]), 0.1)
+    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False)
 
 
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="critic= trains for nothing, because advantages=grpo reads no values: use GAE"
+        ValueError, match="critic= trains for nothing, because advantages=GRPO reads no values: use GAE"
     ):
-        check_estimator(Corrections(), PerRow(grpo), critic=True)
+        check_estimator(Corrections(), GRPO(), critic=True)
     check_estimator(Corrections(), GAE(), critic=True)
 
 
@@ -270,18 +244,16 @@ def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
 @pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
 def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
     with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
-        check_estimator(Corrections([correction]), PerRow(reinforce), critic=False, group_size=1)
-    check_estimator(Corrections([correction]), PerRow(reinforce), critic=False, group_size=2)
-    check_estimator(Corrections([RewardNormalization()]), PerRow(reinforce), critic=False, group_size=1)
+        check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=1)
+    check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=2)
+    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False, group_size=1)
 
 
 def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
-    """The check with an engine of some capabilities."""
+    """The check with an engine that has some attributes."""
     generating = FakeEngine(lambda _: [])
-    generating.capabilities = replace(generating.capabilities, **engine)
-    check_pipelining(
-        Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness
-    )
+    vars(generating).update(engine)
+    check_pipelining(Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness)
 
 
 @pytest.mark.parametrize(
@@ -335,5 +307,5 @@ def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correc
 @pytest.mark.parametrize("number", [-1, 0.5, True])
 def test_a_staleness_that_is_no_whole_number_is_refused(number: Any) -> None:
     with pytest.raises(ValueError, match=f"expected max_staleness to be a whole number of at least 0, got {number}"):
-        check_whole(max_staleness=number)
-    check_whole(max_staleness=0)
+        check_counts(0, max_staleness=number)
+    check_counts(0, max_staleness=0)

@@ -10,8 +10,8 @@ import torch
 from kit.support import fit, tiny_module, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rl import Prompt, PromptDataModule, Ticket
-from lightning_rl.data import PromptBatches, TicketLoader
+from lightning_rl import Prompt, PromptDataModule
+from lightning_rl.data import PromptBatches, Ticket, TicketLoader
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"
@@ -36,13 +36,13 @@ def connected(
 def held_by_a_trainer(data: PromptDataModule, steps: int) -> PromptDataModule:
     """Stands in for a Trainer, which tickets ask for the steps of a rollout."""
     seen: list[Ticket] = []
-    module = SimpleNamespace(steps_per_rollout=steps, key_generators=seen.append, seen=seen)
+    module = SimpleNamespace(steps_per_rollout=steps, seed_generators=seen.append, seen=seen)
     data.trainer = SimpleNamespace(lightning_module=module)  # pyright: ignore[reportAttributeAccessIssue]
     return data
 
 
 def ids_of(tickets: list[Ticket]) -> list[tuple[int, int, int]]:
-    return [(ticket.cycle, ticket.step, ticket.index) for ticket in tickets]
+    return [(ticket.rollout, ticket.step, ticket.index) for ticket in tickets]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import fit, ragged_rollout, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -56,7 +56,9 @@ def requests_of(number: int, keep: Sampling, **options: Any) -> list[Request]:
 def test_the_engine_draws_from_what_it_says_it_kept(keep: Sampling) -> None:
     model = tiny_policy(dtype=torch.float64)
     requests = requests_of(20, keep)
-    for request, completion in zip(requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True):
+    for request, completion in zip(
+        requests, synced(model, SAMPLING_MASK).generate(requests, logprobs=True), strict=True
+    ):
         ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
         with torch.no_grad():
             scores = (model(input_ids=ids[None]).logits[0, asked - 1 : -1] / 0.8).log_softmax(-1)
@@ -83,7 +85,7 @@ def test_a_filter_is_of_one_request_alone() -> None:
 def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
     seen: list[Rollout] = []
     figures = Figures()
-    module = tiny_module(minibatches=2, epochs=2, engine_logprobs=True, entropy_coef=0.01, **options_of(keep))
+    module = tiny_module(minibatches=2, epochs=2, entropy_coef=0.01, **options_of(keep))
     callbacks = [ReferenceKL(0.1, as_loss=True), TeacherKL(tiny_policy, 0.1, as_loss=True), recorder(seen)("seen")]
     fit(module, callbacks=[*callbacks, figures])
     assert module.global_step == len(figures.rows) == 16

@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat, warmup_then_linear
 from lightning_rl.callbacks import (
     OPSM,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
@@ -20,6 +19,7 @@ from lightning_rl.callbacks import (
     OverlongPenalty,
     ReferenceKL,
     RolloutKL,
+    SequenceRatioMask,
 )
 from lightning_rl.update import StepGradient
 
@@ -49,7 +49,7 @@ def equal_weights(one: RLLightningModule, other: RLLightningModule) -> bool:
 
 
 def trained(callbacks: Sequence[Any], **options: Any) -> RLLightningModule:
-    module = tiny_module(minibatches=2, epochs=2, **{"engine_logprobs": True, **options})
+    module = tiny_module(minibatches=2, epochs=2, **options)
     fit(module, callbacks=callbacks)
     return module
 
@@ -68,7 +68,7 @@ def test_the_order_of_the_callbacks_never_matters() -> None:
 
 def test_the_order_never_matters_with_weights_and_masks_on_a_loss_without_a_ratio() -> None:
     def corrections() -> list[RLCallback]:
-        masks = [IcePop(0.9, 1.1), GeometricMask(0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
+        masks = [IcePop(0.9, 1.1), SequenceRatioMask("mean", 0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
         return [OffPolicyIS(), *masks, OverlongPenalty(8, 4), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
     expected = trained(corrections(), loss="reinforce")
@@ -133,7 +133,7 @@ def test_a_correction_at_its_off_value_is_bitwise_absent(correction: RLCallback)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
 def test_the_first_step_of_a_rollout_has_ratio_one_and_no_kl_to_old(precision: str) -> None:
     watch = Watch()
-    module = tiny_module(temperature=0.7, minibatches=1, epochs=4, engine_logprobs=True)
+    module = tiny_module(temperature=0.7, minibatches=1, epochs=4)
     fit(module, callbacks=[watch, ReferenceKL(0.0, as_loss=True)], precision=precision, max_steps=8)
     per_step = len(watch.views) // 8
     for number, view in enumerate(watch.views):
@@ -146,7 +146,7 @@ def test_the_first_step_of_a_rollout_has_ratio_one_and_no_kl_to_old(precision: s
 
 def test_the_engines_log_probabilities_are_the_trainers() -> None:
     watch = Watch()
-    module = tiny_module(temperature=0.7, epochs=2, engine_logprobs=True, max_new_tokens=16)
+    module = tiny_module(temperature=0.7, epochs=2, max_new_tokens=16)
     fit(module, callbacks=[watch])
     for rollout in watch.rollouts:
         gap = (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]
@@ -212,13 +212,13 @@ def test_a_ratio_that_counts_the_current_policy_twice_is_refused_at_setup() -> N
 
 
 def test_off_policy_weights_train_on_a_loss_without_a_ratio() -> None:
-    module = tiny_module(engine_logprobs=True, loss="reinforce", epochs=2)
+    module = tiny_module(loss="reinforce", epochs=2)
     fit(module, callbacks=[OffPolicyIS()])
     assert not equal_weights(module, trained_without_weights())
 
 
 def trained_without_weights() -> RLLightningModule:
-    module = tiny_module(engine_logprobs=True, loss="reinforce", epochs=2)
+    module = tiny_module(loss="reinforce", epochs=2)
     fit(module)
     return module
 
@@ -258,9 +258,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_the_weights() -
 
 def test_a_step_with_a_gradient_that_is_not_finite_logs_no_loss() -> None:
     gradient = StepGradient(parts={"loss/total": torch.tensor(2.0, dtype=torch.float64)})
-    measured = gradient.measured(2, norm=torch.tensor(1.0), optim__lr=0.1)
+    measured = gradient.metrics(2, norm=torch.tensor(1.0), optim__lr=0.1)
     assert [measured[name].value() for name in ("loss/total", "optim/grad_norm")] == [4.0, 1.0]
-    skipped = gradient.measured(2, norm=torch.tensor(torch.inf), optim__lr=0.1)
+    skipped = gradient.metrics(2, norm=torch.tensor(torch.inf), optim__lr=0.1)
     assert {name for name, stat in skipped.items() if stat.value() == stat.value()} == {"optim/lr"}
 
 

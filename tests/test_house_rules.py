@@ -1,17 +1,26 @@
-"""The rules of the house which no linter knows: sizes, sources, a test for every callback."""
+"""The rules of the house which no linter knows: names, sources, a test for every callback."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLBACKS = sorted((ROOT / "callbacks").glob("[!_]*.py"))
 LIBRARY = sorted([*(ROOT / "lightning_rl").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")])
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
-
-def lines_in(file: Path) -> int:
-    return len(file.read_text().splitlines())
+PARTICIPLE = re.compile(
+    r"\w{2,}ed|begun|born|bound|broken|brought|built|chosen|done|drawn|driven|found|given|gone|held|hidden|kept|known|"
+    r"laid|led|left|lent|lost|made|meant|met|paid|put|said|seen|sent|shown|sold|spoken|stood|taken|thought|told|torn|"
+    r"understood|won|written"
+)
+NO_PARTICIPLES = {"need", "seed", "speed", "feed", "embed", "shed", "pretrained"}  # the last is Hugging Face's noun
+PREPOSITIONS = {"after", "and", "at", "back", "before", "by", "for", "from", "in", "of", "on", "to", "up", "with"}
+STATES = {"begun", "finished", "required", "sharded"}  # of properties, as in `parallel.sharded`
+MAX_LAID_OUT_BY_HAND = 40  # lines of code that the formatter leaves alone
 
 
 def nodes(files: list[Path]) -> Iterator[tuple[str, ast.AST]]:
@@ -25,18 +34,56 @@ def docstring(file: Path) -> str:
     return ast.get_docstring(ast.parse(file.read_text())) or ""
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
-    assert [file for file in LIBRARY + RECIPES if lines_in(file) > 400] == []
+def is_participle(word: str) -> bool:
+    return PARTICIPLE.fullmatch(word) is not None and word not in NO_PARTICIPLES
 
 
-def test_no_recipe_is_longer_than_60_lines() -> None:
-    assert [file for file in RECIPES if file.name != "sorting_task.py" and lines_in(file) > 60] == []
+def named_by_participle(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the head of its name is a participle: the last word, or the one before a preposition.
+
+    A participle before a noun is an adjective: `clipped_surrogate` is a surrogate.
+    """
+    words = [word for word in function.name.split("_") if word]
+    decorators = {getattr(node, "id", getattr(node, "attr", "")) for node in function.decorator_list}
+    if decorators & {"property", "cached_property"} and function.name in STATES:
+        return False
+    heads = [word for word, following in zip(words, [*words[1:], "of"], strict=True) if following in PREPOSITIONS]
+    return any(is_participle(word) for word in heads)
 
 
-def test_no_function_is_longer_than_60_lines() -> None:
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("def looked(): ...", True), ("def _state_drawn(): ...", True), ("def answers_given(): ...", True),
+        ("def charged_at_draw(): ...", True), ("def clipped_surrogate(): ...", False),
+        ("def sample(): ...", False), ("def seed(): ...", False), ("@property\ndef sharded(self): ...", False),
+        ("def sharded(self): ...", True), ("def __init__(self): ...", False), ("def take(self): ...", False),
+    ],
+)  # fmt: skip
+def test_a_participle_is_known_as_one(code: str, named: bool) -> None:
+    function = ast.parse(code).body[0]
+    assert isinstance(function, ast.FunctionDef) and named_by_participle(function) is named
+
+
+@pytest.mark.xfail(strict=False, reason="other rooms are being renamed: goes with the merge")
+def test_no_function_is_named_by_a_participle() -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [(place, node) for place, node in nodes(LIBRARY + RECIPES) if isinstance(node, functions)]
-    assert [place for place, node in found if (node.end_lineno or 0) - node.lineno >= 60] == []
+    defined = [(place, node) for place, node in nodes(LIBRARY) if isinstance(node, functions)]
+    assert [f"{place} {node.name}" for place, node in defined if named_by_participle(node)] == []
+
+
+@pytest.mark.xfail(strict=False, reason="recording/threaded_ranks.py still does: goes with the merge")
+def test_the_library_mocks_nothing() -> None:
+    imports = [
+        (place, node) for place, node in nodes(LIBRARY + RECIPES) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert [place for place, node in imports if "mock" in ast.unparse(node)] == []
+
+
+@pytest.mark.xfail(strict=False, reason="other rooms are being laid out anew: goes with the merge")
+def test_the_formatter_lays_out_nearly_everything() -> None:
+    by_hand = [file for file in LIBRARY for line in file.read_text().splitlines() if "# fmt: skip" in line]
+    assert len(by_hand) <= MAX_LAID_OUT_BY_HAND
 
 
 def test_every_module_says_what_it_holds() -> None:

@@ -1,32 +1,20 @@
 """One optimizer step is the same however its rows are cut, packed, padded or ordered."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from kit.support import ragged_rollout, tiny_policy
+from kit.support import an_algorithm, ragged_rollout, tiny_policy
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_rl import (
-    ClippedSurrogate,
-    Corrections,
-    Objective,
-    RLCallback,
-    Rollout,
-    SequenceSumNorm,
-    prompt_mean,
-    sequence_mean,
-    token_mean,
-)
+from lightning_rl import ClippedSurrogate, RLCallback, Rollout, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 from lightning_rl.callbacks import OPSM, OffPolicyIS, ReferenceKL, RolloutKL
 from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.policy import Plan, PolicyModel
 from lightning_rl.policy.plan import RowLists, plan_of_rows
-from lightning_rl.signal.masked import own_sum
-from lightning_rl.update import accumulated, view_of
+from lightning_rl.update import accumulate_gradient, loss_view
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 SPLITS = {
@@ -66,16 +54,11 @@ def one_step(rollout: Rollout, plan: Plan, *, packed: bool, reduction: Any, dtyp
     """Loss parts, the gradient of all weights as one vector, and the moments of every metric of one optimizer step."""
     model = tiny_policy(dtype=dtype)
     policy = PolicyModel(model, model, temperature=0.7, packed=packed)
-    objective = Objective(
-        loss=ClippedSurrogate(), reduction=reduction, contributions=Corrections(corrections()), entropy_coef=0.01
-    )
-    step = accumulated(
+    step = accumulate_gradient(
         rollout,
         plan.step(0),
-        policy,
-        objective,
-        global_sum=own_sum,
-        around=lambda _last: nullcontext(),
+        lambda microbatch: policy(microbatch.layout),
+        an_algorithm(corrections(), loss=ClippedSurrogate(), reduction=reduction, entropy_coef=0.01),
         backward=lambda loss: loss.backward(),
     )
     found: Found = dict(step.parts)
@@ -160,7 +143,7 @@ def test_importance_weights_do_not_depend_on_the_split(dtype: torch.dtype) -> No
         parts = []
         for microbatch in plan_of_rows(rollout, [rows]).step(0):
             own = microbatch.rows_of(rollout)
-            view = view_of(own, model(microbatch.layout))
+            view = loss_view(own, model(microbatch.layout))
             parts.append(weights.token_weight(view).where(view.valid_tokens, 0.0).sum(-1))
         return torch.cat(parts)
 

@@ -17,7 +17,8 @@ from kit import killed_run
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """Starts the run; no test waits for it without a limit."""
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).parent)}
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
     command = [sys.executable, killed_run.__file__, str(folder)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 

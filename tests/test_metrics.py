@@ -146,7 +146,7 @@ def test_global_values_are_the_figures_of_statistics() -> None:
 
 def test_every_metric_of_the_design_reaches_every_logger(tmp_path: Path) -> None:
     first, second, file = Keeping(), Keeping(), CSVLogger(tmp_path, name="", version="")
-    module = tiny_module(minibatches=2, advantages=GAE(), critic="shared", engine_logprobs=True)
+    module = tiny_module(minibatches=2, advantages=GAE(), critic="shared")
     fit(module, callbacks=[ReferenceKL(0.1)], logger=[first, file, second])
     assert first.rows == second.rows and len(first.rows) == 8
     assert [step for step, _ in first.rows] == list(range(8))
@@ -160,7 +160,7 @@ def test_every_metric_of_the_design_reaches_every_logger(tmp_path: Path) -> None
 
 def test_corrections_log_under_their_names() -> None:
     logger = Keeping()
-    module = tiny_module(minibatches=2, loss="reinforce", engine_logprobs=True)
+    module = tiny_module(minibatches=2, loss="reinforce")
     fit(module, callbacks=[OPSM(), NoEOSMask(), OffPolicyIS()], logger=logger)
     for _, row in logger.rows:
         assert {"opsm/rejected", "off_policy_is/weight_mean", "off_policy_is/ess"} <= set(row)

@@ -57,7 +57,7 @@ def test_it_fits_and_warns_of_nothing_but_the_engines_log_probabilities(name: st
 
 @each
 def test_it_trains(name: str) -> None:
-    moved, fresh = weights_of(run(small(name), engine_logprobs=True, rollouts=2)), tiny_policy().named_parameters()
+    moved, fresh = weights_of(run(small(name), rollouts=2)), tiny_policy().named_parameters()
     assert any(not torch.equal(moved[f"policy.model.{part}"], weight) for part, weight in fresh)
 
 
@@ -95,10 +95,10 @@ def test_a_preset_keeps_its_own_copy_of_the_options() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if small(name).callbacks])
 def test_without_its_callbacks_it_is_its_options_bit_for_bit(name: str) -> None:
     def bare() -> RLLightningModule:
-        return run(small(name), callbacks=False, engine_logprobs=True, minibatches=2, rollouts=2)
+        return run(small(name), callbacks=False, minibatches=2, rollouts=2)
 
     before = bare()
-    acted = run(small(name), engine_logprobs=True, minibatches=2, rollouts=2)
+    acted = run(small(name), minibatches=2, rollouts=2)
     assert equal(bare(), before)
     if name != "m2po":  # whose weight is 1 as long as engine and trainer agree
         assert not equal(acted, before)

@@ -53,7 +53,7 @@ def test_the_baseline_is_the_score_of_the_policys_own_greedy_answer() -> None:
         @override
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch.step == 0:
-                own = pl_module.complete(rows[batch.cycle * 4 :][:4])
+                own = pl_module.complete(rows[batch.rollout * 4 :][:4])
                 expected.extend(number_of_words([], own))
 
     options: dict[str, Any] = {"advantages": "remax", "group_size": 1, "epochs": 2, "rewards": number_of_words}
@@ -70,7 +70,7 @@ def test_a_greedy_score_of_the_samples_own_height_teaches_nothing() -> None:
 
 
 def test_log_probabilities_of_the_engine_come_along() -> None:
-    _, seen = trained(RolloutKL(0.1), engine_logprobs=True)
+    _, seen = trained(RolloutKL(0.1))
     for rollout in seen:
         gap = (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]
         assert float(gap.abs().max()) < 1e-5

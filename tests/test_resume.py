@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 STEPS = 10  # two epochs of two rollouts with K = 4, and half a rollout more
-GRPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "engine_logprobs": True}
+GRPO: dict[str, Any] = {"minibatches": 2, "epochs": 2}
 PPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}
 REMAX: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "remax", "group_size": 1}
 REPLAYED: dict[str, Any] = {"minibatches": 2, "epochs": 2, "policy": partial(tiny_model, "qwen3_moe"), "top_p": 0.9}
@@ -60,7 +60,7 @@ def assert_same_weights(one: RLLightningModule, other: RLLightningModule) -> Non
     first, second = weights_of(one), weights_of(other)
     differing = [name for name in first if not torch.equal(first[name], second[name])]
     assert differing == []
-    states = [[callback.state_dict() for callback in each.run.contributions.callbacks] for each in (one, other)]
+    states = [[callback.state_dict() for callback in each.run.corrections.callbacks] for each in (one, other)]
     assert states[0] == states[1]
 
 
@@ -121,7 +121,7 @@ def test_evaluating_a_checkpoint_leaves_no_rollout_behind_for_a_later_fit(tmp_pa
 def test_a_checkpoint_loads_with_weights_only(tmp_path: Path) -> None:
     run(tmp_path, GRPO, max_steps=2)
     checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
-    assert checkpoint["lightning_rl"]["ranks"][0]["held"]["cycle"] == 0
+    assert checkpoint["lightning_rl"]["ranks"][0]["current"]["number"] == 0
     assert not any("reference" in name for name in checkpoint["state_dict"])
 
 

@@ -13,8 +13,8 @@ from kit.support import ragged_rollout, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import LossView, Rollout, concatenate
-from lightning_rl.rollout import PROMPT, ROW, TOKEN
+from lightning_rl import LossView, Rollout
+from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate
 
 
 def whole_rollout(seed: int = 0, **options: Any) -> Rollout:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback
+from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.rollout import Rollout
-from lightning_rl.run_module import RunModule
 
 KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in the order in which they come to be
 
@@ -42,15 +42,15 @@ class Fingerprints(RLCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        held = cast(RunModule, pl_module).run.held
-        if held is not None:
-            self.observe(held.rollout)
+        current = cast(RLLightningModule, pl_module).run.current
+        if current is not None:
+            self.observe(current.rollout)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module = cast(RunModule, pl_module)
+        module = cast(RLLightningModule, pl_module)
         metrics = {
             name: value
             for name, value in module.run.metrics.values().items()

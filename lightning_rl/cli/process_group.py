@@ -36,9 +36,11 @@ def run_group(command: Sequence[str], environment: Mapping[str, str]) -> int:
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     server = subprocess.Popen(command, env=environment, start_new_session=True)
     guard = subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", GUARD, str(server.pid)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        [sys.executable, "-S", "-E", "-c", GUARD, str(server.pid)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
-    )  # fmt: skip
+    )
     leaders.append(server.pid)
     try:
         while server.poll() is None and not ended:

@@ -1,7 +1,6 @@
 """replay: computes a recorded rollout again and compares, or compares two recordings or two algorithms."""
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
@@ -11,8 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.cli.recipes import Ended, Reached, reached, until_training
-from lightning_rl.distributed import process_count
+from lightning_rl.cli.output import say
+from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit
+from lightning_rl.inspection import StopRecipe
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import Recording, Replayed, replay
@@ -79,10 +79,10 @@ def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequen
     if recipe is None:
         algorithms = [_recorded_algorithm(recording) for recording in recordings]
     else:
-        algorithms = [_algorithm_of(reached(recipe, options)) for _ in recordings]
+        algorithms = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
     codes = []
     for recording, replayed in zip(recordings, replay(recordings, algorithms), strict=True):
-        _say(_title(recording))
+        say(_title(recording))
         codes.append(_verdict(recording, replay_differences(recording, replayed)))
     return max(codes)
 
@@ -90,36 +90,36 @@ def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequen
 def repeat_step(recordings: Sequence[Recording], recipe: Path, options: Sequence[str], checkpoint: Path) -> int:
     """Loads a checkpoint as the recipe's fit would and repeats the recorded step that began with its weights."""
     at_start = _AtStart(recordings)
-    until_training(reached(recipe, options), at_start, checkpoint)
+    run_until_fit(load_recipe(recipe, options), at_start, checkpoint)
     recording, rerun = at_start.reruns[0]
-    _say(_title(recording))
+    say(_title(recording))
     if rerun.step is None:
         weights = ", ".join(step["weights"] for step in recording.header["steps"])
-        _say(f"{'weights':<24}{rerun.weights}: no recorded step began with them, but with {weights}\n\nNOT EQUAL")
+        say(f"{'weights':<24}{rerun.weights}: no recorded step began with them, but with {weights}\n\nNOT EQUAL")
         return 1
-    _say(f"{'weights':<24}{rerun.weights}, those that step {rerun.step} began with")
+    say(f"{'weights':<24}{rerun.weights}, those that step {rerun.step} began with")
     return _verdict(recording, _step_differences(recording, rerun))
 
 
 def compare_recordings(ours: Recording, theirs: Recording) -> int:
     """Prints where two recordings differ, in the order in which things come to be."""
-    _say(f"{_title(ours)}\nagainst {_title(theirs)}")
+    say(f"{_title(ours)}\nagainst {_title(theirs)}")
     differences = list(recording_differences(ours, theirs))
     for each in differences:
         _row(each.what, str(each))
-    _say("\nNOT EQUAL" if differences else "\nbitwise equal")
+    say("\nNOT EQUAL" if differences else "\nbitwise equal")
     return 1 if differences else 0
 
 
 def compare_algorithms(recordings: Sequence[Recording], recipe: Path, options: Sequence[str]) -> int:
     """Prints what another algorithm makes of a recorded rollout; nothing has to be equal, so the code is 0."""
     ours = [_recorded_algorithm(recording) for recording in recordings]
-    theirs = [_algorithm_of(reached(recipe, options)) for _ in recordings]
+    theirs = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
     for each in json_differences(*(algorithm_to_json(algorithms[0]) for algorithms in (ours, theirs))):
         _row(each.what, str(each))
     pairs = zip(replay(recordings, ours), replay(recordings, theirs, restore=False), strict=True)
     for recording, pair in zip(recordings, pairs, strict=True):
-        _say("\n" + _title(recording))
+        say("\n" + _title(recording))
         for what, change in _changes(recording, *pair):
             _row(what, change)
     return 0
@@ -139,10 +139,10 @@ class _AtStart(Callback):
         if ranks != len(self.recordings):
             raise ValueError(f"expected a Trainer of {len(self.recordings)} ranks as recorded, got {ranks}")
         self.reruns.append((self.recordings[rank], rerun_step(module, self.recordings[rank])))
-        raise Ended
+        raise StopRecipe(pl_module)
 
 
-def _algorithm_of(recipe: Reached) -> Algorithm:
+def _algorithm_of(recipe: Recipe) -> Algorithm:
     return replayable(recipe.module.algorithm, callbacks_of(recipe.trainer))
 
 
@@ -195,7 +195,7 @@ def _verdict(recording: Recording, differences: Iterable[tuple[str, Difference |
         unequal += [] if each is None else [each]
     failed = any(exact or not each.rounding for each in unequal)
     words = "NOT EQUAL" if failed else "equal up to rounding, as another device or torch allows" if unequal else ""
-    _say(f"\n{words or 'bitwise equal'}")
+    say(f"\n{words or 'bitwise equal'}")
     return 1 if failed else 0
 
 
@@ -209,9 +209,4 @@ def _title(recording: Recording) -> str:
 
 
 def _row(what: str, text: str) -> None:
-    _say(f"{what:<24}{text}" if len(what) < 24 else f"{what}  {text}")
-
-
-def _say(text: str) -> None:
-    if process_count() == 1 or torch.distributed.get_rank() == 0:
-        sys.stdout.write(f"{text}\n")
+    say(f"{what:<24}{text}" if len(what) < 24 else f"{what}  {text}")

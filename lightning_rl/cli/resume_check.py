@@ -1,11 +1,10 @@
 """resume-check: runs a recipe once, then again from a checkpoint of every step, and compares everything."""
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,7 +12,9 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.cli.fingerprints import KINDS, Fingerprint, Fingerprints
-from lightning_rl.cli.recipes import Ended, check_started, intercepted, run_script
+from lightning_rl.cli.output import say
+from lightning_rl.cli.recipes import check_launch, load_recipe
+from lightning_rl.metrics import callbacks_of
 
 Taken = dict[int, Fingerprint]
 
@@ -66,40 +67,34 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
     with tempfile.TemporaryDirectory() as own:
         whole = _run(recipe, options, steps, save_to=Path(own))
         folder = _from_first(Path(own))
-        _say(f"{len(whole)} optimizer steps, then interrupted after each and resumed\n")
-        _say("after step  " + "".join(f"{kind:<12}" for kind in KINDS))
+        say(f"{len(whole)} optimizer steps, then interrupted after each and resumed\n")
+        say("after step  " + "".join(f"{kind:<12}" for kind in KINDS))
         equal = True
         for step in range(first, len(whole)):
             resumed = _run(recipe, options, steps, resume_from=folder / f"{step}.ckpt")
-            differences = _gathered(_difference(whole, resumed, step))
+            differences = _of_all_ranks(_difference(whole, resumed, step))
             equal = equal and not differences
             marks = [min((d[1] for d in differences if d[0] == kind), default=None) for kind in KINDS]
-            _say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
+            say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
             if differences:
-                _say("            first difference: " + min(differences, key=lambda d: (d[1], KINDS.index(d[0])))[2])
+                say("            first difference: " + min(differences, key=lambda d: (d[1], KINDS.index(d[0])))[2])
         if distributed.process_count() > 1:
             dist.barrier()
-    _say("\nbitwise equal" if equal else "\nNOT EQUAL")
+    say("\nbitwise equal" if equal else "\nNOT EQUAL")
     return 0 if equal else 1
 
 
 def _run(
     recipe: Path, options: Sequence[str], steps: int, *, save_to: Path | None = None, resume_from: Path | None = None
 ) -> Taken:
-    prints = Fingerprints()
-
-    def fit(trainer: Trainer, original: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        check_started(trainer)
-        callbacks = cast(list[Callback], vars(trainer)["callbacks"])
-        callbacks.extend([prints] if save_to is None else [prints, _SaveEach(save_to)])
-        trainer.fit_loop.epoch_loop.max_steps = steps
-        trainer.fit_loop.max_epochs = -1
-        original(trainer, *arguments, **{**keywords, "ckpt_path": resume_from})
-        raise Ended
-
-    with intercepted(fit=fit):
-        run_script(recipe, options)
-    return prints.taken
+    loaded, fingerprints = load_recipe(recipe, options), Fingerprints()
+    trainer = loaded.trainer
+    check_launch(trainer)
+    callbacks_of(trainer).extend([fingerprints] if save_to is None else [fingerprints, _SaveEach(save_to)])
+    trainer.fit_loop.epoch_loop.max_steps = steps
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit(loaded.module, loaded.data, ckpt_path=resume_from)
+    return fingerprints.taken
 
 
 def _difference(whole: Taken, resumed: Taken, step: int) -> list[tuple[str, int, str]]:
@@ -124,7 +119,7 @@ def _detail(kind: str, ours: Fingerprint, theirs: Fingerprint) -> str:
     return f": other names, {sorted(ours.metrics.keys() ^ theirs.metrics.keys())}"
 
 
-def _gathered(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+def _of_all_ranks(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
     everyone = distributed.process_objects(differences)
     return [tuple(found) for own in everyone for found in own]  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
 
@@ -132,9 +127,3 @@ def _gathered(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, s
 def _from_first(folder: Path) -> Path:
     """Rank 0's folder on every rank, once the process group exists."""
     return Path(str(distributed.process_objects(str(folder))[0]))
-
-
-def _say(text: str) -> None:
-    if distributed.process_count() == 1 or dist.get_rank() == 0:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()

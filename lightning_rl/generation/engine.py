@@ -188,7 +188,7 @@ class Engine(ABC):
         """The same for one row, by every copy of the weights that the engine has, under a name for each."""
         return {"": self.score([ids])[0]}
 
-    def cached_tokens(self, ids: Sequence[int]) -> int:
+    def count_cached_tokens(self, ids: Sequence[int]) -> int:
         """Runs a prompt, which then is cached, and says how many tokens of it came out of the prefix cache."""
         del ids
         return 0

@@ -17,7 +17,7 @@ class DecodeExtras:
 
     Args:
         rows: number of requests.
-        max_tokens: that one may draw.
+        max_tokens: of a response.
         take_routes: returns the expert routes of the last forward, [N, R, k]; None to leave routes out.
         with_mask: whether to keep which tokens could be drawn.
     """

@@ -65,12 +65,7 @@ class Sampling:
 
 
 class RowFilters:
-    """Top-k, top-p and min-p of several rows, as tensors.
-
-    Args:
-        samplings: one for each row; all of them may differ.
-        device: of the log-probabilities that they will see.
-    """
+    """Top-k, top-p and min-p of several rows, which may all differ, as tensors on the device of log-probabilities."""
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
         rows = [sampling if sampling.filters else Sampling() for sampling in samplings]

@@ -138,16 +138,7 @@ class _Live:
 
 
 class _Decode:
-    """One decode: prefill, then a token for every live row at each step.
-
-    Args:
-        model: decodes.
-        tokenizer: for stop strings.
-        requests: at least one.
-        version: of the weights.
-        max_tokens: of a response.
-        extras: for what is wanted about the tokens besides.
-    """
+    """One decode of a few requests: prefill, then a token for every live row at each step."""
 
     def __init__(
         self,

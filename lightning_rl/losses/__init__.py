@@ -6,15 +6,34 @@ from torch import Tensor
 
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.base import FunctionLoss, PolicyLoss
-from lightning_rl.losses.per_sequence import GMPO, GSPO
-from lightning_rl.losses.per_step import M2PO, ClipCov, KLCov
-from lightning_rl.losses.per_token import CISPO, DPPO, SAPO, ClippedSurrogate, Reinforce
-from lightning_rl.losses.value import DEFAULT_VALUE_LOSS, ValueFunction, ValueLoss
+from lightning_rl.losses.cispo import CISPO
+from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
+from lightning_rl.losses.cov import ClipCov, KLCov
+from lightning_rl.losses.dppo import DPPO
+from lightning_rl.losses.gmpo import GMPO
+from lightning_rl.losses.gspo import GSPO
+from lightning_rl.losses.m2po import M2PO
+from lightning_rl.losses.reinforce import Reinforce
+from lightning_rl.losses.sapo import SAPO
+from lightning_rl.losses.value import ValueLoss
 
 __all__ = [
-    "CISPO", "DEFAULT_VALUE_LOSS", "DPPO", "GMPO", "GSPO", "LOSSES", "M2PO", "SAPO", "ClipCov", "ClippedSurrogate",
-    "FunctionLoss", "KLCov", "PolicyLoss", "Reinforce", "ValueFunction", "ValueLoss", "resolve_loss",
-]  # fmt: skip
+    "CISPO",
+    "DPPO",
+    "GMPO",
+    "GSPO",
+    "LOSSES",
+    "M2PO",
+    "SAPO",
+    "ClipCov",
+    "ClippedSurrogate",
+    "FunctionLoss",
+    "KLCov",
+    "PolicyLoss",
+    "Reinforce",
+    "ValueLoss",
+    "resolve_loss",
+]
 
 LOSSES: dict[str, PolicyLoss] = {
     "ppo": ClippedSurrogate(),

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -11,6 +12,7 @@ from typing_extensions import override
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.corrections.base import Ratio
 from lightning_rl.signal.masked import GlobalSum
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
 from lightning_rl.signal.selection import GlobalConcat
 
 
@@ -57,18 +59,21 @@ class PolicyLoss(ABC):
         return {}
 
 
-class OldRatioLoss(PolicyLoss):
-    """A loss whose ratio is that of the current policy to the one before the update."""
+class RatioLoss(PolicyLoss):
+    """A loss with the ratio of the current policy to the one before the update, unless it says another.
+
+    Attributes:
+        reads: names of the fields that it needs, first the log-probabilities below the ratio.
+        log_ratio_bound: of the log-ratio on either side before exp; beyond it the gradient is 0.
+    """
 
     ratio = ("current", "old")
     reads = ("old_logprobs",)
+    log_ratio_bound: ClassVar[float] = LOG_RATIO_BOUND
 
-
-def clip_metrics(ratio: Tensor, view: LossView, low: float, high: float) -> dict[str, Stat]:
-    """The shares of valid tokens that are below the band with a bad, and above it with a good advantage."""
-    advantages = view.required("advantages")
-    below, above = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
-    return Stat.many({"policy/clip_low": below, "policy/clip_high": above}, view.valid_tokens)
+    def importance(self, view: LossView) -> Float[Tensor, "B T"]:
+        """The ratio at each token, with gradient."""
+        return policy_ratio(view.logprobs, view.required(self.reads[0]), bound=self.log_ratio_bound)
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,14 @@ class FunctionLoss(PolicyLoss):
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
         return self.function(view)
+
+
+def prepared_tokens(view: LossView) -> Tensor:
+    """The tokens that a loss chose from the whole step, shape [b, T] bool.
+
+    Raises:
+        ValueError: if it has not chosen any yet.
+    """
+    if view.prepared is None:
+        raise ValueError("expected the tokens that prepare chose, got none: call prepare with every view of the step")
+    return view.prepared

@@ -1,21 +1,18 @@
 """ValueLoss: what the critic minimises at each token."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from lightning_rl.signal.losses import check_value_options, value_loss
-
-ValueFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(values, old_values, returns) -> loss of each token``, all [b, T]; ``values`` carry the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """Half the squared error, the larger of plain and clipped.
+    r"""Half the squared error of the critic at each token, the larger of plain and clipped.
+
+    .. math:: \ell = \tfrac12 \max\bigl((V - R)^2,\ (V_{old} + \operatorname{clip}(V - V_{old}, \pm c) - R)^2\bigr)
 
     Source: Schulman et al. 2017, arXiv:1707.06347; clipping: the authors' code (openai/baselines, ppo2).
 
@@ -25,7 +22,12 @@ class ValueLoss:
         huber: error from which on the loss grows linearly, above 0; infinite for never.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: if an option is out of range; when called, if the tensors differ in shape.
+
+    Example:
+        >>> values, old_values, returns = torch.tensor([[0.5]]), torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> ValueLoss(clip=None)(values, old_values, returns), ValueLoss(clip=0.1)(values, old_values, returns)
+        (tensor([[0.1250]]), tensor([[0.4050]]))
     """
 
     coef: float = 1.0
@@ -36,13 +38,25 @@ class ValueLoss:
         """Checks the bounds."""
         if not (self.coef >= 0 and math.isfinite(self.coef)):
             raise ValueError(f"expected coef >= 0, got {self.coef}")
-        check_value_options(self.clip, self.huber)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"expected clip > 0 or None, got {self.clip}")
+        if not self.huber > 0:
+            raise ValueError(f"expected huber > 0, got {self.huber}")
 
     def __call__(
         self, values: Float[Tensor, "B T"], old_values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """The loss of each token."""
-        return value_loss(values, old_values, returns, clip=self.clip, huber=self.huber)
+        """The loss of each token, without the coefficient; ``values`` carry the gradient."""
+        if not values.shape == old_values.shape == returns.shape:
+            shapes = {"values": values, "old_values": old_values, "returns": returns}
+            got = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in shapes.items())
+            raise ValueError(f"expected tensors of one shape, got {got}")
+        if self.clip is None:
+            return self._error(values, returns)
+        clipped = old_values + (values - old_values).clamp(-self.clip, self.clip)
+        return torch.maximum(self._error(values, returns), self._error(clipped, returns))
 
-
-DEFAULT_VALUE_LOSS = ValueLoss()
+    def _error(self, values: Tensor, returns: Tensor) -> Tensor:
+        gap = (values - returns).abs()
+        bounded = gap.clamp(max=self.huber)
+        return bounded * (gap - 0.5 * bounded)  # half the square up to the bound, its tangent beyond

@@ -43,6 +43,16 @@ def token_logprobs(
     return _Head.apply(hidden, weight, bias, targets, temperature, sampling_mask)  # pyright: ignore[reportReturnType]
 
 
+def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True) -> float:
+    """Nats by which two ways to compute a log-probability may differ, on average over tokens.
+
+    Args:
+        dtype: of the weights.
+        exact: whether everything is computed in it, and not under autocast.
+    """
+    return {torch.float64: 1e-6, torch.float32: 2e-3}.get(dtype, 0.1) if exact else 0.1
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     @override

@@ -204,11 +204,20 @@ def _random_rows(model: PreTrainedModel) -> Rollout:
     mask = torch.arange(width) < lengths[:, None]
     whole = torch.ones(number, dtype=torch.bool)
     return Rollout(
-        prompt_ids=ids[0], prompt_lengths=torch.tensor([4, 1, 6]), response_ids=ids[1], response_lengths=lengths,
-        action_mask=mask, valid_tokens=mask, groups=torch.arange(number), sample_ids=torch.arange(number),
-        finish=torch.full((number,), Finish.STOP, dtype=torch.uint8), policy_version=torch.zeros_like(ids[1]),
-        trained=whole, rewarded=whole, rewards=torch.zeros(number),
-    )  # fmt: skip
+        prompt_ids=ids[0],
+        prompt_lengths=torch.tensor([4, 1, 6]),
+        response_ids=ids[1],
+        response_lengths=lengths,
+        action_mask=mask,
+        valid_tokens=mask,
+        groups=torch.arange(number),
+        sample_ids=torch.arange(number),
+        finish=torch.full((number,), Finish.STOP, dtype=torch.uint8),
+        policy_version=torch.zeros_like(ids[1]),
+        trained=whole,
+        rewarded=whole,
+        rewards=torch.zeros(number),
+    )
 
 
 def check_dropout(model: PreTrainedModel) -> None:

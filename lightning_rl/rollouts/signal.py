@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_rl.advantages import Estimator, RewardSignal
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
-from lightning_rl.signal.advantages import group_statistics
 from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
 from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.statistics import group_statistics
 
 
 class SignalledRollout(NamedTuple):

@@ -12,8 +12,7 @@ name      value                 as a metric of KL(p || q)   expected gradient as
 ========  ====================  ==========================  =================================
 
 None is masked or averaged, and no value is clamped: a clamp kills the restoring force just where the drift is large.
-``low_var_kl`` is k3 with such a clamp, for comparison with systems that have one. Times :func:`importance`, k1 and k3
-keep their expected value and get the gradient of the reverse KL.
+Times :func:`importance`, k1 and k3 keep their expected value and get the gradient of the reverse KL.
 
 Source: Schulman 2020, "Approximating KL Divergence"; gradients: Tang and Munos 2025, arXiv:2506.09477.
 """
@@ -124,13 +123,7 @@ def importance(
     return policy_ratio(logprobs, logprobs.detach() if sampled is None else sampled, bound=bound)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {
-    "k1": k1,
-    "abs": absolute,
-    "k2": k2,
-    "k3": k3,
-    "low_var_kl": Clamped(k3),
-}
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
 
 
 def kl_estimator(estimator: KLEstimator | str) -> KLEstimator:
@@ -142,6 +135,6 @@ def kl_estimator(estimator: KLEstimator | str) -> KLEstimator:
     if callable(estimator) and not isinstance(estimator, type):
         return estimator
     if estimator not in KL_ESTIMATORS:
-        known = ", ".join(KL_ESTIMATORS)
-        raise ValueError(f"expected a KL estimator out of {known}, an object or a function, got {estimator!r}")
+        names = ", ".join(KL_ESTIMATORS)
+        raise ValueError(f"expected a KL estimator out of {names}, an object or a function, got {estimator!r}")
     return KL_ESTIMATORS[estimator]

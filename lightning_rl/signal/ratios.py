@@ -16,6 +16,26 @@ def policy_ratio(
     return torch.exp((logprobs - old_logprobs).clamp(-bound, bound))
 
 
+def clipped_weight(
+    numerator: Float[Tensor, "B T"], denominator: Float[Tensor, "B T"], *, minimum: float, maximum: float
+) -> Float[Tensor, "B T"]:
+    r"""The importance weight :math:`\operatorname{clip}(\exp(a - b), \min, \max)`, without gradient.
+
+    Args:
+        numerator: log-probabilities of the policy that the samples should come from, shape [B, T].
+        denominator: log-probabilities of the policy that they do come from, shape [B, T].
+        minimum: lower bound of the weight.
+        maximum: upper bound of the weight.
+    """
+    return policy_ratio(numerator.detach(), denominator.detach()).clamp(minimum, maximum)
+
+
+def check_band(low: float, high: float) -> None:
+    """Raises a ValueError unless ``low`` and ``high`` bound ratios around 1."""
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+
+
 def sequence_log_ratio(
     numerator: Float[Tensor, "B T"],
     denominator: Float[Tensor, "B T"],

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.advantages import Estimator, PerRow, ReinforcePlusPlus, RowFunction, resolve_advantages
+from lightning_rl.advantages import DrGRPO, Estimator, RawReward, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit import CHECKS, Finding
 from lightning_rl.audit.evidence import Evidence
@@ -18,7 +18,6 @@ from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
 from lightning_rl.naming import name_of
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.advantages import dr_grpo, reinforce
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
@@ -97,7 +96,7 @@ def check_callback(callback: RLCallback) -> None:
     Raises:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
-    estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else PerRow(dr_grpo)
+    estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else DrGRPO()
     _check(
         f"callback {callback.name}",
         _algorithm(advantages=estimator, corrections=ReplayCorrections([callback])),
@@ -113,7 +112,7 @@ def _algorithm(
 ) -> Algorithm:
     return Algorithm(
         loss=loss or ClippedSurrogate(),
-        advantages=advantages or PerRow(reinforce),
+        advantages=advantages or RawReward(),
         reduction=token_mean,
         corrections=corrections or ReplayCorrections(),
     )

@@ -19,7 +19,7 @@ from lightning_rl import (
     ClipCov,
     ClippedSurrogate,
     KLCov,
-    Normalised,
+    Normalized,
     RLCallback,
     RLLightningModule,
     Rollout,
@@ -32,16 +32,15 @@ from lightning_rl.callbacks import (
     AdaptiveKL,
     DynamicSampling,
     EntropyBonus,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
-    ProductMask,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    SequenceRatioMask,
     TeacherKL,
     TruncatedIS,
 )
@@ -56,7 +55,8 @@ RECIPES = {
 def largest_legal_set(recipe: str) -> list[RLCallback]:
     """Every correction that goes with a recipe."""
     per_token, ratio = recipe in ("ppo", "reinforce_plus_plus"), recipe != "rloo"
-    masks = [GeometricMask(0.5, 2.0), ProductMask(0.0, 9.0), OutlierMask(), IcePop(), OPSM(against="rollout")]
+    ratios = [SequenceRatioMask("mean", 0.5, 2.0), SequenceRatioMask("product", 0.0, 9.0).named("product")]
+    masks = [*ratios, OutlierMask(), IcePop(), OPSM(against="rollout")]
     terms = [RolloutKL(), EntropyBonus(0.001, target=1.0), OverlongPenalty(8, 4), NoEOSMask()]
     references = [AdaptiveKL(0.01)] if per_token else [ReferenceKL(0.01, as_loss=True)]
     weights = [TruncatedIS()] if ratio else [OffPolicyIS()]
@@ -106,8 +106,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], list[RLCallback]]]] = {
     "remax": ({"advantages": "remax", "reduction": "sequence_mean"}, lambda: [NoEOSMask()]),
     "teacher": ({}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1, as_loss=True)]),
     "teacher as a reward": ({"advantages": "reinforce_plus_plus"}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)]),
-    "batch normalisation": ({"advantages": Normalised(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
-    "group and batch": ({"advantages": Normalised(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
+    "batch normalisation": ({"advantages": Normalized(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
+    "group and batch": ({"advantages": Normalized(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
     "rows without reward": ({"rewards": {"sparse": sparse, "parity_reward": (parity_reward, 0.0)}}, list),
     "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches": 2}, list),
     "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches": 2}, list),

@@ -25,8 +25,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_rl import Finish, RLCallback, Rollout, grpo
-from lightning_rl.advantages import resolve_advantages
+from lightning_rl import GRPO, Finish, RLCallback, Rollout
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.audit.accounting import sampling_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
@@ -78,7 +77,7 @@ def finished_rollout(sampled: Rollout, callbacks: list[RLCallback]) -> Rollout:
     corrections = Corrections(callbacks)
     own = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
     own = own.select(corrections.keep_groups(own))
-    return estimate_signal(exclude_rows(own, corrections)[0], resolve_advantages(grpo), corrections, own_sum)[0]
+    return estimate_signal(exclude_rows(own, corrections)[0], GRPO(), corrections, own_sum)[0]
 
 
 def figures(

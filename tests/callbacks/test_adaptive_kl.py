@@ -9,12 +9,11 @@ from kit.support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, 
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Rollout, concatenate, distributed
-from lightning_rl.advantages import PerRow
+from lightning_rl import GAE, GRPO, Rollout, distributed
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
 from lightning_rl.compatibility import check_estimator
-from lightning_rl.signal.advantages import grpo
-from lightning_rl.signal.corrections import adapted_coefficient
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import concatenate
 from lightning_rl.signal.masked import GlobalSum, row_mean
 
 
@@ -131,7 +130,7 @@ def test_in_a_fit_it_follows_every_rollout() -> None:
     for rollout in seen:
         gap = rollout.required("old_logprobs") - rollout.required("ref_logprobs")
         measured = float(row_mean(gap, rollout.valid_tokens).double().mean())
-        beta = adapted_coefficient(beta, measured, target=0.01, number=16, horizon=50)
+        beta *= 1 + max(min(measured / 0.01 - 1, 0.2), -0.2) * 16 / 50
     assert len(seen) == 4 and callback.beta == pytest.approx(beta, rel=1e-5) and beta != 0.05
 
 
@@ -143,9 +142,9 @@ def test_both_forms_measure_on_the_old_policy() -> None:
 
 
 def test_an_estimator_of_scalars_is_sent_to_the_loss_form() -> None:
-    with pytest.raises(ValueError, match=r"AdaptiveKL gives .* advantages=grpo .* use AdaptiveKL\(as_loss=True\), or"):
-        check_estimator(Corrections([AdaptiveKL()]), PerRow(grpo), critic=False)
-    check_estimator(Corrections([AdaptiveKL(as_loss=True)]), PerRow(grpo), critic=False)
+    with pytest.raises(ValueError, match=r"AdaptiveKL gives .* advantages=GRPO .* use AdaptiveKL\(as_loss=True\), or"):
+        check_estimator(Corrections([AdaptiveKL()]), GRPO(), critic=False)
+    check_estimator(Corrections([AdaptiveKL(as_loss=True)]), GRPO(), critic=False)
     check_estimator(Corrections([AdaptiveKL()]), GAE(), critic=True)
 
 
@@ -169,3 +168,29 @@ def test_a_loss_that_trains_nothing_warns_at_the_line_that_made_it() -> None:
     with pytest.warns(UserWarning, match="AdaptiveKL with k1 as a loss") as caught:
         AdaptiveKL(as_loss=True, estimator="k1")
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("measured", "number", "expected"),
+    [
+        pytest.param(0.1, 100, 0.5, id="on-target"),
+        pytest.param(0.11, 100, 0.55, id="a-little-above"),
+        pytest.param(0.09, 100, 0.45, id="a-little-below"),
+        pytest.param(9.0, 100, 0.6, id="at-most-a-fifth-up"),
+        pytest.param(0.0, 100, 0.4, id="at-most-a-fifth-down"),
+        pytest.param(-9.0, 100, 0.4, id="an-estimate-below-0"),
+        pytest.param(9.0, 50, 0.55, id="half-a-horizon"),
+        pytest.param(9.0, 0, 0.5, id="no-sample"),
+        pytest.param(0.0, 1000, 0.0, id="many-samples-never-turn-it-negative"),
+    ],
+)
+def test_the_coefficient_moves_towards_its_target(measured: float, number: int, expected: float) -> None:
+    callback = AdaptiveKL(0.5, target=0.1, horizon=100)
+    callback.adapt(measured, number)
+    assert callback.beta == pytest.approx(expected)
+
+
+def test_a_coefficient_of_0_stays_there() -> None:
+    callback = AdaptiveKL(0.0, target=0.1, horizon=100)
+    callback.adapt(9.0, 100)
+    assert callback.beta == 0.0

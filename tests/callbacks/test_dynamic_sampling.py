@@ -1,17 +1,16 @@
 """DynamicSampling: groups whose rewards are all the same are filtered, counted and replaced."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
-from kit.support import fit, recorder, rollout_of, tiny_module
+from kit.support import fill_rollout, fit, recorder, rollout_of, tiny_module
 
-from lightning_rl import Corrections, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
+from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
+from lightning_rl.corrections import Corrections
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.sample import Sampler
 
 G = 3
 
@@ -37,13 +36,12 @@ def drawn(
     """The groups, their counts, and how many prompts were taken."""
     data = PromptDataModule([[first] for first in prompts], 1, shuffle=False)
     data.connect(None, None)
-    drawer = Drawer(
-        engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), contributions=Corrections(callbacks),
-        group_size=G, temperature=1.0, max_new_tokens=9, eos_ids=frozenset({1}), stop=(), seed=0, logprobs=False,
-        dtype=torch.float32, generating=nullcontext,
+    sampler = Sampler(
+        engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), corrections=Corrections(callbacks),
+        sampling=Sampling(max_new_tokens=9, eos_token_ids=[1]), group_size=G, seed=0,
     )  # fmt: skip
-    drawer.engine.load_weights([], 0)
-    rollout, stats = drawer.draw(data.take, number, cycle=0, rank=0)
+    sampler.engine.load_weights([], 0)
+    rollout, stats = fill_rollout(sampler, data.take, number)
     return rollout, {name: float(stat.value()) for name, stat in stats.items()}, data.cursor
 
 

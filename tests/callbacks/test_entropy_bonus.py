@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, run_step, tiny_module, view_of, weights_of
+from kit.support import callback_of, fit, run_step, tiny_module, view_of, weights_of
 from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, LossView, Reinforce, RLLightningModule, Stat, token_mean
+from lightning_rl import FakeEngine, LossTerm, LossView, Reinforce, RLCallback, RLLightningModule, Stat, token_mean
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask
 
 
@@ -73,7 +73,7 @@ def test_its_state_is_the_coefficient_and_whether_it_rests() -> None:
     assert (other.coef, other.resting, other.alpha) == (0.25, True, 0.0)
 
 
-def trained(*callbacks: EntropyBonus, **options: Any) -> RLLightningModule:
+def trained(*callbacks: RLCallback, **options: Any) -> RLLightningModule:
     module = tiny_module(minibatches=2, epochs=2, **options)
     fit(module, callbacks=callbacks)
     return module
@@ -84,8 +84,10 @@ def same(one: RLLightningModule, other: RLLightningModule) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_fixed_one_is_the_modules_own_bonus_bit_for_bit() -> None:
-    expected = trained(entropy_coef=0.05)
+def test_a_fixed_one_is_a_loss_term_of_minus_the_entropy_bit_for_bit() -> None:
+    bonus = callback_of("bonus", loss_term=lambda view: LossTerm(per_token=-view.entropy, coef=0.05))
+    bonus.trains_entropy = True
+    expected = trained(bonus)
     assert same(trained(EntropyBonus(0.05)), expected) and not same(expected, trained())
 
 
@@ -120,8 +122,8 @@ def test_a_step_without_a_token_leaves_the_coefficient() -> None:
 
 
 def test_a_second_entropy_bonus_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one entropy bonus, got entropy_coef=0.1 and EntropyBonus: leave one out"):
-        fit(tiny_module(entropy_coef=0.1), callbacks=[EntropyBonus()])
+    with pytest.raises(ValueError, match=r'expected unique names, got "entropy_bonus" twice'):
+        fit(tiny_module(), callbacks=[EntropyBonus(0.1), EntropyBonus()])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import lightning_rl.callbacks
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Corrections,
     Finish,
     LossTerm,
     LossView,
@@ -22,28 +21,28 @@ from lightning_rl import (
     RLCallback,
     Rollout,
     Stat,
-    concatenate,
 )
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
     DynamicSampling,
     EntropyBonus,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
-    ProductMask,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
     RouterReplay,
+    SequenceRatioMask,
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections
+from lightning_rl.rollout import concatenate
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 
 EXAMPLES: list[RLCallback] = [
     NoEOSMask(),
@@ -54,8 +53,8 @@ EXAMPLES: list[RLCallback] = [
     TruncatedIS(cap=1.05),
     TruncatedIS("sequence", cap=1.1),
     IcePop(0.95, 1.05),
-    GeometricMask(),
-    ProductMask(0.9, 1.1),
+    SequenceRatioMask("mean"),
+    SequenceRatioMask("product", 0.9, 1.1),
     OutlierMask(0.9, 1.1),
     OverlongPenalty(7, 4),
     ReferenceKL(0.1),
@@ -82,8 +81,8 @@ OFF: list[RLCallback] = [
     ReferenceKL(0.0, as_loss=True),
     RolloutKL(0.0),
     IcePop(0.0, math.inf),
-    GeometricMask(0.0, math.inf),
-    ProductMask(0.0, math.inf),
+    SequenceRatioMask("mean", 0.0, math.inf),
+    SequenceRatioMask("product", 0.0, math.inf),
     OutlierMask(0.0),
     OverlongPenalty(7, 4, coef=0.0),
     ReferenceKL(0.0, as_loss=True, unbiased=True),
@@ -132,10 +131,10 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
 
 def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
     """The rollout through the stages between rewards and update."""
-    contributions = Corrections(callbacks)
-    rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    rollout = rollout.select(contributions.keep_groups(rollout))
-    return estimate_signal(exclude_rows(rollout, contributions)[0], GAE(), contributions)[0]
+    corrections = Corrections(callbacks)
+    rollout = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    rollout = rollout.select(corrections.keep_groups(rollout))
+    return estimate_signal(exclude_rows(rollout, corrections)[0], GAE(), corrections)[0]
 
 
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def test_every_export_has_an_example() -> None:
     exported = {getattr(lightning_rl.callbacks, name) for name in lightning_rl.callbacks.__all__}
     assert {type(example) for example in EXAMPLES} == exported
     offered = set().union(*(example.contributes for example in EXAMPLES))
-    assert offered <= set(RLCallback.METHODS)
+    assert offered <= set(CONTRIBUTIONS)
 
 
 @each
@@ -238,12 +237,12 @@ def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> N
     padding = view_on(rollout.padding_rows(3), correction)
     step = run_step(padding, callbacks=[correction], loss=loss_of(correction))
     assert step.loss == 0 and not step.gradient.any() and step.gradient.shape == (3, rollout.width)
-    contributions = Corrections([correction])
+    corrections = Corrections([correction])
     counted: list[Stat] = [
-        *contributions.metrics(padding).values(),
-        *contributions.policy_factor(padding).stats.values(),
+        *corrections.metrics(padding).values(),
+        *corrections.policy_factor(padding).stats.values(),
     ]
-    counted += [*contributions.rollout_metrics(padding).values(), *contributions.exclude(padding)[1].values()]
+    counted += [*corrections.rollout_metrics(padding).values(), *corrections.exclude(padding)[1].values()]
     assert bool(counted) != isinstance(correction, LOGGED_BY_THE_CORE)
     assert all(stat.moments[0] == 0 for stat in counted)
 

@@ -10,20 +10,20 @@ from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Finish, Reinforce, Rollout, grpo, rloo, token_mean
-from lightning_rl.advantages import PerRow, resolve_advantages
+from lightning_rl import GAE, GRPO, RLOO, Finish, Reinforce, Rollout, token_mean
+from lightning_rl.advantages import resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.corrections import RLCallback
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import Corrections, RLCallback
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 
 STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
 
 
 def finished(rollout: Rollout, callback: NoEOSMask, estimator: Any, *others: RLCallback) -> Rollout:
     """The rollout as the stages hand it to the update."""
-    contributions = Corrections([callback, *others])
-    rollout = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return estimate_signal(exclude_rows(rollout, contributions)[0], resolve_advantages(estimator), contributions)[0]
+    corrections = Corrections([callback, *others])
+    rollout = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return estimate_signal(exclude_rows(rollout, corrections)[0], resolve_advantages(estimator), corrections)[0]
 
 
 def two_rows(second: float) -> Rollout:
@@ -31,7 +31,7 @@ def two_rows(second: float) -> Rollout:
     return rollout_of([1.0, second], [[1, 0], [1, 1]], finish=finish)
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 @pytest.mark.parametrize("second", [1.0, 100.0])
 def test_witness_the_reward_of_a_row_without_eos_does_not_reach_the_other(estimator: Any, second: float) -> None:
     found = finished(two_rows(second), NoEOSMask(), estimator)
@@ -40,7 +40,7 @@ def test_witness_the_reward_of_a_row_without_eos_does_not_reach_the_other(estima
 
 
 def test_without_the_mask_it_would() -> None:
-    found = estimate_signal(two_rows(100.0), PerRow(rloo), Corrections())[0]
+    found = estimate_signal(two_rows(100.0), RLOO(), Corrections())[0]
     assert found.required("advantages").tolist() == [[-99.0, 0.0], [99.0, 99.0]]
 
 
@@ -52,8 +52,8 @@ def gradient(rollout: Rollout) -> Tensor:
 def test_its_tokens_stay_in_the_denominator_or_leave_it() -> None:
     finish = torch.tensor([STOP, STOP, LENGTH], dtype=torch.uint8)
     rollout = rollout_of([1.0, 0.0, 5.0], [[1, 0], [1, 0], [1, 1]], finish=finish)
-    kept = gradient(finished(rollout, NoEOSMask(), rloo))
-    dropped = gradient(finished(rollout, NoEOSMask("drop_tokens"), rloo))
+    kept = gradient(finished(rollout, NoEOSMask(), RLOO()))
+    dropped = gradient(finished(rollout, NoEOSMask("drop_tokens"), RLOO()))
     assert kept.tolist() == [[-0.25, 0.0], [0.25, 0.0], [0.0, 0.0]]
     assert dropped.tolist() == [[-0.5, 0.0], [0.5, 0.0], [0.0, 0.0]]
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.support import run_step, view_of
+from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import LossView, sequence_mean, token_mean
@@ -114,3 +115,51 @@ def test_a_delta_that_is_not_positive_is_refused(delta: float) -> None:
 def test_an_unknown_anchor_is_refused() -> None:
     with pytest.raises(ValueError, match="against old or rollout, got 'ref'"):
         OPSM(against=cast(Any, "ref"))
+
+
+def drifting(drift: Tensor, advantages: Tensor, valid: Tensor) -> LossView:
+    return view_of(torch.zeros_like(drift), old_logprobs=drift, advantages=advantages, valid=valid, dtype=drift.dtype)
+
+
+@pytest.mark.parametrize(
+    ("drift", "advantages", "valid", "marked"),
+    [
+        pytest.param([1.0, 1.0, 1.0], [-0.5, 0.25, -0.25], [1, 1, 1], True, id="opsm-witness"),
+        pytest.param([0.75, 0.75], [-1.0, -1.0], [1, 1], True, id="above-delta"),
+        pytest.param([0.5, 0.5], [-1.0, -1.0], [1, 1], False, id="exactly-delta"),
+        pytest.param([0.75, 0.75], [0.0, 0.0], [1, 1], False, id="neutral"),
+        pytest.param([0.75, 0.75], [1.0, 1.0], [1, 1], False, id="good"),
+        pytest.param([-9.0, -9.0], [-1.0, -1.0], [1, 1], False, id="likelier-now"),
+        pytest.param([1.5, 0.0], [-1.0, -1.0], [1, 1], True, id="mean-drift-not-minimum"),
+        pytest.param([0.9, 0.0], [-1.0, -1.0], [1, 1], False, id="mean-drift-not-maximum"),
+        pytest.param([0.75, 0.75], [-3.0, 1.0], [1, 1], True, id="mean-advantage-negative"),
+        pytest.param([0.75, 0.75], [-1.0, 3.0], [1, 1], False, id="mean-advantage-positive"),
+        pytest.param([0.75, -INF], [-1.0, NAN], [1, 0], True, id="poison-does-not-rescue"),
+        pytest.param([0.4, 9.0], [-1.0, -9.0], [1, 0], False, id="padding-does-not-condemn"),
+        pytest.param([1.0, 0.0], [-1.0, 0.0], [1, 0], True, id="padding-does-not-dilute"),
+        pytest.param([9.0, 9.0], [-9.0, -9.0], [0, 0], False, id="no-valid-token"),
+    ],
+)
+def test_marks_rows_that_drifted_and_are_bad(
+    drift: list[float], advantages: list[float], valid: list[int], marked: bool
+) -> None:
+    view = drifting(torch.tensor([drift]), torch.tensor([advantages]), torch.tensor([valid], dtype=torch.bool))
+    assert OPSM(0.5).sequence_mask(view).tolist() == [not marked]
+
+
+def test_order_of_tokens_within_a_row_does_not_matter() -> None:
+    draw = torch.Generator().manual_seed(0)
+    drift, advantages = torch.randn(2, 50, 5, generator=draw, dtype=torch.float64).unbind()
+    valid = torch.rand(50, 5, generator=draw) > 0.3
+    order = torch.tensor([3, 1, 4, 0, 2])
+    kept = OPSM(0.1).sequence_mask(drifting(drift, advantages, valid))
+    assert 0 < kept.sum() < 50
+    other = drifting(drift[:, order], advantages[:, order], valid[:, order])
+    assert torch.equal(OPSM(0.1).sequence_mask(other), kept)
+
+
+def test_the_decision_carries_no_gradient_and_accepts_no_rows() -> None:
+    bad = drifting(torch.ones(1, 2), -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    assert bad.logprobs.requires_grad and not OPSM(0.5).sequence_mask(bad).requires_grad
+    nothing = torch.zeros(0, 2)
+    assert OPSM(0.5).sequence_mask(drifting(nothing, nothing, nothing.bool())).shape == (0,)

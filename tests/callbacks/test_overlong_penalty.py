@@ -6,9 +6,9 @@ import pytest
 import torch
 from kit.support import ragged_rollout
 
-from lightning_rl import Corrections, grpo
-from lightning_rl.advantages import PerRow
+from lightning_rl import GRPO
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
+from lightning_rl.corrections import Corrections
 from lightning_rl.rollouts.signal import estimate_signal
 
 
@@ -26,9 +26,17 @@ def test_falls_linearly_within_the_cache(length: int, penalty: float) -> None:
     assert bonus.tolist() == [penalty, 0.0]
 
 
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
+def test_can_be_asked_twice(length: int, penalty: float) -> None:
+    callback, rollout = OverlongPenalty(100, 20), rollout_of_lengths(length, 1)
+    bonus = callback.reward_bonus(rollout)
+    assert bonus.tolist() == pytest.approx([penalty, 0.0])
+    assert torch.equal(callback.reward_bonus(rollout), bonus)
+
+
 def test_enters_the_reward_before_the_group_is_normalised() -> None:
     rollout = rollout_of_lengths(10, 6)
-    found, stats = estimate_signal(rollout, PerRow(grpo), Corrections([OverlongPenalty(10, 4, coef=2.0)]))
+    found, _, stats = estimate_signal(rollout, GRPO(), Corrections([OverlongPenalty(10, 4, coef=2.0)]))
     assert stats["reward/shaped"].value() == -1.0 and not rollout.rewards.any()
     advantages = found.required("advantages")
     assert float(advantages[0, 0]) == pytest.approx(-0.7071, abs=1e-4) == -float(advantages[1, 0])
@@ -36,7 +44,7 @@ def test_enters_the_reward_before_the_group_is_normalised() -> None:
 
 def test_a_row_without_reward_keeps_the_penalty_but_moves_nothing_in_its_group() -> None:
     rollout = rollout_of_lengths(10, 6).replace(rewarded=torch.tensor([False, True]))
-    found, stats = estimate_signal(rollout, PerRow(grpo), Corrections([OverlongPenalty(10, 4), NoEOSMask()]))
+    found, _, stats = estimate_signal(rollout, GRPO(), Corrections([OverlongPenalty(10, 4), NoEOSMask()]))
     assert stats["reward/shaped"].value() == -0.5
     assert not found.required("advantages").any()
 

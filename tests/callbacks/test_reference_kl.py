@@ -9,8 +9,9 @@ from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, LossView, Reinforce
+from lightning_rl import GAE, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.corrections import Corrections
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.kl import Clamped, k1, k3
 
@@ -26,7 +27,7 @@ def test_witness_as_a_reward() -> None:
     rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
     callback = ReferenceKL(0.05)
     assert_close(callback.token_reward(rollout), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
-    found, stats = estimate_signal(rollout, GAE(whitened=False), Corrections([callback]))
+    found, _, stats = estimate_signal(rollout, GAE(whitened=False), Corrections([callback]))
     assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
     assert float(stats["kl/penalty"].value()) == pytest.approx(0.01, abs=1e-6)
     step = run_step(view_of_rollout(found, torch.tensor([LOGPROBS]).requires_grad_()), callbacks=[callback])
@@ -75,8 +76,8 @@ def test_poison_at_a_masked_token_reaches_neither_reward_nor_gradient(poison: fl
     ref = rollout.required("ref_logprobs")
     spoiled = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, poison))
     zeroed = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, 0.0))
-    contributions = Corrections([ReferenceKL(0.1)])
-    found = [estimate_signal(one, GAE(), contributions)[0].required("advantages") for one in (spoiled, zeroed)]
+    corrections = Corrections([ReferenceKL(0.1)])
+    found = [estimate_signal(one, GAE(), corrections)[0].required("advantages") for one in (spoiled, zeroed)]
     assert torch.equal(*found) and found[0].isfinite().all()
     views = [
         view_of([-1.0, -2.0], valid=[1, 0], ref_logprobs=[-1.5, last], advantages=[1.0, 1.0]) for last in (poison, -2.0)
@@ -132,7 +133,7 @@ def test_a_beta_below_0_is_refused(beta: float) -> None:
 
 @pytest.mark.parametrize("estimator", ["k4", ""])
 def test_an_unknown_estimator_is_refused_with_the_known_ones(estimator: str) -> None:
-    with pytest.raises(ValueError, match=f"out of k1, .*, low_var_kl, an object or a function, got '{estimator}'"):
+    with pytest.raises(ValueError, match=f"out of k1, .*, k3, an object or a function, got '{estimator}'"):
         ReferenceKL(estimator=estimator)
 
 

@@ -9,9 +9,10 @@ from kit.support import fit, in_lockstep, recorder, rollout_of, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import Corrections, RLCallback, Rollout, concatenate, distributed, reinforce
-from lightning_rl.advantages import PerRow
+from lightning_rl import RawReward, RLCallback, Rollout, distributed
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import concatenate
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum
 
@@ -25,9 +26,9 @@ def rollout(rewards: list[float] = REWARDS, **given: Any) -> Rollout:
 
 def scored(rows: Rollout, *callbacks: RLCallback) -> tuple[Tensor, dict[str, float]]:
     """The score of each row, and the logged figures."""
-    contributions = Corrections(callbacks)
-    found, stats = estimate_signal(rows, PerRow(reinforce), contributions)
-    stats |= contributions.rollout_metrics(rows)
+    corrections = Corrections(callbacks)
+    found, _, stats = estimate_signal(rows, RawReward(), corrections)
+    stats |= corrections.rollout_metrics(rows)
     return found.required("advantages")[:, 0], {name: stat.value() for name, stat in stats.items()}
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.routed import check_that_it_falls, many_experts, mismatch
 from kit.support import (
+    an_algorithm,
     callback_of,
     fit,
     ragged_rollout,
@@ -28,7 +29,6 @@ from lightning_rl import (
     ClipCov,
     Completion,
     FakeEngine,
-    Objective,
     Reinforce,
     Request,
     RLCallback,
@@ -38,15 +38,13 @@ from lightning_rl import (
 )
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, ReferenceKL, RouterReplay
-from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_routes import ExpertReplay, MicrobatchRoutes, expert_weights, record_routes, routers_of
 from lightning_rl.policy.packing import pack
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import ROUTES
-from lightning_rl.signal.masked import own_sum
-from lightning_rl.update import accumulated
+from lightning_rl.update import accumulate_gradient
 
 EXPERTS, ROUTERS, TOP = 6, 2, 2
 moe = partial(tiny_model, "qwen3_moe", num_experts=EXPERTS)
@@ -83,11 +81,13 @@ def step_of(
     policy = a_policy(**options)
     callbacks = [replaying(policy)] if replay else []
     plan = plan_of_rows(rollout, [[list(rows) for rows in cut]], packed=options.get("packed", True))
-    found = accumulated(
-        rollout, plan.step(0), policy,
-        Objective(loss=loss or Reinforce(), reduction=token_mean, contributions=Corrections(callbacks)),
-        global_sum=own_sum, around=lambda _last: nullcontext(), backward=lambda total: total.backward(),
-    )  # fmt: skip
+    found = accumulate_gradient(
+        rollout,
+        plan.step(0),
+        lambda microbatch: policy(microbatch.layout),
+        an_algorithm(callbacks, loss=loss or Reinforce(), reduction=token_mean),
+        backward=lambda total: total.backward(),
+    )
     gradient = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
     return float(found.parts["loss/total"]), torch.cat(gradient)
 
@@ -270,7 +270,7 @@ def test_the_engine_records_what_one_forward_of_the_whole_would_choose(family: s
 def test_a_run_replays_the_engine_in_all_passes_but_the_reference() -> None:
     for engine, same in ((TransformersEngine(), True), (Misrouting(), False)):
         seen: list[Rollout] = []
-        module = tiny_module(policy=moe, engine=engine, minibatches=2, engine_logprobs=True)
+        module = tiny_module(policy=moe, engine=engine, minibatches=2)
         fit(module, callbacks=[RouterReplay(), ReferenceKL(0.1, as_loss=True), recorder(seen)("seen")])
         first = seen[0].sanitize()
         old, ref, drawn = (first.required(f"{name}_logprobs") for name in ("old", "ref", "rollout"))

@@ -22,9 +22,10 @@ from kit.support import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Reinforce, RLCallback, Rollout
+from lightning_rl import GAE, Reinforce, RLCallback, Rollout
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import ReferenceKL, TeacherKL
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel, make_plan
 from lightning_rl.policy.packing import Layout
 from lightning_rl.policy.teacher import Teacher
@@ -65,13 +66,13 @@ def fitted(*callbacks: RLCallback, precision: Any = "32-true", max_steps: int = 
 def test_witness_as_a_reward() -> None:
     callback = TeacherKL(beta=0.05)
     assert_close(callback.token_reward(witness()), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
-    found, stats = estimate_signal(witness(), GAE(whitened=False), Corrections([callback]))
+    found, _, stats = estimate_signal(witness(), GAE(whitened=False), Corrections([callback]))
     assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
     assert stats["kl/penalty"].value() == pytest.approx(0.01, abs=1e-6)
 
 
 def test_a_row_that_agrees_with_its_teacher_lies_below_one_that_earns_a_reward() -> None:
-    found, _ = estimate_signal(witness([0.2] * 3), ReinforcePlusPlus(), Corrections([TeacherKL(beta=0.05)]))
+    found, *_ = estimate_signal(witness([0.2] * 3), ReinforcePlusPlus(), Corrections([TeacherKL(beta=0.05)]))
     raw = torch.tensor([0.97, 0.975, 0.985, 0.0, 0.0, 0.0])
     whitened = (raw - raw.mean()) / raw.std()
     assert_close(found.required("advantages").flatten(), whitened, atol=1e-4, rtol=0)
@@ -232,7 +233,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 
 def test_scalar_estimators_are_sent_to_the_loss_form() -> None:
-    with pytest.raises(ValueError, match=r"TeacherKL gives .* advantages=grpo .* use TeacherKL\(as_loss=True\), or"):
+    with pytest.raises(ValueError, match=r"TeacherKL gives .* advantages=GRPO .* use TeacherKL\(as_loss=True\), or"):
         fit(tiny_module(rewards=parity_reward), callbacks=[TeacherKL(tiny_policy)])
 
 

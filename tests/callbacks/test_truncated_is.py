@@ -49,12 +49,12 @@ def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
 
 
 def test_goes_with_the_clipped_surrogate_in_a_fit() -> None:
-    assert fit(tiny_module(engine_logprobs=True, epochs=2), callbacks=[TruncatedIS()]).global_step == 8
+    assert fit(tiny_module(epochs=2), callbacks=[TruncatedIS()]).global_step == 8
 
 
 @pytest.mark.parametrize("loss", ["dppo", CISPO(anchor="rollout")])
 def test_a_loss_anchored_on_the_rollout_is_refused_with_a_way_out(loss: Any) -> None:
-    message = "rollout policy would count twice as denominator: use a mask such as GeometricMask"
+    message = "rollout policy would count twice as denominator: use a mask such as SequenceRatioMask"
     with pytest.raises(ValueError, match=message):
         fit(tiny_module(loss=loss), callbacks=[TruncatedIS()])
 

@@ -17,11 +17,11 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule, Request, RLCallback, RLLightningModule, TransformersEngine
 from lightning_rl.callbacks import OPSM, ReferenceKL
 from lightning_rl.cli.doctor import versions as windows
-from lightning_rl.cli.doctor.command import examined
-from lightning_rl.cli.doctor.finding import Finding
+from lightning_rl.cli.doctor.command import examine
 from lightning_rl.cli.doctor.memory import GIB, MemoryPlan, memory_plan, too_much
 from lightning_rl.cli.main import main
-from lightning_rl.cli.recipes import Reached
+from lightning_rl.cli.recipes import Recipe
+from lightning_rl.finding import Finding
 
 CHATML = (
     "{% for message in messages %}<s> {{ message.role }} {{ message.content }} </s> {% endfor %}"
@@ -46,8 +46,8 @@ def found(
     module: RLLightningModule | None = None, data: PromptDataModule | None = None, trainer: Trainer | None = None,
     *, limit: float = 30.0,
 ) -> list[Finding]:  # fmt: skip
-    given = Reached(trainer or trainer_of(), module or module_of(), data or tiny_prompts())
-    return examined(given, prompts=8, limit=limit)
+    given = Recipe(trainer or trainer_of(), module or module_of(), data or tiny_prompts())
+    return examine(given, prompts=8, limit=limit)
 
 
 def problems(findings: list[Finding]) -> list[Finding]:
@@ -193,8 +193,8 @@ def test_each_problem_is_found_with_its_fix(case: str) -> None:
     look, severity, check, what, fix = CASES[case]
     named = [one for one in problems(look()) if one.check == check]
     assert [one.severity for one in named] == [severity], named
-    assert what in named[0].what
-    assert fix in named[0].fix
+    assert what in named[0].observed
+    assert fix in named[0].cure
 
 
 def test_a_template_that_ends_answers_with_the_eos_is_fine() -> None:
@@ -207,8 +207,8 @@ def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) 
     )
     named = problems(found())[:-1]
     assert [one.check for one in named] == ["versions"] * 3
-    assert named[0].what.startswith("expected torch >=99, got ")
-    assert [one.fix for one in named] == ["pip install 'torch>=99'", "pip install 'numpy<1'", "pip install 'nowhere'"]
+    assert named[0].observed.startswith("expected torch >=99, got ")
+    assert [one.cure for one in named] == ["pip install 'torch>=99'", "pip install 'numpy<1'", "pip install 'nowhere'"]
 
 
 def built(**options: Any) -> MemoryPlan:
@@ -247,8 +247,8 @@ def test_memory_follows_the_options() -> None:
 
 def test_a_phase_that_does_not_fit_is_an_error_with_its_fix() -> None:
     named = list(too_much({"generate": 10 * GIB, "score": 3 * GIB, "update": 20 * GIB}, 16 * GIB))
-    assert [one.what for one in named] == ["update needs about 20.00 GiB, the device has 16.00 GiB"]
-    assert "activation_checkpointing=True" in named[0].fix
+    assert [one.observed for one in named] == ["update needs about 20.00 GiB, the device has 16.00 GiB"]
+    assert "activation_checkpointing=True" in named[0].cure
 
 
 def test_the_command_exits_with_0_for_a_clean_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

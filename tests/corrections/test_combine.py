@@ -10,11 +10,13 @@ import torch
 from kit.support import callback_of, ragged_rollout, run_step, view_of_rollout
 from torch import Tensor
 
-from lightning_rl import Corrections, LossTerm, LossView, RLCallback, Rollout, Stat
+from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.callbacks import OPSM
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 
-AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics", "observe_update"}
-METHODS = [method for method in RLCallback.METHODS if method != "forward_context"]
+AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
+NO_ROLLOUT = {"observe_generated", "observe_step"}  # see requests with completions, and a trace
+METHODS = [method for method in CONTRIBUTIONS if method != "forward_context" and method not in NO_ROLLOUT]
 
 
 def view() -> LossView:
@@ -30,10 +32,11 @@ def seen_by(method: str) -> Rollout:
     return view() if method in AT_LOSS else ragged_rollout().map(lambda tensor, _axes, _pad: tensor.clone())
 
 
-def call(contributions: Corrections, method: str, seen: Any) -> Any:
+def call(corrections: Corrections, method: str, seen: Any) -> Any:
     """The combined form of one contribution method."""
     combined = {"sequence_mask": "policy_factor", "token_mask": "policy_factor", "token_weight": "policy_factor"}
-    return getattr(contributions, combined.get(method, {"loss_term": "loss_terms"}.get(method, method)))(seen)
+    name = combined.get(method, {"loss_term": "loss_terms"}.get(method, method))
+    return getattr(corrections, name)(seen, *([[]] if method == "observe_rewards" else []))
 
 
 def right(method: str, name: str, seed: int = 0) -> Callable[[Any], Any]:
@@ -56,8 +59,7 @@ def right(method: str, name: str, seed: int = 0) -> Callable[[Any], Any]:
             "rollout_metrics": {f"{name}/figure": Stat.of(rows)},
             "metrics": {f"{name}/figure": Stat.of(rows)},
             "observe": None,
-            "observe_drawn": None,
-            "observe_update": None,
+            "observe_rewards": None,
         }[method]
 
     return body
@@ -118,7 +120,7 @@ def test_nobody_contributes_nothing() -> None:
     assert nobody.reward_bonus(rollout) is None and nobody.token_reward(rollout) is None
     assert nobody.policy_factor(view()) == (None, {}) and nobody.loss_terms(view()) == []
     assert nobody.metrics(view()) == nobody.rollout_metrics(rollout) == {}
-    assert all(nobody.contributors(method) == () for method in RLCallback.METHODS)
+    assert all(nobody.contributors(method) == () for method in CONTRIBUTIONS)
 
 
 @pytest.mark.parametrize("field", ["groups", "valid_tokens", "rewards", "task_rewards/task", "old_logprobs"])
@@ -178,12 +180,12 @@ def test_bonuses_and_provided_tensors_are_detached() -> None:
     def tracked(seen: Rollout) -> Tensor:
         return seen.rewards.clone().requires_grad_()
 
-    contributions = Corrections(
+    corrections = Corrections(
         [callback_of("a", reward_bonus=tracked, provide=lambda seen: {"extras/x": tracked(seen)})]
     )
-    bonus = contributions.reward_bonus(ragged_rollout())
+    bonus = corrections.reward_bonus(ragged_rollout())
     assert bonus is not None and not bonus.requires_grad
-    assert not contributions.provide(ragged_rollout()).extras["x"].requires_grad
+    assert not corrections.provide(ragged_rollout()).extras["x"].requires_grad
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_contexts_are_nested_in_the_order_of_the_names_and_all_left() -> None:
 def test_a_callback_offers_what_its_class_overrides() -> None:
     assert OPSM().contributes == {"sequence_mask", "metrics"}
     assert RLCallback().contributes == frozenset()
-    contributions = Corrections([OPSM()])
-    assert [type(c) for c in contributions.contributors("sequence_mask")] == [OPSM] and not contributions.contributors(
+    corrections = Corrections([OPSM()])
+    assert [type(c) for c in corrections.contributors("sequence_mask")] == [OPSM] and not corrections.contributors(
         "exclude"
     )

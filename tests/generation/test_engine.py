@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import tiny_policy
 from torch import Tensor
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 
 from lightning_rl import Completion, FakeEngine, Finish, Request
 

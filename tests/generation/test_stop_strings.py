@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import VOCABULARY, tiny_policy, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder

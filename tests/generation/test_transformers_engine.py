@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of, with_sampling
+from kit.engine_requests import request_of, with_sampling
 from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from goldens.options import first_of, peer_of
 from goldens.reduction_options import average_of
 from goldens.registry import replays
 from goldens.views import gradient
-from lightning_rl.signal.losses import value_loss
+from lightning_rl import ValueLoss
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
@@ -73,7 +73,7 @@ def critic(case: Case) -> Outputs:
     values, mask = case["values"].requires_grad_(), case.mask()
     clip = first_of(case.params, VALUE_CLIPS)
     huber = (case.params.get("huber_delta") or 10.0) if case.params.get("loss_fn_type") == "huber" else math.inf
-    error = value_loss(values, case["old_values"], case["returns"], clip=clip, huber=huber)
+    error = ValueLoss(clip=clip, huber=huber)(values, case["old_values"], case["returns"])
     reduction, scale = _critic_average(case, mask)
     trained = mask.new_ones(len(mask)) if peer_of(case).empty_rows else mask.any(-1)
     weights = reduction(mask, trained, torch.arange(len(mask)), own_sum)

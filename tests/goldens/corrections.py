@@ -11,12 +11,12 @@ from kit.support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case
-from lightning_rl import Corrections, LossView, RLCallback
-from lightning_rl.callbacks import OPSM, GeometricMask, IcePop, OutlierMask, ProductMask, TruncatedIS
+from lightning_rl import LossView, RLCallback
+from lightning_rl.callbacks import OPSM, IcePop, OutlierMask, SequenceRatioMask, TruncatedIS
 from lightning_rl.signal.corrections import clipped_weight
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
-from lightning_rl.signal.ratios import policy_ratio, sequence_ratio
+from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio
 
 Corrections = list[RLCallback]
 SMALLEST = 1e-38  # a bound of 0 where ours has to be positive
@@ -84,7 +84,12 @@ def _largest(values: Tensor, valid: Tensor) -> Tensor:
 
 def ratio_mask(kind: str, low: float, high: float) -> RLCallback:
     """Keeps tokens, or rows by the mean, sum or largest of their log-ratios; our own mask where 1 is in the band."""
-    masks = {"token": IcePop, "mean": GeometricMask, "sum": ProductMask, "every": OutlierMask}
+    masks = {
+        "token": IcePop,
+        "mean": partial(SequenceRatioMask, "mean"),
+        "sum": partial(SequenceRatioMask, "product"),
+        "every": OutlierMask,
+    }
     if kind in masks and low <= 1 <= high:
         return masks[kind](max(low, 0.0), high)
     bounds = math.log(low) if low > 0 else None, math.log(high) if high > 0 else -math.inf

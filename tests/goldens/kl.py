@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from goldens.cases import Case, Outputs
-from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of, own_estimator_name, peer_of
+from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of, option_of, peer_of
 from goldens.registry import replays
 from goldens.views import gradient, reduced, view_of_case
 from lightning_rl import LossView
@@ -100,8 +100,8 @@ def _term(case: Case, view: LossView, base: str, estimator: str) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # k1 and abs are discouraged as a loss, which is not the question here
         makers = {
-            "rollout_logp": lambda: RolloutKL(1.0, estimator=own_estimator_name(case, estimator)),
-            "ref_logp": lambda: ReferenceKL(1.0, estimator=own_estimator_name(case, estimator), as_loss=True),
+            "rollout_logp": lambda: RolloutKL(1.0, estimator=option_of(case, estimator)),
+            "ref_logp": lambda: ReferenceKL(1.0, estimator=option_of(case, estimator), as_loss=True),
         }
         correction = makers[base]()
     return reduced(view, correction.loss_term(view).per_token, sequence_mean)

@@ -14,7 +14,6 @@ from goldens.views import reduced
 from lightning_rl import LossView, PolicyLoss
 from lightning_rl.losses import CISPO, DPPO, GSPO, SAPO, ClippedSurrogate
 from lightning_rl.signal.kl import Clamped, k1
-from lightning_rl.signal.losses import outside_trust_region
 from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import token_mean
 
@@ -32,7 +31,7 @@ def logged(case: Case, view: LossView, loss: PolicyLoss, done: Contribution) -> 
         "filtered_fraction": reduced(view, changed.to(drift.dtype), token_mean),
     }
     if isinstance(loss, DPPO):
-        return {**found, "pg_clipfrac": _mean(case, view, _outside(view, loss).to(drift.dtype))}
+        return {**found, "pg_clipfrac": _mean(case, view, loss.outside(view).to(drift.dtype))}
     if type(loss) not in (ClippedSurrogate, GSPO, CISPO, SAPO):
         return found
     clipped, dual = _clip_masks(case, view, loss)
@@ -48,11 +47,6 @@ def _unbounded(case: Case, view: LossView) -> Tensor:
         return torch.ones_like(view.logprobs)
     geometric = chosen.get("level") == "sequence" and chosen.get("metric", "ratio") == "ratio"
     return (geometric_weight() if geometric else untruncated()).token_weight(view)
-
-
-def _outside(view: LossView, loss: DPPO) -> Tensor:
-    region = {"divergence": loss.divergence, "low": loss.low, "high": loss.high}
-    return outside_trust_region(view.logprobs, view.required("rollout_logprobs"), view.required("advantages"), **region)
 
 
 def _bound(case: Case) -> float:
@@ -72,9 +66,9 @@ def _clip_masks(case: Case, view: LossView, loss: PolicyLoss) -> tuple[Tensor, T
         weight = policy_ratio(view.logprobs, view.required(f"{loss.anchor}_logprobs"))
         changed = weight != weight.clamp(1 - loss.clip_low, 1 + loss.clip_high)
         return changed & Contribution(view, corrections_of(case)).kept, none
-    if not isinstance(loss, ClippedSurrogate | GSPO):
+    if not isinstance(loss, ClippedSurrogate):
         return none, none
-    single = replace(loss, dual_clip=None) if isinstance(loss, ClippedSurrogate) else loss
+    single = replace(loss, dual_clip=None)
     loose, advantages = replace(single, clip_low=1.0, clip_high=math.inf), view.required("advantages")
     cap = dual_clip_of(case)["dual_clip"]
     dual = none if cap is None else (advantages < 0) & (single(view) > -cap * advantages)

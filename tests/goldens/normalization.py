@@ -8,9 +8,10 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.registry import replays
-from lightning_rl.signal.advantages import group_statistics, normalised, rloo
+from lightning_rl import RLOO, Normalized
 from lightning_rl.signal.masked import global_moments, row_mean, whiten
 from lightning_rl.signal.reductions import sequence_mean, token_mean
+from lightning_rl.signal.statistics import group_statistics
 
 
 @replays("masked_whiten", "masked_normalization")
@@ -73,9 +74,9 @@ def rewards_normalised(values: Tensor, groups: Tensor, rewarded: Tensor, params:
     """AReaL's ``NormConfig``. The deviation is that of what is left once the rows are centred."""
     options = norm_options(params)
     if options["mean"] != options["std"] or options["leave_one_out"]:
-        values = normalised(values, groups, rewarded, **{**options, "std": "none"})
+        values = Normalized(**{**options, "std": "none"}).per_row(values, groups, rewarded)
         options |= {"mean": "none", "leave_one_out": False}
-    return normalised(values, groups, rewarded, **options)
+    return Normalized(**options).per_row(values, groups, rewarded)
 
 
 def norm_options(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def _groups(case: Case, rows: int) -> Tensor:
 def baseline_and_std(case: Case) -> Outputs:
     """The mean and the deviation of the other rows of each row's group."""
     rewards, groups, valid = case["rewards"], case.ids(), case.mask("valid")
-    baseline = torch.where(valid, rewards - rloo(rewards, groups, valid), rewards)
+    baseline = torch.where(valid, rewards - RLOO().per_row(rewards, groups, valid), rewards)
     return {"baseline": baseline, "std": std_of_others(rewards, groups, valid)}
 
 

@@ -140,10 +140,10 @@ def estimator_of(case: Case, name: str | int, *, weight: Tensor | None = None) -
     return weighted
 
 
-def own_estimator_name(case: Case, name: str) -> str:
-    """The name under which our corrections know a peer's estimator: ``low_var_kl`` is k3 with its value clamped."""
+def option_of(case: Case, name: str) -> KLEstimator | str:
+    """What our corrections would be given for a peer's estimator: its name, or k3 with its value clamped."""
     plain = KL_NAMES.get(name, name)
-    return "low_var_kl" if plain == "k3" and _kl_bounds(case, name)["value"] == CLAMP else plain
+    return Clamped(k3) if plain == "k3" and _kl_bounds(case, name)["value"] == CLAMP else plain
 
 
 def _kl_bounds(case: Case, name: str) -> dict[str, float]:

@@ -10,8 +10,7 @@ from goldens.cases import Case, Outputs
 from goldens.normalization import std_of_others
 from goldens.options import peer_of
 from goldens.registry import replays
-from lightning_rl.advantages import ESTIMATORS, Estimator, Normalised, PerRow, RewardSignal
-from lightning_rl.signal.advantages import maxrl, normalised, rloo
+from lightning_rl.advantages import ESTIMATORS, RLOO, Estimator, MaxRL, Normalized, RewardSignal
 from lightning_rl.signal.kl import k1
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
 from lightning_rl.signal.rewards import shaped_rewards
@@ -46,12 +45,12 @@ def group_normalised(case: Case) -> Estimator:
     """GRPO with the peer's epsilon and variance; TRL can take the deviation of the batch."""
     peer = peer_of(case)
     std = "batch" if case.params.get("scale_rewards") == "batch" else "group"
-    return Normalised(std=std, epsilon=case.params.get("epsilon", peer.epsilon), unbiased=peer.unbiased)
+    return Normalized(std=std, epsilon=case.params.get("epsilon", peer.epsilon), unbiased=peer.unbiased)
 
 
 MAKERS: dict[str, Callable[[Case], Estimator]] = {
     "grpo": group_normalised,
-    "maxrl": lambda case: PerRow(lambda *rows: maxrl(*rows, epsilon=case.params.get("epsilon", 0.0))),
+    "maxrl": lambda case: MaxRL(epsilon=case.params.get("epsilon", 0.0)),
 }
 
 
@@ -121,7 +120,7 @@ def leave_one_out(case: Case) -> Outputs:
 
 
 def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float | None) -> Tensor:
-    rows, std = rloo(scores, groups, rewarded), std_of_others(scores, groups, rewarded)
+    rows, std = RLOO().per_row(scores, groups, rewarded), std_of_others(scores, groups, rewarded)
     if epsilon is None:
         return rows
     return torch.where(std > 0, rows / (std + epsilon), rows)
@@ -131,10 +130,10 @@ def _rloo_with_kl(case: Case) -> Outputs:
     """TRL: the KL of a whole row comes off its reward, and the batch is normalised last."""
     signal, params = signal_of(case), case.params
     kl = masked_fill_invalid(k1(case["old_logp"], case["ref_logp"]), signal.valid_tokens).sum(-1)
-    rows = rloo(signal.scores - params["beta"] * kl, signal.groups, signal.rewarded)
+    rows = RLOO().per_row(signal.scores - params["beta"] * kl, signal.groups, signal.rewarded)
     if params.get("normalize_advantages"):
         options = {"mean": "batch", "std": "batch", "epsilon": peer_of(case).epsilon}
-        rows = normalised(rows, signal.groups, signal.rewarded, **options)
+        rows = Normalized(**options).per_row(rows, signal.groups, signal.rewarded)
     return {"advantages": rows}
 
 
@@ -152,7 +151,7 @@ def decoupled(case: Case) -> Outputs:
         if case.params.get("use_leave_one_out_baseline"):
             rows = _leave_one_out(values, groups, known, epsilon if scaled else None)
         else:
-            rows = normalised(values, groups, known, std=std, epsilon=epsilon)
+            rows = Normalized(std=std, epsilon=epsilon).per_row(values, groups, known)
         total = total + weight * rows
     if "attention_mask" in case:
         mask = case.mask("attention_mask")[:, case.params["prompt_length"] :]
@@ -160,7 +159,7 @@ def decoupled(case: Case) -> Outputs:
     whole = torch.ones_like(groups, dtype=torch.bool)
     last = peer_of(case).gdpo_epsilon
     options = {"mean": "batch", "std": "batch", "epsilon": epsilon if last is None else last}
-    return {"advantages": normalised(total, groups, whole, **options)}
+    return {"advantages": Normalized(**options).per_row(total, groups, whole)}
 
 
 def _parts(case: Case) -> tuple[list[Tensor], list[float]]:

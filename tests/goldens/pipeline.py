@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from kit.support import callback_of, view_of
+from kit.support import an_algorithm, callback_of, view_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,7 +15,7 @@ from goldens.policy_options import bounded, clip_of, surrogate
 from goldens.reduction_options import average_of
 from goldens.registry import replays
 from goldens.views import gradient
-from lightning_rl import Corrections, LossTerm, LossView, Objective, PolicyLoss, RLCallback
+from lightning_rl import LossTerm, LossView, PolicyLoss, RLCallback
 from lightning_rl.losses import CISPO, GSPO
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import own_sum
@@ -30,13 +30,13 @@ def pipeline(case: Case) -> Outputs:
     logits = case["logits"].requires_grad_()
     view = _view(case, logits)
     average = average_of(case)
-    objective = Objective(
+    algorithm = an_algorithm(
+        _corrections(case),
         loss=bounded(case, _loss(case)),
         reduction=average.reduction,
-        contributions=Corrections(_corrections(case)),
         entropy_coef=case.params.get("entropy_coef", 0.0),
     )
-    found = objective(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    found = algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
     loss = found.total * average.scale(view)
     return {"loss": loss, "grad_logits": gradient(loss, logits)}
 

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
-import torch
+from kit.losses import with_bound
 from torch import Tensor
 
 from goldens.cases import Case
@@ -25,10 +25,7 @@ from lightning_rl.losses import (
     KLCov,
     Reinforce,
 )
-from lightning_rl.signal.corrections import clipped_weight
-from lightning_rl.signal.losses import clipped_surrogate, dppo, policy_gradient
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, sequence_log_ratio
-from lightning_rl.signal.sequence_losses import gspo
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, clipped_weight, sequence_log_ratio
 
 LOW = (
     "eps_clip_low", "clip_ratio_low", "clip_eps_low", "epsilon_low", "ratio_clip_min", "clip_lower",
@@ -92,7 +89,7 @@ def clipped_weight_loss(case: Case) -> PolicyLoss:
 
 def _light(view: LossView, cap: float) -> Tensor:
     weight = clipped_weight(view.logprobs, view.required("old_logprobs"), minimum=0.0, maximum=cap)
-    return weight * policy_gradient(view.logprobs, view.required("advantages"))
+    return weight * Reinforce()(view)
 
 
 def temperatures(case: Case) -> dict[str, float]:
@@ -175,14 +172,11 @@ def bounded(case: Case, loss: PolicyLoss) -> PolicyLoss:
     peer = peer_of(case)
     if isinstance(loss, GSPO):
         cap = dual_clip_of(case)["dual_clip"]
-        return FunctionLoss(lambda view: _gspo(averaged(case, view), loss, peer.sequence_log_ratio, cap))
-    if peer.log_ratio == LOG_RATIO_BOUND or type(loss) not in (ClippedSurrogate, DPPO):
-        return loss
-    function, anchor = (dppo, "rollout_logprobs") if isinstance(loss, DPPO) else (clipped_surrogate, "old_logprobs")
-    options = {**_options(loss), "log_ratio_bound": peer.log_ratio}
-    return FunctionLoss(
-        lambda view: function(view.logprobs, view.required(anchor), view.required("advantages"), **options)
-    )
+        capped = replace(loss, dual_clip=cap)
+        return FunctionLoss(lambda view: _gspo(averaged(case, view), capped, peer.sequence_log_ratio))
+    if peer.log_ratio != LOG_RATIO_BOUND and isinstance(loss, DPPO | ClippedSurrogate) and not loss.prepares:
+        return with_bound(loss, peer.log_ratio)
+    return loss
 
 
 def averaged(case: Case, view: LossView) -> LossView:
@@ -192,14 +186,8 @@ def averaged(case: Case, view: LossView) -> LossView:
     return view.replace(valid_tokens=view.valid_tokens & Contribution(view, corrections_of(case)).kept)
 
 
-def _gspo(view: LossView, loss: GSPO, bound: float, cap: float | None) -> Tensor:
-    """The peers' bound is on one side only, so that it is ours where no row goes beyond. Some have a dual clip."""
-    old, advantages = view.required("old_logprobs"), view.required("advantages")
+def _gspo(view: LossView, loss: GSPO, bound: float) -> Tensor:
+    """The peers' bound is on one side only, so that it is ours where no row goes beyond."""
+    old = view.required("old_logprobs")
     beyond = sequence_log_ratio(view.logprobs.detach(), old, view.valid_tokens, geometric=True).max() > bound
-    options = {**_options(loss), "log_ratio_bound": bound if beyond or bound == math.inf else LOG_RATIO_BOUND}
-    found = gspo(view.logprobs, old, advantages, view.valid_tokens, **options)
-    return found if cap is None else torch.where(advantages < 0, torch.minimum(found, -cap * advantages), found)
-
-
-def _options(loss: Any) -> dict[str, Any]:
-    return {field.name: getattr(loss, field.name) for field in fields(loss)}
+    return with_bound(loss, bound if beyond or bound == math.inf else LOG_RATIO_BOUND)(view)

@@ -9,8 +9,7 @@ from goldens.cases import Case, Outputs
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
 from goldens.registry import replays
 from lightning_rl import Finish, Rollout
-from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
-from lightning_rl.signal.corrections import adapted_coefficient
+from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, OverlongPenalty
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 from lightning_rl.signal.rewards import shaped_rewards
 
@@ -61,7 +60,8 @@ def shaped_with_kl(case: Case) -> Outputs:
     }
     changed = coefficient
     if params.get("controller") == "adaptive":
-        measured, target = float(found["mean_kl"]), params["target_kl"]
-        changed = adapted_coefficient(coefficient, measured, target=target, number=len(old), horizon=params["horizon"])
+        controller = AdaptiveKL(coefficient, target=params["target_kl"], horizon=params["horizon"])
+        controller.adapt(float(found["mean_kl"]), len(old))
+        changed = controller.beta
     found["new_kl_coef"] = torch.tensor(changed)
     return found

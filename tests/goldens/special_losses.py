@@ -3,6 +3,7 @@
 import math
 
 import torch
+from kit.losses import with_bound
 from torch import Tensor
 
 from goldens.cases import Case, Outputs
@@ -13,9 +14,8 @@ from goldens.reduction_options import average_of, trained_rows
 from goldens.registry import replays
 from goldens.views import gradient, objective, reduced, view_of_case
 from lightning_rl import LossView
-from lightning_rl.losses import DPPO, M2PO, ClippedSurrogate, FunctionLoss, Reinforce
+from lightning_rl.losses import DPPO, M2PO, SAPO, ClippedSurrogate, FunctionLoss, Reinforce
 from lightning_rl.signal.kl import k1, k2
-from lightning_rl.signal.losses import clipped_surrogate, outside_trust_region, sapo
 from lightning_rl.signal.masked import masked_fill_invalid, own_sum, row_mean
 from lightning_rl.signal.ratios import sequence_log_ratio
 from lightning_rl.signal.reductions import token_mean
@@ -28,8 +28,8 @@ def one_ratio_per_row(case: Case) -> Outputs:
 
     def per_token(view: LossView) -> Tensor:
         product = _row_log_ratio(view, geometric=False)
-        bounds = {**clip_of(case), "log_ratio_bound": math.inf}
-        return clipped_surrogate(product, torch.zeros_like(product), view.required("advantages"), **bounds)
+        loss = with_bound(ClippedSurrogate(**clip_of(case)), math.inf)
+        return loss(view.replace(logprobs=product, old_logprobs=torch.zeros_like(product)))
 
     return objective(view_of_case(case), FunctionLoss(per_token), average_of(case).reduction)
 
@@ -41,11 +41,11 @@ def gated(case: Case) -> Outputs:
         return policy_loss(case)
     view = view_of_case(case)
     mean = row_mean(view.required("advantages"), view.valid_tokens)[:, None].expand_as(view.logprobs)
-    taus = temperatures(case)
+    loss = SAPO(**temperatures(case))
 
     def per_token(seen: LossView) -> Tensor:
         ratio = _row_log_ratio(seen, geometric=True)
-        return sapo(ratio, torch.zeros_like(ratio), mean, **taus)
+        return loss(seen.replace(logprobs=ratio, old_logprobs=torch.zeros_like(ratio), advantages=mean))
 
     found = objective(view, FunctionLoss(per_token), average_of(case).reduction)
     values = masked_fill_invalid(per_token(view), view.valid_tokens)
@@ -109,10 +109,8 @@ def _region(case: Case, view: LossView) -> Tensor:
 
 
 def _symmetric(case: Case, view: LossView) -> Tensor:
-    rollout, ones = view.required("rollout_logprobs"), torch.ones_like(view.logprobs)
-    bound = case.params["ipo_threshold"]
-    region = {"divergence": "tv", "low": bound, "high": bound}
-    outside = [outside_trust_region(view.logprobs, rollout, sign * ones, **region) for sign in (1, -1)]
+    bound, ones = case.params["ipo_threshold"], torch.ones_like(view.logprobs)
+    outside = [DPPO(low=bound, high=bound).outside(view.replace(advantages=sign * ones)) for sign in (1, -1)]
     scaled = view.replace(advantages=case.params["adv_tau"] * view.required("advantages"))
     return torch.where(outside[0] | outside[1], 0.0, _plain(case, scaled)) + _squared(case, view)
 
@@ -120,8 +118,7 @@ def _symmetric(case: Case, view: LossView) -> Tensor:
 def _to_reference(case: Case, view: LossView) -> Tensor:
     pull = k1(view.required("ref_logprobs"), view.logprobs).detach()
     low = case.params.get("low_threshold", case.params.get("dppo_mask_low"))
-    region = {"divergence": "tv", "low": low, "high": math.inf}
-    shrunk = outside_trust_region(view.logprobs, view.required("rollout_logprobs"), -torch.ones_like(pull), **region)
+    shrunk = DPPO(low=low, high=math.inf).outside(view.replace(advantages=-torch.ones_like(pull)))
     return torch.where(shrunk, 0.0, _plain(case, view.replace(advantages=pull))) + _squared(case, view)
 
 

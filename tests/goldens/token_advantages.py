@@ -11,7 +11,7 @@ from goldens.layouts import by_episode
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of, peer_of
 from goldens.outcome import per_token, signal_of
 from goldens.registry import NotOfferedError, replays
-from lightning_rl.signal.advantages import dr_grpo, normalised, rloo
+from lightning_rl import RLOO, DrGRPO, Normalized
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
 from lightning_rl.signal.returns import discounted_returns, gae
 from lightning_rl.signal.rewards import shaped_rewards
@@ -129,7 +129,9 @@ def _nemo(case: Case) -> Outputs:
     """The reward, centred or not, plus each token's KL, whitened with the population's variance."""
     signal, mask = signal_of(case), case.mask()
     centred = (
-        dr_grpo(signal.scores, signal.groups, signal.rewarded) if case.params.get("minus_baseline") else signal.scores
+        DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded)
+        if case.params.get("minus_baseline")
+        else signal.scores
     )
     penalty = _kl_penalty(case)
     raw = signal.spread_out(centred) + (0.0 if penalty is None else penalty)
@@ -141,9 +143,9 @@ def _openrlhf(case: Case) -> Outputs:
     params, mask, signal = case.params, case.mask(), signal_of(case)
     name = params["estimator"]
     rows: dict[str, Any] = {
-        "rloo": lambda: rloo(signal.scores, signal.groups, signal.rewarded),
-        "reinforce_baseline": lambda: dr_grpo(signal.scores, signal.groups, signal.rewarded),
-        "dr_grpo": lambda: dr_grpo(signal.scores, signal.groups, signal.rewarded),
+        "rloo": lambda: RLOO().per_row(signal.scores, signal.groups, signal.rewarded),
+        "reinforce_baseline": lambda: DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded),
+        "dr_grpo": lambda: DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded),
         "group_norm": lambda: _group_norm(case),
     }
     scores = rows[name]() if name in rows else signal.scores
@@ -164,7 +166,7 @@ def _openrlhf(case: Case) -> Outputs:
 def _group_norm(case: Case) -> Tensor:
     signal = signal_of(case)
     std = "none" if case.params.get("no_std_norm") else "group"
-    return normalised(signal.scores, signal.groups, signal.rewarded, std=std, epsilon=1e-9)
+    return Normalized(std=std, epsilon=1e-9).per_row(signal.scores, signal.groups, signal.rewarded)
 
 
 def _slime(case: Case) -> Outputs:

@@ -28,7 +28,7 @@ def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) 
     """|engine - trainer| of every token of four rollouts, each before it is trained on."""
     seen: list[Rollout] = []
     module = tiny_module(
-        policy=policy, minibatches=2, engine_logprobs=True, max_new_tokens=32, optimizer=partial(AdamW, lr=1e-4),
+        policy=policy, minibatches=2, max_new_tokens=32, optimizer=partial(AdamW, lr=1e-4),
         **options,
     )  # fmt: skip
     fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(32, 8))

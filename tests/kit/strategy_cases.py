@@ -98,7 +98,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     if case == "checkpointing":
         options |= {"activation_checkpointing": True}
     settings = {"optimizer": partial(SGD, lr=0.05), "minibatches": 2, "epochs": 2, "token_budget": 20}
-    module = tiny_module(**{**settings, "engine_logprobs": True, **options})
+    module = tiny_module(**{**settings, **options})
     fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
     return {"rows": watch.rows, "weights": watch.weights}
 

@@ -22,10 +22,11 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from typing_extensions import override
 
 from lightning_rl import (
-    ClippedSurrogate,
     Algorithm,
+    ClippedSurrogate,
     Finish,
     LossView,
     PolicyLoss,
@@ -38,8 +39,11 @@ from lightning_rl import (
 )
 from lightning_rl.advantages import Estimator, resolve_advantages
 from lightning_rl.callbacks import EntropyBonus
-from lightning_rl.corrections import Corrections
+from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.data import Prompt
+from lightning_rl.distributed import Collectives
 from lightning_rl.losses import ValueLoss
+from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.selection import own_values
@@ -219,7 +223,7 @@ def view_of(
 
 @dataclass
 class Step:
-    """What one evaluation of the objective gave."""
+    """What one evaluation of the loss gave."""
 
     loss: Tensor
     gradient: Tensor  # with respect to the log-probabilities, [b, T]
@@ -265,6 +269,31 @@ def run_step(
     metrics = {name: float(part) for name, part in found.parts.items()}
     metrics |= {name: float(stat.value()) for name, stat in found.stats.items()}
     return Step(found.total.detach(), gradient, metrics)
+
+
+class SummedBy(Collectives):
+    """Collectives of a rank whose sums are those of a function."""
+
+    def __init__(self, global_sum: GlobalSum) -> None:
+        super().__init__()
+        self._sum = global_sum
+
+    @override
+    def sum(self, values: Tensor) -> Tensor:
+        return self._sum(values)
+
+
+def fill_rollout(
+    sampler: Sampler, take: Callable[[int], list[Prompt]], groups: int, number: int = 0
+) -> tuple[Rollout, dict[str, Stat]]:
+    """The groups of a rollout on this rank alone, from the first round to the last."""
+    first = sampler.generate_together(sampler.requests(take(groups), number))
+    return sampler.fill_groups(take, groups, number, first=first)
+
+
+def sample_groups(sampler: Sampler, prompts: Sequence[Prompt], number: int = 0) -> Rollout:
+    """One round of a rollout, scored."""
+    return sampler.score(sampler.generate_together(sampler.requests(prompts, number)))[0]
 
 
 def view_of_rollout(rollout: Rollout, logprobs: Tensor) -> LossView:
@@ -342,7 +371,7 @@ def recorder(seen: list[Rollout]) -> Callable[[str], RLCallback]:
 
 def callback_of(name: str, **methods: Callable[[Any], Any]) -> RLCallback:
     """A callback that contributes what plain functions of the rollout or view return."""
-    bodies = {method: lambda _self, seen, body=body: body(seen) for method, body in methods.items()}
+    bodies = {method: lambda _self, seen, *_, body=body: body(seen) for method, body in methods.items()}
     return type(name.title(), (RLCallback,), {"name": name, **bodies})()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.support import tiny_model
 from lightning_rl import Completion, Engine, Request, VLLMEngine
 

@@ -57,7 +57,7 @@ def main(folder: Path, strategy: str, ranks: int, shared: int) -> None:
     torch.set_num_threads(1)
     watch = Watch()
     module = tiny_module(
-        policy=partial(a_model, "qwen2"), engine=an_engine(tensor_parallel_size=shared), engine_logprobs=True,
+        policy=partial(a_model, "qwen2"), engine=an_engine(tensor_parallel_size=shared),
         minibatches=2, max_new_tokens=10, optimizer=partial(SGD, lr=0.05), max_grad_norm=None,
     )  # fmt: skip
     options: dict[str, Any] = {"devices": ranks, "strategy": STRATEGIES[strategy]()} if ranks > 1 else {}

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import callback_of, fit, ragged_rollout, tiny_module, tiny_policy
+from kit.support import an_algorithm, callback_of, fit, ragged_rollout, tiny_module, tiny_policy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Corrections, KLCov, LossView, Objective, PolicyLoss, Reinforce, token_mean
+from lightning_rl import KLCov, LossView, PolicyLoss, Reinforce, token_mean
+from lightning_rl.distributed import Collectives
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.selection import GlobalConcat
-from lightning_rl.update import StepGradient, accumulated
+from lightning_rl.update import StepGradient, accumulate_gradient
 
 
 class Watching(PolicyLoss):
@@ -49,10 +50,13 @@ def accumulate(loss: PolicyLoss, cut: list[list[int]], *callbacks: Any, **option
     policy = PolicyModel(model, None, temperature=1.0, packed=True)
     passes: list[bool] = []
     policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    objective = Objective(loss=loss, reduction=token_mean, contributions=Corrections(callbacks))
-    known: dict[str, Any] = {"global_sum": own_sum, "around": lambda _last: nullcontext(), **options}
-    known.setdefault("backward", lambda total: total.backward())
-    step = accumulated(rollout, plan_of_rows(rollout, [cut]).step(0), policy, objective, **known)
+    step = accumulate_gradient(
+        rollout,
+        plan_of_rows(rollout, [cut]).step(0),
+        lambda microbatch: policy(microbatch.layout),
+        an_algorithm(callbacks, loss=loss, reduction=token_mean),
+        **{"backward": lambda total: total.backward(), **options},
+    )
     assert passes == sorted(passes), "the passes without gradient come first"
     return step, len(passes)
 
@@ -85,13 +89,9 @@ def test_the_views_are_clean_and_have_the_outputs_of_the_policy() -> None:
 
 
 def test_the_collectives_are_those_of_the_caller() -> None:
-    loss = Watching()
-
-    def concat(values: Tensor) -> Tensor:
-        return values
-
-    accumulate(loss, CUT, global_concat=concat)
-    assert loss.collectives == [own_sum, concat]
+    loss, collectives = Watching(), Collectives()
+    accumulate(loss, CUT, collectives=collectives)
+    assert loss.collectives == [collectives.sum, collectives.concat]
 
 
 def test_a_loss_that_does_not_prepare_costs_no_pass_and_gets_nothing() -> None:

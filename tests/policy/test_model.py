@@ -16,7 +16,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.model import check_dropout, check_finite, check_scoring
-from lightning_rl.rollouts.logprobs import scored
+from lightning_rl.rollouts.logprobs import add_logprobs
 
 exactly = torch.testing.assert_close
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -148,10 +148,10 @@ def test_a_non_finite_output_raises_with_sample_and_position(what: str, field: s
 def test_non_finite_weights_stop_the_scoring_of_a_rollout() -> None:
     policy, rollout = PolicyModel(tiny_policy(), None, temperature=1.0, packed=True), ragged_rollout()
     plan = make_plan(rollout, minibatches=1, token_budget=1000)
-    scored(rollout, plan, policy, None, Corrections(), old=True)
+    add_logprobs(rollout, plan, policy, None, Corrections(), old=True)
     tuple(policy.model.parameters())[-1].data[3] = torch.nan
     with pytest.raises(FloatingPointError, match=r"\(sample \d+\), response position \d+: its weights"):
-        scored(rollout, plan, policy, None, Corrections(), old=True)
+        add_logprobs(rollout, plan, policy, None, Corrections(), old=True)
 
 
 @forms

@@ -13,9 +13,10 @@ from kit.support import ragged_rollout, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import Rollout, concatenate
+from lightning_rl import Rollout
 from lightning_rl.policy import Layout, PolicyModel, pack, packing
 from lightning_rl.policy.model import check_scoring
+from lightning_rl.rollout import concatenate
 
 exactly = torch.testing.assert_close
 each_family = pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma3_text", "qwen3_moe"])

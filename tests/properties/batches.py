@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl import Finish, LossView, concatenate
-from lightning_rl.rollout import GREEDY_SCORE, TOKEN
+from lightning_rl import Finish, LossView
+from lightning_rl.rollout import GREEDY_SCORE, TOKEN, concatenate
 
 WIDEST = 6
 KINDS = ("ragged", "ragged", "holes", "holes", "full", "empty", "masked", "dropped", "padding")

@@ -1,13 +1,15 @@
-"""The real objective on a view, cut into microbatches as one likes; the signal of a view; comparisons."""
+"""The real loss on a view, cut into microbatches as one likes; the signal of a view; comparisons."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from kit.support import an_algorithm
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import Corrections, LossView, Objective, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout
+from lightning_rl import LossView, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout, ValueLoss
+from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.corrections.stat import merged_moments
 from lightning_rl.rollout import GREEDY_SCORE
 from lightning_rl.signal.masked import GlobalSum, own_sum
@@ -37,20 +39,24 @@ def evaluate(
     cut: Cut | None = None,
     global_sum: GlobalSum = own_sum,
     global_concat: GlobalConcat = own_values,
-    **options: Any,
+    entropy_coef: float = 0.1,
+    value_loss: ValueLoss = ValueLoss(coef=0.5),  # noqa: B008  frozen
 ) -> Found:
     """Loss, gradients and metrics of one step over the view, in one microbatch or cut by row numbers."""
     leaves = {name: view.required(name).detach().requires_grad_() for name in LEAVES}
     view = view.replace(**leaves)
-    known: dict[str, Any] = {"entropy_coef": 0.1, "value_coef": 0.5, **options}
-    objective = Objective(
-        loss=loss or Reinforce(), reduction=reduction, contributions=Corrections(callbacks), **known
+    bonus = EntropyBonus(entropy_coef).named("entropy")
+    algorithm = an_algorithm(
+        [*callbacks, bonus] if entropy_coef else callbacks,
+        loss=loss or Reinforce(),
+        reduction=reduction,
+        value_loss=value_loss,
     )
     pieces = [(view, None)] if cut is None else [microbatch(view, rows) for rows in cut]
-    if objective.loss.prepares and view.prepared is None:
+    if algorithm.loss.prepares and view.prepared is None:
         with torch.no_grad():
             seen = [piece.sanitize() for piece, _ in pieces]
-            prepared = objective.loss.prepare(seen, global_sum, global_concat)
+            prepared = algorithm.loss.prepare(seen, global_sum, global_concat)
         assert prepared is not None
         pieces = [(piece.replace(prepared=own), rows) for (piece, rows), own in zip(pieces, prepared, strict=True)]
 
@@ -63,7 +69,9 @@ def evaluate(
             return weights[how]
         return weights[how][rows, : piece.width] if len(rows) else torch.zeros(piece.valid_tokens.shape)
 
-    found = [objective(piece, lambda how, own=piece, at=rows: weigh(how, own, at)) for piece, rows in pieces]
+    found = [
+        algorithm.microbatch_loss(piece, lambda how, own=piece, at=rows: weigh(how, own, at)) for piece, rows in pieces
+    ]
     total = torch.stack([part.total for part in found]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     parts = {name: torch.stack([part.parts[name] for part in found]).sum() for name in found[0].parts}

@@ -16,20 +16,20 @@ from lightning_rl import (
     GAE,
     GSPO,
     M2PO,
+    RLOO,
     ClipCov,
     ClippedSurrogate,
     Estimator,
-    FunctionLoss,
     KLCov,
-    Normalised,
+    Normalized,
     PolicyLoss,
     ReinforcePlusPlus,
     RLCallback,
     SequenceSumNorm,
     ValueLoss,
 )
-from lightning_rl.advantages import ESTIMATORS
-from lightning_rl.losses import LOSSES
+from lightning_rl.advantages import ESTIMATORS, FunctionEstimator
+from lightning_rl.losses import LOSSES, FunctionLoss
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
 
 LOSS_EXAMPLES: dict[str, PolicyLoss] = {
@@ -49,14 +49,15 @@ LOSS_EXAMPLES: dict[str, PolicyLoss] = {
 
 ESTIMATOR_EXAMPLES: dict[str, Estimator] = {
     **ESTIMATORS,
-    "lite-ppo": Normalised(std="batch"),
-    "batch": Normalised(mean="batch", std="batch"),
-    "batch-rloo": Normalised(mean="batch", std="none", leave_one_out=True),
-    "group-biased": Normalised(unbiased=False),
-    "raw": Normalised(mean="none", std="none"),
-    "scaled": Normalised(mean="none", std="group"),
+    "lite-ppo": Normalized(std="batch"),
+    "batch": Normalized(mean="batch", std="batch"),
+    "batch-rloo": Normalized(mean="batch", std="none", leave_one_out=True),
+    "group-biased": Normalized(unbiased=False),
+    "raw": Normalized(mean="none", std="none"),
+    "scaled": Normalized(mean="none", std="group"),
     "gae-raw": GAE(gamma=0.9, lam=0.8, whitened=False),
     "rpp-discounted": ReinforcePlusPlus(gamma=0.9),
+    "function": FunctionEstimator(RLOO().per_row),
 }
 
 REDUCTION_EXAMPLES: dict[str, Reduction] = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(8)}

@@ -11,9 +11,10 @@ from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, LossView, ReMax, RLCallback
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
-from lightning_rl.signal.advantages import group_statistics
+from lightning_rl import GAE, LossView, ReMax, RLCallback
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.signal.statistics import group_statistics
 from properties.batches import (
     WITNESS,
     disturbed,
@@ -37,7 +38,7 @@ BATCH_WIDE = {
 """Have a statistic of the whole batch; that the others have none is tested, and that these have one."""
 WHITENED = {"batch", "batch-rloo", "reinforce_plus_plus"}  # do not compare groups, but the batch
 FOLLOW_A_SHIFT = {"reinforce", "remax", "raw", "scaled", "maxrl", "gae", "gae-raw", "rpp-discounted"}
-FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw"}
+FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw", "function"}
 
 
 def advantages(name: str, view: LossView, **changes: Any) -> Tensor:
@@ -142,6 +143,12 @@ def test_i_19_groups_are_isolated(name: str, view: LossView, group: int) -> None
         assert torch.equal(plain[~elsewhere], moved[~elsewhere])
 
 
+def test_what_an_estimator_declares_is_tested_to_be_true() -> None:
+    for name, estimator in ESTIMATOR_EXAMPLES.items():
+        assert not (estimator.within_groups and name in BATCH_WIDE), name
+        assert not (estimator.shift_invariant and name in FOLLOW_A_SHIFT), name
+
+
 @pytest.mark.parametrize("name", sorted(BATCH_WIDE))
 def test_i_19_what_is_said_to_have_a_statistic_of_the_batch_has_one(name: str) -> None:
     plain, moved = advantages(name, WITNESS), advantages(name, rewarded_differently(WITNESS, WITNESS.groups == 1))
@@ -192,14 +199,14 @@ def test_i_19b_the_reward_of_a_row_outside_rewarded_moves_nothing(name: str, vie
 @pytest.mark.parametrize("correction", corrections_with("reward_mask", "exclude"), ids=name_of)
 @each
 def test_i_19b_nor_does_that_of_a_row_that_a_correction_takes_out(name: str, correction: RLCallback) -> None:
-    contributions = Corrections([correction])
+    corrections = Corrections([correction])
 
     def through(view: LossView) -> Tensor:
-        masked = view.replace(rewarded=view.rewarded & contributions.reward_mask(view))
-        kept = exclude_rows(masked, contributions)[0]
-        return estimate_signal(kept, ESTIMATOR_EXAMPLES[name], contributions)[0].required("advantages")
+        masked = view.replace(rewarded=view.rewarded & corrections.reward_mask(view))
+        kept = exclude_rows(masked, corrections)[0]
+        return estimate_signal(kept, ESTIMATOR_EXAMPLES[name], corrections)[0].required("advantages")
 
-    cut_off = WITNESS.rewarded & ~contributions.reward_mask(WITNESS)
+    cut_off = WITNESS.rewarded & ~corrections.reward_mask(WITNESS)
     assert cut_off.any() and not cut_off.all()
     assert torch.equal(through(rewarded_differently(WITNESS, cut_off)), through(WITNESS))
 
@@ -236,15 +243,15 @@ def test_i_23_a_group_of_one_teaches_nothing_to_who_compares(name: str, view: Lo
 def test_i_24_reward_is_conserved(view: LossView, penalty: float) -> None:
     given = callback_of("penalty", token_reward=lambda rollout: -penalty * rollout.required("ref_logprobs"))
     plain = view.replace(values=torch.zeros_like(view.logprobs))
-    contributions = Corrections([given])
-    found, _ = estimate_signal(plain, GAE(whitened=False), contributions)
+    corrections = Corrections([given])
+    found, *_ = estimate_signal(plain, GAE(whitened=False), corrections)
     task = torch.where(view.rewarded & view.valid_tokens.any(-1), view.rewards, 0.0)
     total = task - penalty * torch.where(view.valid_tokens, view.required("ref_logprobs"), 0.0).sum(-1)
     first = view.valid_tokens & (view.valid_tokens.cumsum(-1) == 1)
     placed = torch.where(first, found.required("returns"), 0.0).sum(-1)
     assert_close(placed, total)
     greedy = torch.where(view.rewarded, view.extras["greedy_score"], 0.0)
-    remax, _ = estimate_signal(plain, ReMax(), contributions)
+    remax, *_ = estimate_signal(plain, ReMax(), corrections)
     assert_close(torch.where(first, remax.required("advantages"), 0.0).sum(-1), total - greedy * first.any(-1))
 
 

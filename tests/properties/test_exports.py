@@ -7,8 +7,8 @@ import lightning_rl.callbacks
 from lightning_rl import Estimator, PolicyLoss, RLCallback, ValueLoss
 from lightning_rl.advantages import ESTIMATORS
 from lightning_rl.losses import LOSSES
-from lightning_rl.signal.advantages import group_statistics
 from lightning_rl.signal.reductions import REDUCTIONS
+from lightning_rl.signal.statistics import group_statistics
 from properties.batches import WITNESS
 from properties.exports import (
     CORRECTIONS,

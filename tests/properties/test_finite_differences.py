@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl import CISPO, DPPO, GSPO, Corrections, LossView, PolicyLoss, Reinforce, RLCallback
+from lightning_rl import CISPO, DPPO, GSPO, LossView, PolicyLoss, Reinforce, RLCallback
+from lightning_rl.corrections import Corrections
 from lightning_rl.signal.kl import KL_ESTIMATORS
-from lightning_rl.signal.losses import outside_trust_region
 from lightning_rl.signal.ratios import sequence_ratio
 from properties.batches import WITNESS
 from properties.evaluation import evaluate, prepared_view
@@ -93,10 +93,9 @@ def frozen_ratio(loss: DPPO, point: Tensor) -> Function:
     rollout, advantages = VIEW.required("rollout_logprobs"), VIEW.required("advantages")
     assert loss.cap is not None
     weight = (point - rollout).exp().clamp(max=loss.cap)
-    region = {"divergence": loss.divergence, "low": loss.low, "high": loss.high}
 
     def form(logprobs: Tensor) -> Tensor:
-        outside = outside_trust_region(logprobs, rollout, advantages, **region)
+        outside = loss.outside(VIEW.replace(logprobs=logprobs))
         return total(torch.where(outside, 0.0, -weight * advantages * logprobs))
 
     return form
@@ -160,10 +159,10 @@ def test_i_10b_gradient_of_every_kl_estimator(name: str, drift: float) -> None:
 
 @pytest.mark.parametrize("correction", corrections_with("sequence_mask", "token_mask", "token_weight"), ids=name_of)
 def test_i_10b_gradient_under_every_mask_and_weight_which_are_held_fixed(correction: RLCallback) -> None:
-    contributions, loss = Corrections([correction]), Reinforce()
+    corrections, loss = Corrections([correction]), Reinforce()
 
     def factor(point: Tensor) -> Tensor:
-        found = contributions.policy_factor(at(point)).factor
+        found = corrections.policy_factor(at(point)).factor
         assert found is not None
         return found
 

@@ -10,30 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import tiny_policy
+from kit.support import an_algorithm, tiny_policy
 from torch import Tensor
 
-from lightning_rl import GAE, Corrections, LossView, Objective, Reinforce, RLCallback, token_mean
+from lightning_rl import GAE, LossView, RLCallback
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
     DynamicSampling,
     EntropyBonus,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
-    ProductMask,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
     RouterReplay,
+    SequenceRatioMask,
     TeacherKL,
     TruncatedIS,
 )
-from lightning_rl.rollouts.signal import exclude_rows, estimate_signal
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from properties.batches import WITNESS
 from properties.evaluation import evaluate
 from properties.exports import CORRECTIONS
@@ -45,6 +45,7 @@ AS_LOSS = {"unbiased": {"as_loss": True}}
 BESIDE: dict[type, dict[str, dict[str, Any]]] = {
     ReferenceKL: AS_LOSS, TeacherKL: AS_LOSS, AdaptiveKL: AS_LOSS,
     EntropyBonus: {"step": {"target": 9.0}},
+    SequenceRatioMask: {name: {"statistic": "mean"} for name in ("low", "high")},
     OverlongPenalty: {"longest": {"cache": 2}, "cache": {"longest": 6}, "coef": {"longest": 6, "cache": 2}},
 }  # fmt: skip
 KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
@@ -53,8 +54,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     OffPolicyIS: {"min_ratio": (0.0, 0.95), "max_ratio": (2.0, 1.05)},
     TruncatedIS: {"level": ("token", "sequence"), "cap": (None, 1.05)},
     IcePop: BAND,
-    GeometricMask: BAND,
-    ProductMask: {"low": (0.5, 0.99), "high": (2.0, 1.01)},
+    SequenceRatioMask: {"statistic": ("mean", "product"), **BAND},
     OutlierMask: BAND,
     OverlongPenalty: {"longest": (6, 5), "cache": (2, 4), "coef": (1.0, 0.5)},
     ReferenceKL: {"beta": (0.05, 0.1), **KL},
@@ -73,8 +73,7 @@ OFF: dict[type, list[RLCallback]] = {
     OPSM: [OPSM(INF), OPSM(INF, against="rollout")],
     OffPolicyIS: [OffPolicyIS(1.0, 1.0)],
     IcePop: [IcePop(0.0, INF)],
-    GeometricMask: [GeometricMask(0.0, INF)],
-    ProductMask: [ProductMask(0.0, INF)],
+    SequenceRatioMask: [SequenceRatioMask("mean", 0.0, INF), SequenceRatioMask("product", 0.0, INF)],
     OutlierMask: [OutlierMask(0.0, INF)],
     OverlongPenalty: [OverlongPenalty(6, 4, coef=0.0)],
     ReferenceKL: [ReferenceKL(0.0), ReferenceKL(0.0, as_loss=True), ReferenceKL(0.0, as_loss=True, unbiased=True)],
@@ -91,18 +90,18 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
     """Everything that a correction does on the witness batch, from the reward to the gradient, and what it learns."""
     correction = copy.copy(correction)
     trial = "provide" not in correction.contributes  # a teacher of its own needs a fit
-    contributions = Corrections([correction]) if trial else Corrections()
-    view = WITNESS.replace(rewarded=WITNESS.rewarded & contributions.reward_mask(WITNESS))
-    kept = contributions.keep_groups(view)
-    excluded = exclude_rows(view, contributions)[0]
-    signalled, _ = estimate_signal(excluded, GAE(lam=0.9, whitened=False), contributions)
+    corrections = Corrections([correction]) if trial else Corrections()
+    view = WITNESS.replace(rewarded=WITNESS.rewarded & corrections.reward_mask(WITNESS))
+    kept = corrections.keep_groups(view)
+    excluded = exclude_rows(view, corrections)[0]
+    signalled, *_ = estimate_signal(excluded, GAE(lam=0.9, whitened=False), corrections)
     if isinstance(correction, AdaptiveKL):
         correction.observe(signalled)
     if isinstance(correction, EntropyBonus):
         correction.adapt(torch.tensor([[3.0, 1.5, 0.0, 2.0]], dtype=torch.float64))
     assert isinstance(signalled, LossView)
-    found = evaluate(signalled, callbacks=list(contributions.callbacks))
-    stats = {name: stat.moments for name, stat in contributions.rollout_metrics(view).items()}
+    found = evaluate(signalled, callbacks=list(corrections.callbacks))
+    stats = {name: stat.moments for name, stat in corrections.rollout_metrics(view).items()}
     return {
         "kept": kept, "advantages": signalled.required("advantages"), "loss": found.loss, "gradient": found.gradients,
         "metrics": {**found.metrics, **stats}, "rounds": correction.max_rounds, "offers": correction.contributes,
@@ -151,10 +150,10 @@ def test_i_10_an_off_value_is_the_absence_of_the_correction_bit_for_bit(correcti
     assert all(equal(found["metrics"][name], plain["metrics"][name]) for name in shared)
 
 
-def test_i_10_an_objective_trains_the_entropy_only_if_somebody_asks() -> None:
-    def trains(*callbacks: RLCallback, coef: float = 0.0) -> bool:
-        contributions = Corrections(callbacks)
-        objective = Objective(loss=Reinforce(), reduction=token_mean, contributions=contributions, entropy_coef=coef)
-        return objective.entropy_gradient
+def test_i_10_an_algorithm_trains_the_entropy_only_if_somebody_asks() -> None:
+    def trains(*callbacks: RLCallback) -> bool:
+        return an_algorithm(callbacks).trains_entropy
 
-    assert [trains(), trains(coef=0.1), trains(EntropyBonus()), trains(OPSM())] == [False, True, True, False]
+    assert [trains(), trains(EntropyBonus()), trains(OPSM()), trains(OPSM(), EntropyBonus())] == [
+        False, True, False, True,
+    ]  # fmt: skip

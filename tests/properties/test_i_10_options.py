@@ -12,33 +12,37 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl import (
     CISPO,
     DPPO,
     GAE,
     GMPO,
+    GRPO,
     GSPO,
     M2PO,
     OPO,
+    RLOO,
     SAPO,
     ClipCov,
     ClippedSurrogate,
+    DrGRPO,
     Estimator,
-    FunctionLoss,
     KLCov,
     LossView,
-    Normalised,
-    PerRow,
+    MaxRL,
+    Normalized,
+    RawReward,
     Reinforce,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
     SequenceSumNorm,
     ValueLoss,
-    grpo,
-    rloo,
 )
+from lightning_rl.advantages import FunctionEstimator
+from lightning_rl.losses import FunctionLoss
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped
 from properties.batches import WITNESS
 from properties.evaluation import Found, evaluate, same, signal_of
@@ -63,7 +67,7 @@ LOSS_KNOBS: dict[type, Knobs] = {
     ClippedSurrogate: Knobs(CLIPS),
     Reinforce: Knobs(),
     GSPO: Knobs(
-        {"clip_low": (3e-4, 0.2), "clip_high": (4e-4, 0.2), "per_token": (False, True)},
+        {"clip_low": (3e-4, 0.2), "clip_high": (4e-4, 0.2), "dual_clip": (None, 1.01), "per_token": (False, True)},
         {"per_token": {"clip_low": 0.5, "clip_high": 0.5}},
     ),
     CISPO: Knobs({"clip_low": (1.0, 0.1), "clip_high": (4.0, 0.1), "anchor": ("old", "rollout")}),
@@ -82,8 +86,13 @@ LOSS_KNOBS: dict[type, Knobs] = {
     FunctionLoss: Knobs({"function": (lambda view: -view.logprobs, lambda view: view.logprobs)}),
 }
 ESTIMATOR_KNOBS: dict[type, Knobs] = {
-    PerRow: Knobs({"function": (grpo, rloo)}),
-    Normalised: Knobs(
+    FunctionEstimator: Knobs({"function": (GRPO().per_row, RLOO().per_row)}),
+    GRPO: Knobs({"unbiased": (True, False), "epsilon": (1e-6, 0.1)}),
+    DrGRPO: Knobs(),
+    RLOO: Knobs(),
+    MaxRL: Knobs({"epsilon": (1e-6, 0.1)}),
+    RawReward: Knobs(),
+    Normalized: Knobs(
         {
             "mean": ("group", "batch"), "std": ("group", "none"), "leave_one_out": (False, True),
             "unbiased": (True, False), "epsilon": (1e-6, 0.1),
@@ -96,7 +105,7 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
     GAE: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, 0.5), "whitened": (True, False)}),
 }  # fmt: skip
 REDUCTION_KNOBS: dict[type, Knobs] = {SequenceSumNorm: Knobs({"length": (8, 9)})}
-VALUE_KNOBS: dict[type, Knobs] = {ValueLoss: Knobs({"clip": (0.2, 0.05), "huber": (math.inf, 0.2)})}
+VALUE_KNOBS: dict[type, Knobs] = {ValueLoss: Knobs({"coef": (1.0, 0.5), "clip": (0.2, 0.05), "huber": (math.inf, 0.2)})}
 KL_KNOBS: dict[type, Knobs] = {
     Clamped: Knobs(
         {
@@ -157,18 +166,19 @@ def test_i_10_every_option_changes_something(kind: type, option: str) -> None:
 
 
 def with_coefficient(option: str, coef: float) -> Found:
-    given: dict[str, Any] = {option: coef}
-    return evaluate(FAR, **given)
+    if option == "value_coef":
+        return evaluate(FAR, value_loss=ValueLoss(coef=coef))
+    return evaluate(FAR, entropy_coef=coef)
 
 
 @pytest.mark.parametrize("option", ["entropy_coef", "value_coef"])
-def test_i_10_every_coefficient_of_the_objective_changes_something_and_0_is_its_absence(option: str) -> None:
+def test_i_10_every_coefficient_of_the_loss_changes_something_and_0_is_its_absence(option: str) -> None:
     on, more, off = (with_coefficient(option, coef) for coef in (0.1, 0.2, 0.0))
-    other = {"entropy_coef": "loss/value", "value_coef": "loss/entropy"}[option]
+    other = {"entropy_coef": "loss/value", "value_coef": "entropy/loss"}[option]
     trained = {"entropy_coef": 1, "value_coef": 2}[option]
     assert not same(on, more) and on.gradients[trained].any() and not off.gradients[trained].any()
-    assert ("loss/entropy" in off.parts) == (option != "entropy_coef")
-    beside = {"loss/value": 0.5, "loss/entropy": 0.1}[other] * off.parts[other]
+    assert ("entropy/loss" in off.parts) == (option != "entropy_coef")
+    beside = {"loss/value": 0.5, "entropy/loss": 0.1}[other] * off.parts[other]
     assert torch.equal(off.loss, off.parts["loss/policy"] + beside)
 
 
@@ -185,6 +195,14 @@ def weighed(view: LossView) -> Tensor:
     return -weight * view.required("advantages") * view.logprobs
 
 
+class HalfTheSquare(ValueLoss):
+    """What is left of a ValueLoss without its options."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return (values - returns).square() / 2
+
+
 INF = math.inf
 OFF: list[tuple[Any, Callable[[LossView], Tensor] | Any]] = [
     (ClippedSurrogate(clip_low=1.0, clip_high=INF), unclipped),
@@ -197,9 +215,9 @@ OFF: list[tuple[Any, Callable[[LossView], Tensor] | Any]] = [
     (DPPO(low=INF, high=INF), unclipped_rollout),
     (DPPO(low=1.0, high=1.0), unclipped_rollout),  # no total variation is larger
     (CISPO(clip_low=1.0, clip_high=INF), weighed),
-    (ValueLoss(clip=None, huber=INF), lambda values, _, returns: (values - returns).square() / 2),
+    (ValueLoss(clip=None, huber=INF), HalfTheSquare()),
     (GAE(gamma=1.0, lam=1.0, whitened=False), "rewards to go, less the value"),
-    (Normalised(mean="none", std="none"), "reward"),
+    (Normalized(mean="none", std="none"), "reward"),
 ]
 
 
@@ -212,7 +230,7 @@ def test_i_10_an_off_value_is_the_absence_of_the_feature_bit_for_bit(off: Any, a
         signal = signal_of(view)
         shaped = torch.where(view.valid_tokens, signal.shaped, 0.0).flip(-1).cumsum(-1).flip(-1)
         assert torch.equal(off(signal).advantages, torch.where(view.valid_tokens, shaped, 0.0))
-    elif isinstance(off, Normalised):
+    elif isinstance(off, Normalized):
         signal = signal_of(WITNESS)
         assert torch.equal(off(signal).advantages, signal.spread_out(signal.scores))
     elif isinstance(off, ValueLoss):

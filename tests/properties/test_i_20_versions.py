@@ -1,14 +1,13 @@
 """I-07, I-09, I-13 and I-20 on what is really drawn: versions, lengths and schema, and where every sample went."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from kit.support import fit, parity_reward, recorder, tiny_module
+from kit.support import fill_rollout, fit, parity_reward, recorder, tiny_module
 
-from lightning_rl import Corrections, FakeEngine, PromptDataModule, Request, RLCallback, Rollout
+from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, Rollout, Sampling
+from lightning_rl.corrections import Corrections
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Drawer
+from lightning_rl.rollouts.sample import Sampler
 from properties.exports import corrections_with, name_of
 
 
@@ -57,15 +56,14 @@ def test_i_13_sampled_is_kept_plus_filtered(correction: RLCallback, number: int)
         spread = request.sample_id // 2 % 3 > 0  # not in every third group, the first among them
         return [2] * (1 + spread * request.sample_id % 2) + [1]
 
-    drawer = Drawer(
-        engine=FakeEngine(answer), tokenizer=None, rewards=Rewards([parity_reward]), stop=(), seed=0, logprobs=False,
-        contributions=Corrections([correction]), group_size=2, temperature=1.0, max_new_tokens=9, dtype=torch.float32,
-        eos_ids=frozenset({1}), generating=nullcontext,
+    sampler = Sampler(
+        engine=FakeEngine(answer), tokenizer=None, rewards=Rewards([parity_reward]), seed=0, group_size=2,
+        corrections=Corrections([correction]), sampling=Sampling(max_new_tokens=9, eos_token_ids=[1]),
     )  # fmt: skip
-    drawer.engine.load_weights([], 0)
+    sampler.engine.load_weights([], 0)
     data = PromptDataModule([{"prompt": [2]} for _ in range(90)], 1, shuffle=False)
     data.connect(None, None)
-    rollout, stats = drawer.draw(data.take, number, cycle=0, rank=0)
+    rollout, stats = fill_rollout(sampler, data.take, number)
     sampled, filtered = (int(stats[f"groups/{what}"].value()) for what in ("sampled", "filtered"))
     assert len(generated) == 2 * sampled == len(rollout) + 2 * filtered
     assert len(rollout) == 2 * number and filtered > 0 and len(set(generated)) == len(generated)

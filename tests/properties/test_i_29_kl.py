@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, importance
+from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, importance, k3
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.1, -0.4], dtype=torch.float64)
 OTHER = torch.tensor([1.0, 0.2, -0.5, 0.4, 0.9], dtype=torch.float64).log_softmax(0)
 SAMPLER = torch.tensor([0.1, 0.3, 1.0, -0.2, 0.5], dtype=torch.float64).log_softmax(0)
 NOTHING = torch.zeros(5, dtype=torch.float64)
-each = pytest.mark.parametrize("name", KL_ESTIMATORS)
+ESTIMATORS = {**KL_ESTIMATORS, "clamped": Clamped(k3)}
+each = pytest.mark.parametrize("name", ESTIMATORS)
 
-UNBIASED = {"k1", "k3", "low_var_kl"}  # in value, on samples of the policy; here the clamp of the last does not bind
-PULLS = {"k1": "nothing", "abs": "other", "k2": "reverse", "k3": "forward", "low_var_kl": "forward"}
-WEIGHTED_PULLS = {"k1": "reverse", "abs": "other", "k2": "other", "k3": "reverse", "low_var_kl": "reverse"}
+UNBIASED = {"k1", "k3", "clamped"}  # in value, on samples of the policy; here the clamp of the last does not bind
+PULLS = {"k1": "nothing", "abs": "other", "k2": "reverse", "k3": "forward", "clamped": "forward"}
+WEIGHTED_PULLS = {"k1": "reverse", "abs": "other", "k2": "other", "k3": "reverse", "clamped": "reverse"}
 
 
 def expected(estimate: Callable[[Tensor], Tensor], sampler: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -47,13 +48,13 @@ def pulls_like(gradient: Tensor) -> str:
 
 
 def test_every_estimator_has_its_identities() -> None:
-    assert PULLS.keys() == WEIGHTED_PULLS.keys() == KL_ESTIMATORS.keys()
+    assert PULLS.keys() == WEIGHTED_PULLS.keys() == ESTIMATORS.keys()
     assert set(PULLS) >= UNBIASED
 
 
 @each
 def test_i_29_value_and_gradient_on_samples_of_the_policy(name: str) -> None:
-    value, gradient = expected(lambda logprobs: KL_ESTIMATORS[name](logprobs, OTHER))
+    value, gradient = expected(lambda logprobs: ESTIMATORS[name](logprobs, OTHER))
     assert torch.allclose(value, divergences()["reverse"][0], atol=1e-10, rtol=0) == (name in UNBIASED)
     assert pulls_like(gradient) == PULLS[name]
 
@@ -61,16 +62,16 @@ def test_i_29_value_and_gradient_on_samples_of_the_policy(name: str) -> None:
 @each
 @pytest.mark.parametrize("sampler", [None, SAMPLER], ids=["own-samples", "samples-of-another"])
 def test_i_29_weighed_with_the_importance_ratio(name: str, sampler: Tensor | None) -> None:
-    value, gradient = expected(lambda logp: importance(logp, sampler) * KL_ESTIMATORS[name](logp, OTHER), sampler)
+    value, gradient = expected(lambda logp: importance(logp, sampler) * ESTIMATORS[name](logp, OTHER), sampler)
     assert torch.allclose(value, divergences()["reverse"][0], atol=1e-10, rtol=0) == (name in UNBIASED)
     assert pulls_like(gradient) == WEIGHTED_PULLS[name]
 
 
 def test_i_29_on_samples_of_another_policy_an_unweighed_estimate_is_biased() -> None:
     for name in UNBIASED - {"k1"}:
-        value, _ = expected(lambda logp, own=name: KL_ESTIMATORS[own](logp, OTHER), SAMPLER)
+        value, _ = expected(lambda logp, own=name: ESTIMATORS[own](logp, OTHER), SAMPLER)
         assert not torch.allclose(value, divergences()["reverse"][0], atol=1e-3, rtol=0)
-    _, gradient = expected(lambda logp: KL_ESTIMATORS["k1"](logp, SAMPLER), SAMPLER)
+    _, gradient = expected(lambda logp: ESTIMATORS["k1"](logp, SAMPLER), SAMPLER)
     logits = LOGITS.clone().requires_grad_()
     (away,) = torch.autograd.grad((SAMPLER.exp() * (SAMPLER - logits.log_softmax(0))).sum(), logits)
     assert_close(gradient, -away, atol=1e-10, rtol=0)  # k1 drives the policy away from the one that sampled
@@ -83,17 +84,17 @@ def test_i_25_the_pull_never_weakens_with_the_drift_unless_the_value_is_clamped(
     name: str, dtype: torch.dtype, sign: int
 ) -> None:
     gap = (sign * torch.linspace(0.01, 100, 3001, dtype=dtype)).requires_grad_()
-    values = KL_ESTIMATORS[name](gap, torch.zeros_like(gap))
+    values = ESTIMATORS[name](gap, torch.zeros_like(gap))
     force = torch.autograd.grad(values.sum(), gap)[0].abs()
     assert values.isfinite().all() and force.isfinite().all()
     holds = bool((force.diff() >= 0).all() and force[-1] > 0.99)
-    assert holds != isinstance(KL_ESTIMATORS[name], Clamped)
+    assert holds != isinstance(ESTIMATORS[name], Clamped)
 
 
 @each
 def test_i_01_and_i_08_estimators_are_pure_and_0_between_equal_policies(name: str) -> None:
     logprobs, other = LOGITS.log_softmax(0), OTHER.clone()
     before = logprobs.clone()
-    first, second = KL_ESTIMATORS[name](logprobs, other), KL_ESTIMATORS[name](logprobs, other)
+    first, second = ESTIMATORS[name](logprobs, other), ESTIMATORS[name](logprobs, other)
     assert torch.equal(first, second) and torch.equal(logprobs, before) and torch.equal(other, OTHER)
-    assert not KL_ESTIMATORS[name](logprobs, logprobs).any()
+    assert not ESTIMATORS[name](logprobs, logprobs).any()

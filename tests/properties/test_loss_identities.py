@@ -11,7 +11,8 @@ from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import ClipCov, ClippedSurrogate, Corrections, LossView, PolicyLoss, RLCallback
+from lightning_rl import ClipCov, ClippedSurrogate, LossView, PolicyLoss, RLCallback
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import shown_value
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean

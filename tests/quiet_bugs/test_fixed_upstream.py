@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import callback_of, in_lockstep, ragged_rollout, rollout_of, run_step, tiny_policy, view_of
-from silent_bugs import G, drawer, one_step, signal
+from kit.support import (
+    callback_of,
+    fill_rollout,
+    in_lockstep,
+    ragged_rollout,
+    rollout_of,
+    run_step,
+    sample_groups,
+    tiny_policy,
+    view_of,
+)
+from silent_bugs import G, one_step, sampler_of, signal
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.modeling_outputs import BaseModelOutput
@@ -15,11 +25,11 @@ from lightning_rl import (
     GAE,
     ClippedSurrogate,
     Completion,
-    Corrections,
     FakeEngine,
     Finish,
     Prompt,
     PromptDataModule,
+    Sampling,
     SequenceSumNorm,
     Stat,
     TransformersEngine,
@@ -29,8 +39,9 @@ from lightning_rl import (
 )
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import IcePop, ReferenceKL, TruncatedIS
+from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel, Scorer, make_plan, pack
-from lightning_rl.rollouts.logprobs import scored
+from lightning_rl.rollouts.logprobs import add_logprobs
 
 NAN = math.nan
 PLAIN = GAE(whitened=False)
@@ -109,12 +120,13 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     model = tiny_policy(dtype=torch.float64)
     engine = TransformersEngine()
     engine.start(model, None)
-    drawing = drawer(engine=engine, temperature=temperature, dtype=torch.float64)
-    rollout = drawing.sample([Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})], 0)
+    sampling = Sampling(temperature=temperature, max_new_tokens=6, eos_token_ids=[1])
+    sampler = sampler_of(engine=engine, sampling=sampling, dtype=torch.float64)
+    rollout = sample_groups(sampler, [Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})])
     policy = PolicyModel(model, None, temperature=temperature, packed=True)
     reference = Scorer(model, temperature=temperature, packed=True)
     plan = make_plan(rollout, minibatches=1, token_budget=99)
-    found = scored(rollout, plan, policy, reference, Corrections(), old=True)
+    found = add_logprobs(rollout, plan, policy, reference, Corrections(), old=True)
     engines = found.required("rollout_logprobs")
     assert_close(found.required("old_logprobs"), engines)
     assert_close(found.required("ref_logprobs"), engines)
@@ -167,10 +179,10 @@ def test_1_10_a_metric_of_correct_samples_joins_by_identity_and_not_by_position(
 
 def test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered() -> None:
     keep = callback_of("keep", keep_groups=lambda seen: seen.groups % 3 != 1)
-    data, drawing = PromptDataModule([[2]] * 20, 1, shuffle=False), drawer(keep)
-    rollout, stats = drawing.draw(data.take, 5, cycle=0, rank=0)
-    assert isinstance(drawing.engine, FakeEngine)
-    submitted = {request.sample_id // G for request in drawing.engine.requests}
+    data, sampler = PromptDataModule([[2]] * 20, 1, shuffle=False), sampler_of(keep)
+    rollout, stats = fill_rollout(sampler, data.take, 5)
+    assert isinstance(sampler.engine, FakeEngine)
+    submitted = {request.sample_id // G for request in sampler.engine.requests}
     kept = rollout.groups.unique().tolist()
     assert kept == [group for group in sorted(submitted) if group % 3 != 1] and len(rollout) == 5 * G
     assert len(submitted) == len(kept) + float(stats["groups/filtered"].value()) == data.cursor
@@ -182,7 +194,7 @@ def test_1_12_a_log_probability_is_missing_for_no_token() -> None:
         return Completion(token_ids=(2,) * 4, logprobs=given, finish=Finish.LENGTH, version=6)
 
     with pytest.raises(ValueError, match="expected a log-probability for each of 4 tokens"):
-        drawer(script=short).sample([Prompt(0, (2,), None, {})], 0)
+        sample_groups(sampler_of(script=short), [Prompt(0, (2,), None, {})])
 
 
 def test_1_12_every_field_of_a_token_has_the_length_of_the_response() -> None:

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import callback_of, ragged_rollout, rollout_of, run_step, tiny_policy, view_of
-from silent_bugs import drawer, merged, one_step, signal
+from kit.support import callback_of, ragged_rollout, rollout_of, run_step, sample_groups, tiny_policy, view_of
+from silent_bugs import merged, one_step, sampler_of, signal
 from torch.testing import assert_close
 
 from lightning_rl import (
+    GRPO,
+    RLOO,
     Completion,
     Finish,
     LossTerm,
@@ -18,10 +20,7 @@ from lightning_rl import (
     Rollout,
     Stat,
     TransformersEngine,
-    concatenate,
-    grpo,
     prompt_mean,
-    rloo,
     sequence_mean,
     token_mean,
 )
@@ -29,7 +28,8 @@ from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
 from lightning_rl.losses import GMPO, GSPO, LOSSES
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.rollouts.collect import staleness
+from lightning_rl.rollout import concatenate
+from lightning_rl.rollouts.sample import staleness
 from lightning_rl.update import StepGradient
 
 NAN = math.nan
@@ -41,14 +41,14 @@ CUTS = [[[5], [0, 11, 3, 4, 2, 7, 8], [1, 10], [6, 9]], [range(6), range(6, 12)]
 def test_1_14_log_probabilities_of_the_engine_keep_their_precision() -> None:
     given = -torch.rand(6, generator=torch.Generator().manual_seed(0)) - 1
     said = Completion(token_ids=(2,) * 6, logprobs=given, finish=Finish.LENGTH, version=6)
-    rollout = drawer(script=lambda _: said).sample(PROMPT, 0)
+    rollout = sample_groups(sampler_of(script=lambda _: said), PROMPT)
     assert torch.equal(Rollout.from_state(rollout.state()).required("rollout_logprobs")[0], given)
 
 
 def test_1_14_an_engine_in_half_precision_returns_log_probabilities_in_float32() -> None:
     engine = TransformersEngine()
     engine.start(tiny_policy(dtype=torch.bfloat16), None)
-    found = drawer(engine=engine).sample(PROMPT, 0).required("rollout_logprobs")
+    found = sample_groups(sampler_of(engine=engine), PROMPT).required("rollout_logprobs")
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
 
 
@@ -89,7 +89,7 @@ def test_1_16_neither_loss_nor_gradient_depends_on_the_size_of_a_microbatch(redu
 
 def test_1_17_a_logged_loss_is_the_sum_over_ranks_and_the_norm_is_no_sum() -> None:
     ranks = [StepGradient(parts={"loss/policy": torch.tensor(part)}) for part in (3.0, 5.0)]
-    logged = [rank.measured(2, norm=torch.tensor(0.7)) for rank in ranks]
+    logged = [rank.metrics(2, norm=torch.tensor(0.7)) for rank in ranks]
     assert merged(*(stats["loss/policy"] for stats in logged)) == pytest.approx(8.0)
     assert merged(*(stats["optim/grad_norm"] for stats in logged)) == pytest.approx(0.7)
 
@@ -98,7 +98,7 @@ def test_1_18_an_advantage_stands_at_every_valid_token_of_its_own_row() -> None:
     rollout = ragged_rollout(12, seed=1)
     rewards = torch.tensor([0.0, 1.0, 5.0] * 4)
     rollout = rollout.replace(rewards=torch.where(rollout.groups == 1, 2.0, rewards))
-    advantages, _ = signal(rollout, grpo)
+    advantages, _ = signal(rollout, GRPO())
     assert torch.equal(advantages != 0, rollout.valid_tokens & (rollout.groups != 1)[:, None])
 
 
@@ -185,7 +185,7 @@ def test_1_24_an_advantage_at_a_masked_token_is_in_no_mean() -> None:
     assert not OPSM(0.5).sequence_mask(bad).item(), "a mean advantage of -1, not of 9"
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 def test_1_24_a_failed_sample_shifts_no_other_group(estimator: Any) -> None:
     groups, rewarded = [0] * 3 + [1] * 4 + [2] * 3, torch.arange(10) != 1
 
@@ -200,12 +200,12 @@ def test_1_24_a_failed_sample_shifts_no_other_group(estimator: Any) -> None:
 
 def test_1_25_the_version_of_a_token_is_pinned_when_its_request_is_sent() -> None:
     def overtaken(request: Any) -> Completion:
-        pinned = drawing.engine.version
-        drawing.engine.load_weights([], pinned + 1)
+        pinned = sampler.engine.version
+        sampler.engine.load_weights([], pinned + 1)
         return Completion(token_ids=(2, 3), logprobs=torch.zeros(2), finish=Finish.LENGTH, version=pinned)
 
-    drawing = drawer(script=overtaken)
-    rollout = drawing.sample(PROMPT, 9)
+    sampler = sampler_of(script=overtaken)
+    rollout = sample_groups(sampler, PROMPT, 9)
     assert rollout.fit_width(3).policy_version.tolist() == [[6, 6, -1], [7, 7, -1], [8, 8, -1]]
     assert [stat.value() for stat in staleness(rollout, 9).values()] == [2.0, 3.0]
 

@@ -3,26 +3,26 @@
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
-from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of
+from kit.support import an_algorithm, callback_of, ragged_rollout, rollout_of, run_step, view_of
 from silent_bugs import merged, one_step, signal
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import (
     GAE,
+    GRPO,
+    RLOO,
     ClippedSurrogate,
-    Corrections,
     FakeEngine,
     Finish,
     Reinforce,
     RLCallback,
     Stat,
-    grpo,
-    rloo,
     sequence_mean,
     token_mean,
 )
@@ -30,37 +30,42 @@ from lightning_rl.advantages import resolve_advantages
 from lightning_rl.algorithm import policy_metrics
 from lightning_rl.callbacks import (
     OPSM,
-    GeometricMask,
     IcePop,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
-    ProductMask,
     ReferenceKL,
     RolloutKL,
+    SequenceRatioMask,
     TruncatedIS,
     no_eos_mask,
     opsm,
     truncated_is,
 )
 from lightning_rl.compatibility import check_reads
-from lightning_rl.corrections import LossView
+from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
 from lightning_rl.policy import make_plan
-from lightning_rl.rollouts.signal import excluding
+from lightning_rl.rollouts.signal import exclude_rows
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.signal.rewards import shaped_rewards
 
 NAN, INF = math.nan, math.inf
-PLAIN, GRPO = GAE(whitened=False), resolve_advantages(grpo)
+PLAIN = GAE(whitened=False)
 WHOLE, CUTS = [range(12)], [[range(6), range(6, 12)], [[5], [0, 11, 3, 4, 2, 7, 8], [1, 10], [6, 9]], [range(12), []]]
 OF_THE_ENGINE: list[Callable[[], RLCallback]] = [
-    IcePop, OutlierMask, GeometricMask, ProductMask, TruncatedIS, OffPolicyIS, RolloutKL,
-    lambda: OPSM(against="rollout"),
-]  # fmt: skip
+    IcePop,
+    OutlierMask,
+    partial(SequenceRatioMask, "mean"),
+    partial(SequenceRatioMask, "product"),
+    TruncatedIS,
+    OffPolicyIS,
+    RolloutKL,
+    partial(OPSM, against="rollout"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:ReferenceKL with")
@@ -88,7 +93,7 @@ def test_2_03_the_reward_of_a_masked_row_moves_no_other_row(second: float) -> No
     finish = torch.tensor([Finish.STOP, Finish.LENGTH], dtype=torch.uint8)
     rollout = rollout_of([1.0, second], [[1, 1], [1, 1]], finish=finish)
     rollout = rollout.replace(rewarded=NoEOSMask().reward_mask(rollout))
-    assert signal(rollout, grpo)[0].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert signal(rollout, GRPO())[0].tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert signal(rollout, PLAIN)[0].tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
@@ -104,7 +109,7 @@ def test_2_04_extremes_and_deviations_count_valid_tokens_alone() -> None:
 def test_2_05_kl_and_entropy_do_not_depend_on_microbatches_or_masked_rows() -> None:
     rollout = ragged_rollout(dtype=torch.float64).sanitize()
     whole = one_step(rollout, WHOLE, RolloutKL(0.5), entropy_coef=0.1)
-    assert {"loss/entropy", "rollout_kl/loss"} < whole.losses.keys()
+    assert {"entropy_bonus/loss", "rollout_kl/loss"} < whole.losses.keys()
     for cut in CUTS:
         found = one_step(rollout, cut, RolloutKL(0.5), entropy_coef=0.1)
         assert found.losses == pytest.approx(whole.losses) and found.metrics() == pytest.approx(whole.metrics())
@@ -128,12 +133,12 @@ def test_2_06_masked_tokens_are_no_time_steps() -> None:
 @pytest.mark.parametrize("make", OF_THE_ENGINE)
 def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Callable[[], RLCallback]) -> None:
     correction = make()
-    given: dict[str, Any] = {"engine_logprobs": None, "critic": False, "steps_per_rollout": 2}
+    given: dict[str, Any] = {"critic": False, "steps_per_rollout": 2}
+    algorithm = an_algorithm([correction], loss=Reinforce())
     mute, speaking = (FakeEngine(lambda _: [2], returns_logprobs=flag) for flag in (False, True))
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
-        check_reads(Corrections([correction]), Reinforce(), GRPO, engine=mute, **given)
-    with pytest.warns(UserWarning, match="engine_logprobs switched on"):
-        assert check_reads(Corrections([correction]), Reinforce(), GRPO, engine=speaking, **given).rollout_logprobs
+        check_reads(algorithm, engine=mute, **given)
+    check_reads(algorithm, engine=speaking, **given)
     with pytest.raises(ValueError, match='expected a rollout with "rollout_logprobs", got none'):
         run_step(view_of([-1.0]), callbacks=[correction])
 
@@ -171,7 +176,7 @@ def test_2_11_seven_samples_are_a_group_of_four_and_one_of_three() -> None:
     rollout = rollout_of([1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [[1]] * 7, groups=[5, 5, 5, 5, 3, 3, 3])
     high = math.sqrt(0.75)
     expected = torch.tensor([high, -high, high, -high, 0.0, 0.0, 0.0])[:, None]
-    assert_close(signal(rollout, grpo)[0], expected, atol=1e-5, rtol=0)
+    assert_close(signal(rollout, GRPO())[0], expected, atol=1e-5, rtol=0)
 
 
 def test_2_12_a_drifted_bad_response_is_rejected_as_a_whole() -> None:
@@ -183,7 +188,7 @@ def test_2_12_a_drifted_bad_response_is_rejected_as_a_whole() -> None:
     assert not OPSM(0.1).sequence_mask(spoiled).item(), "NaN at a masked token keeps nothing"
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 @pytest.mark.parametrize("removed", [0.0, 50.0])
 def test_2_12_a_removed_row_is_in_no_statistic(estimator: Any, removed: float) -> None:
     remove = callback_of("remove", exclude=lambda seen: seen.sample_ids == 102)
@@ -264,8 +269,8 @@ def test_2_18_every_documented_option_is_accepted(make: Callable[[Any], RLCallba
 def test_2_19_a_row_without_others_has_no_advantage_and_nan_stays_where_it_is() -> None:
     rollout = rollout_of([5.0, NAN, 1.0, 3.0], [[1]] * 4, groups=[0, 0, 1, 1])
     rollout = rollout.replace(rewarded=torch.tensor([True, False, True, True]))
-    assert signal(rollout, rloo)[0].flatten().tolist() == [0.0, 0.0, -2.0, 2.0]
-    assert signal(rollout, grpo)[0].flatten()[:2].tolist() == [0.0, 0.0]
+    assert signal(rollout, RLOO())[0].flatten().tolist() == [0.0, 0.0, -2.0, 2.0]
+    assert signal(rollout, GRPO())[0].flatten()[:2].tolist() == [0.0, 0.0]
 
 
 def test_2_19_a_rank_without_a_valid_token_joins_every_collective() -> None:
@@ -320,7 +325,7 @@ def test_2_22_a_step_draws_no_global_random_number() -> None:
         for seed, cut in enumerate((WHOLE, *CUTS)):
             torch.manual_seed(seed)
             before = torch.get_rng_state()
-            advantages, _ = signal(rollout, grpo)
+            advantages, _ = signal(rollout, GRPO())
             plan = make_plan(rollout, minibatches=2, token_budget=20).rows()
             found.append((advantages, plan, one_step(rollout, cut, RolloutKL(0.1), loss=loss)))
             assert torch.equal(torch.get_rng_state(), before)

@@ -31,7 +31,7 @@ WAIT = 60.0  # seconds after which a test that would hang fails
 
 
 def module_of(max_staleness: int = 1, **options: Any) -> RLLightningModule:
-    return tiny_module(**{"max_staleness": max_staleness, "engine_logprobs": True, **options})
+    return tiny_module(**{"max_staleness": max_staleness, **options})
 
 
 def versions_of(rollouts: Iterable[Rollout]) -> list[list[int]]:

@@ -34,7 +34,7 @@ VALIDATED: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch":
 
 
 def in_flight() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("rollouts-ahead")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 class Gated(TransformersEngine):
@@ -67,7 +67,7 @@ def run(
 ) -> RLLightningModule:
     """Ten optimizer steps, with a checkpoint after each if there is a folder for them."""
     saving = [] if folder is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-    module = tiny_module(**{"max_staleness": 1, "minibatches": 2, "epochs": 2, "engine_logprobs": True, **options})
+    module = tiny_module(**{"max_staleness": 1, "minibatches": 2, "epochs": 2, **options})
     fit(
         module,
         callbacks=[TruncatedIS(), *callbacks, *saving],
@@ -118,8 +118,8 @@ def test_a_checkpoint_waits_for_the_rollout_in_flight_and_holds_it(tmp_path: Pat
     for step, cycles in {1: [1], 4: [1], 5: [2], 8: [2], 9: []}.items():
         checkpoint = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
         (rank,) = checkpoint["lightning_rl"]["ranks"]
-        assert [found["cycle"] for found in rank["ahead"]] == cycles, f"step {step}"
-        places = [place for found in rank["ahead"] for place in found["places"]]
+        assert [found["cycle"] for found in rank["prefetched"]] == cycles, f"step {step}"
+        places = [place for found in rank["prefetched"] for place in found["places"]]
         assert places == [place for cycle in cycles for place in range(4 * cycle, 4 * cycle + 4)]
         assert checkpoint["PromptDataModule"] == {"cursor": 12 if step > 4 else 8}
 
@@ -166,7 +166,7 @@ def test_a_rollout_that_failed_is_saved_as_its_prompts_and_drawn_anew(tmp_path: 
     with pytest.raises(OSError, match="the engine is gone"):
         run(tmp_path, hooked(on_save_checkpoint=lambda *_: engine.gate.set()), engine=engine)
     checkpoint = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    (lost,) = checkpoint["lightning_rl"]["ranks"][0]["ahead"]
+    (lost,) = checkpoint["lightning_rl"]["ranks"][0]["prefetched"]
     assert lost == {"cycle": 1, "places": [4, 5, 6, 7], "sampled": None}
     run(None, recorder(seen)("seen"), trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
     assert [rollout.groups.unique().tolist() for rollout in seen] == [[4, 5, 6, 7], [8, 9, 10, 11]]
@@ -198,7 +198,7 @@ def test_a_signal_saves_what_is_in_flight_and_the_run_goes_on_from_there(tmp_pat
         run(None, hooked(on_train_batch_start=kill), opening, engine=engine, trainer={"default_root_dir": tmp_path})
     assert in_flight() == [] and engine.state is EngineState.ASLEEP
     saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
-    assert saved["global_step"] == 2 and len(saved["lightning_rl"]["ranks"][0]["ahead"]) == 1
+    assert saved["global_step"] == 2 and len(saved["lightning_rl"]["ranks"][0]["prefetched"]) == 1
     assert differing(run(trainer={"ckpt_path": tmp_path / INTERRUPTED}), expected) == []
 
 
@@ -241,7 +241,7 @@ def test_what_is_in_flight_when_a_run_stops_early_is_dropped() -> None:
 
 
 def test_a_second_fit_begins_with_nothing_in_flight() -> None:
-    module, seen, data = tiny_module(max_staleness=1, engine_logprobs=True), list[Rollout](), tiny_prompts(8, 4)
+    module, seen, data = tiny_module(max_staleness=1), list[Rollout](), tiny_prompts(8, 4)
     for _ in range(2):
         fit(module, callbacks=[TruncatedIS(), recorder(seen)("seen")], data=data)
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]

@@ -37,7 +37,7 @@ def run(ranks: int, engine: TransformersEngine | None = None) -> tuple[dict[str,
     rows = Rows()
     several: dict[str, Any] = {"strategy": DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT)}
     module = tiny_module(
-        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05), engine_logprobs=True,
+        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05),
         minibatches=2, max_staleness=1, engine=engine,
     )  # fmt: skip
     fit(module, callbacks=[TruncatedIS(), rows], devices=ranks, **(several if ranks > 1 else {}))
@@ -66,7 +66,7 @@ def rank(folder: Path) -> None:
     )
     with pytest.raises(kind, match=message):
         run(2, Failing())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts-ahead")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 if __name__ == "__main__":

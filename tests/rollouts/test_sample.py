@@ -1,7 +1,6 @@
-"""Draw: identities of samples and groups, columns, filtered groups that are replaced, prompts dealt out to ranks."""
+"""Sample: identities of samples and groups, columns, filtered groups that are replaced, prompts dealt out to ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.requests import request_of
-from kit.support import parity_reward, tiny_tokenizer
+from kit.engine_requests import request_of
+from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokenizer
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import (
     Completion,
-    Corrections,
     FakeEngine,
     Finish,
     Prompt,
@@ -27,8 +25,9 @@ from lightning_rl import (
     Sampling,
 )
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
+from lightning_rl.corrections import Corrections
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Drawer, dealt
+from lightning_rl.rollouts.sample import Sampler, deal
 
 G = 3
 Keep = Callable[[Rollout], Tensor]
@@ -71,20 +70,21 @@ def test_every_token_keeps_the_version_that_drew_it() -> None:
             token_ids=(5,) * length, logprobs=torch.zeros(length), finish=Finish.LENGTH, version=3, versions=mixed
         )
 
-    rollout, _ = drawer(script=said).draw(stream().take, 1, cycle=4, rank=0)
+    rollout, _ = fill_rollout(sampler_of(script=said), stream().take, 1, 4)
     assert rollout.policy_version.tolist() == [[3, 3, -1], [3, 4, 4], [3, 3, -1]]
     with pytest.raises(ValueError, match="expected a version for each of 2 tokens, got 1"):
         Completion(token_ids=(5, 6), logprobs=None, finish=Finish.STOP, version=1, versions=(1,))
 
 
-def drawer(*callbacks: RLCallback, script: Any = answer, rewards: Any = (parity_reward,), **options: Any) -> Drawer:
+def sampler_of(
+    *callbacks: RLCallback, script: Any = answer, rewards: Any = (parity_reward,), **options: Any
+) -> Sampler:
     known: dict[str, Any] = {
         "engine": FakeEngine(script), "tokenizer": None, "rewards": Rewards(rewards),
-        "contributions": Corrections(callbacks), "group_size": G, "temperature": 0.7, "max_new_tokens": 9,
-        "eos_ids": frozenset({1}), "stop": ("x",), "seed": 11, "logprobs": False, "dtype": torch.float32,
-        "generating": nullcontext,
+        "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
+        "sampling": Sampling(temperature=0.7, max_new_tokens=9, eos_token_ids=[1], stop=("x",)),
     }  # fmt: skip
-    built = Drawer(**{**known, **options})
+    built = Sampler(**{**known, **options})
     built.engine.load_weights([], 6)
     return built
 
@@ -97,20 +97,20 @@ def stream(number: int = 50) -> PromptDataModule:
 
 
 def test_a_sample_is_known_by_its_prompt_and_its_number_in_the_group() -> None:
-    data, drawing = stream(), drawer()
+    data, sampler = stream(), sampler_of()
     for first in (0, 2):  # the index goes on from rollout to rollout
-        rollout, _ = drawing.draw(data.take, 2, cycle=first, rank=0)
+        rollout, _ = fill_rollout(sampler, data.take, 2, first)
         indices = [first, first + 1]
         assert rollout.groups.tolist() == [index for index in indices for _ in range(G)]
         assert rollout.sample_ids.tolist() == [index * G + j for index in indices for j in range(G)]
 
 
 def test_requests_carry_everything_that_decides_a_sample() -> None:
-    drawing = drawer()
-    drawing.draw(stream().take, 2, cycle=4, rank=0)
-    again = drawer()
-    again.draw(stream().take, 2, cycle=5, rank=0)
-    engine, other = drawing.engine, again.engine
+    sampler = sampler_of()
+    fill_rollout(sampler, stream().take, 2, 4)
+    again = sampler_of()
+    fill_rollout(again, stream().take, 2, 5)
+    engine, other = sampler.engine, again.engine
     assert isinstance(engine, FakeEngine) and isinstance(other, FakeEngine)
     requests = engine.requests
     assert [request.prefix_ids for request in requests] == [(2,)] * G + [(3, 3)] * G
@@ -125,7 +125,7 @@ def test_completions_become_padded_rows_with_their_masks() -> None:
         length, finish = [(2, Finish.STOP), (4, Finish.LENGTH), (0, Finish.ABORT)][request.sample_id]
         return Completion(token_ids=(5,) * length, logprobs=torch.full((length,), -0.5), finish=finish, version=6)
 
-    rollout, _ = drawer(script=said, logprobs=True).draw(stream().take, 1, cycle=0, rank=0)
+    rollout, _ = fill_rollout(sampler_of(script=said), stream().take, 1)
     assert rollout.response_ids.tolist() == [[5, 5, 0, 0], [5] * 4, [0] * 4]
     assert rollout.response_lengths.tolist() == [2, 4, 0] and rollout.prompt_lengths.tolist() == [1] * G
     assert rollout.action_mask.sum(-1).tolist() == rollout.valid_tokens.sum(-1).tolist() == [2, 4, 0]
@@ -144,7 +144,7 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
         return [0.0] * len(prompts)
 
     prompts = [Prompt(7, (2,), "two", {"answer": "b"}), Prompt(3, (3,), "three", {"level": 4})]
-    drawer(rewards=[reading], tokenizer=tiny_tokenizer()).sample(prompts, 0)
+    sample_groups(sampler_of(rewards=[reading], tokenizer=tiny_tokenizer()), prompts)
     assert seen["prompts"] == ["two"] * G + ["three"] * G
     assert seen["answer"] == ["b"] * G + [None] * G and seen["level"] == [None] * G + [4] * G
     assert seen["completion_ids"][0] == answer(request_of((2,), 21))
@@ -157,13 +157,14 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
 def test_an_engine_that_does_not_give_every_log_probability_is_refused(logprobs: Tensor | None, got: str) -> None:
     faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=Finish.STOP, version=0)
     with pytest.raises(ValueError, match=f"for each of 2 tokens from FakeEngine, got {got}"):
-        drawer(script=lambda _: faulty, logprobs=True).draw(stream().take, 1, cycle=0, rank=0)
-    drawer(script=lambda _: faulty).draw(stream().take, 1, cycle=0, rank=0)  # not asked for
+        fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1)
+    silent = FakeEngine(lambda _: faulty, returns_logprobs=False)
+    fill_rollout(sampler_of(engine=silent), stream().take, 1)  # not asked for
 
 
 def test_no_prompts_give_no_rows_with_the_same_fields() -> None:
-    drawing = drawer(logprobs=True)
-    none, some = drawing.sample([], 0), drawing.sample(stream().take(1), 0)
+    sampler = sampler_of()
+    none, some = sample_groups(sampler, []), sample_groups(sampler, stream().take(1))
     assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]
 
 
@@ -171,15 +172,15 @@ def test_rows_that_a_mask_or_a_reward_takes_out_of_the_reward_stay_in_training()
     def applies_to_some(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float | None]:
         return [None if place == 3 else 1.0 for place in range(len(prompts))]
 
-    drawing = drawer(OddSamplesOnly(), rewards=[applies_to_some])
+    sampler = sampler_of(OddSamplesOnly(), rewards=[applies_to_some])
     with pytest.warns(UserWarning, match="reward functions gave no value"):
-        rollout, _ = drawing.draw(stream().take, 2, cycle=0, rank=0)
+        rollout, _ = fill_rollout(sampler, stream().take, 2)
     assert rollout.rewarded.tolist() == [False, True, False, False, False, True] and rollout.trained.all()
 
 
 def test_filtered_groups_are_replaced_by_the_next_prompts() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups % 3 == 0), stream()
-    rollout, stats = drawer(keeping).draw(data.take, 3, cycle=0, rank=0)
+    rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [0] * G + [3] * G + [6] * G
     assert [seen.groups.unique().tolist() for seen in keeping.seen] == [[0, 1, 2], [3, 4], [5], [6]]
     assert data.cursor == 7 and float(stats["groups/filtered"].value()) == 4, "kept and filtered are all that was taken"
@@ -189,7 +190,7 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups == 2), stream()
     keeping.max_rounds = 4
     with pytest.warns(UserWarning, match="2 groups are missing after 4 rounds of refilling"):
-        rollout, stats = drawer(keeping).draw(data.take, 3, cycle=0, rank=0)
+        rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [2] * G and len(keeping.seen) == 4
     assert data.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.cursor - 1
 
@@ -198,14 +199,14 @@ def test_nothing_kept_at_all_gives_no_rows() -> None:
     keeping = Keeping(lambda rollout: torch.zeros_like(rollout.trained))
     keeping.max_rounds = 2
     with pytest.warns(UserWarning, match="1 groups are missing after 2 rounds"):
-        rollout, _ = drawer(keeping).draw(stream().take, 1, cycle=0, rank=0)
+        rollout, _ = fill_rollout(sampler_of(keeping), stream().take, 1)
     assert len(rollout) == 0
 
 
 def test_a_split_group_is_refused() -> None:
     splitting = Keeping(lambda rollout: rollout.sample_ids != 4)
     with pytest.raises(ValueError, match="expected keep_groups to decide about whole groups, but it splits group 1"):
-        drawer(splitting).draw(stream().take, 2, cycle=0, rank=0)
+        fill_rollout(sampler_of(splitting), stream().take, 2)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +221,13 @@ def test_a_split_group_is_refused() -> None:
 )
 def test_prompts_are_dealt_out_in_turn(number: int, wanted: list[int], hands: list[list[int]]) -> None:
     prompts = [Prompt(place, (2,), None, {}) for place in range(number)]
-    assert [[prompt.index for prompt in hand] for hand in dealt(prompts, wanted)] == hands
+    assert [[prompt.index for prompt in hand] for hand in deal(prompts, wanted)] == hands
 
 
 @settings(deadline=None)
 @given(wanted=st.lists(st.integers(0, 6), min_size=1, max_size=5))
 def test_every_rank_gets_what_it_wants_and_no_prompt_is_lost(wanted: list[int]) -> None:
-    hands = dealt([Prompt(place, (2,), None, {}) for place in range(sum(wanted))], wanted)
+    hands = deal([Prompt(place, (2,), None, {}) for place in range(sum(wanted))], wanted)
     assert [len(hand) for hand in hands] == wanted
     assert sorted(prompt.index for hand in hands for prompt in hand) == list(range(sum(wanted)))
 
@@ -241,21 +242,21 @@ def lengths_of(prompts: Sequence[Any], completions: Sequence[str], *, completion
 
 
 def baseline(*callbacks: RLCallback, script: Any = greedy_or_not, number: int = 2, **options: Any) -> Rollout:
-    built = drawer(*callbacks, script=script, greedy_baseline=True, **{"rewards": [lengths_of], **options})
-    return built.draw(stream().take, number, cycle=0, rank=0)[0]
+    built = sampler_of(*callbacks, script=script, greedy_baseline=True, **{"rewards": [lengths_of], **options})
+    return fill_rollout(built, stream().take, number)[0]
 
 
 def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call() -> None:
-    plain, drawing = drawer(), drawer(greedy_baseline=True)
-    calls, generate = [], drawing.engine.generate
+    plain, sampler = sampler_of(), sampler_of(greedy_baseline=True)
+    calls, generate = [], sampler.engine.generate
 
     def counting(requests: Sequence[Request], **options: Any) -> list[Completion]:
         calls.append(requests)
         return generate(requests, **options)
 
-    drawing.engine.generate = counting  # pyright: ignore[reportAttributeAccessIssue]
-    drawing.draw(stream().take, 2, cycle=3, rank=0)
-    plain.draw(stream().take, 2, cycle=3, rank=0)
+    sampler.engine.generate = counting  # pyright: ignore[reportAttributeAccessIssue]
+    fill_rollout(sampler, stream().take, 2, 3)
+    fill_rollout(plain, stream().take, 2, 3)
     assert isinstance(plain.engine, FakeEngine) and len(calls) == 1
     sampled, greedy = calls[0][: 2 * G], calls[0][2 * G :]
     assert sampled == plain.engine.requests, "what trains is drawn as without a baseline"
@@ -266,7 +267,7 @@ def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call(
 
 
 def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() -> None:
-    without, _ = drawer(script=greedy_or_not, rewards=[lengths_of]).draw(stream().take, 2, cycle=0, rank=0)
+    without, _ = fill_rollout(sampler_of(script=greedy_or_not, rewards=[lengths_of]), stream().take, 2)
     found = baseline()
     assert "greedy_score" not in without.extras and found.extras["greedy_score"].tolist() == [2.0] * G + [3.0] * G
     state = {name: tensor for name, tensor in found.tensors() if name != "extras/greedy_score"}
@@ -289,7 +290,7 @@ def test_a_greedy_answer_without_reward_takes_its_group_out_of_the_reward() -> N
     def said(request: Request) -> Any:
         if request.sampling.temperature or request.prefix_ids != (2,):
             return greedy_or_not(request)
-        return Completion(token_ids=(5,), logprobs=None, finish=Finish.ABORT, version=6)
+        return Completion(token_ids=(5,), logprobs=torch.zeros(1), finish=Finish.ABORT, version=6)
 
     def no_threes(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
         return [None if ids[0] == 3 else 1.0 for ids in completion_ids]
@@ -313,14 +314,14 @@ def test_baselines_stay_with_their_groups_through_filtering() -> None:
 
 
 def test_only_rollouts_draw_baselines() -> None:
-    drawing = drawer(greedy_baseline=True)
-    engine = drawing.engine
+    sampler = sampler_of(greedy_baseline=True)
+    engine = sampler.engine
     assert isinstance(engine, FakeEngine)
-    drawing.sample(stream().take(2), 0, group_size=1, temperature=0.0)  # as validation does
+    sampler.sample(stream().take(2), sampling=replace(sampler.sampling, temperature=0.0))  # as validation does
     assert [request.sample_id for request in engine.requests] == [0, 1]
 
 
 def test_a_rank_without_prompts_has_the_same_fields_with_a_baseline() -> None:
-    drawing = drawer(greedy_baseline=True, logprobs=True)
-    none, some = (drawing.sample(prompts, 0, greedy_baseline=True) for prompts in ([], stream().take(1)))
+    sampler = sampler_of(greedy_baseline=True)
+    none, some = (sample_groups(sampler, prompts) for prompts in ([], stream().take(1)))
     assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]

@@ -9,11 +9,11 @@ from kit.support import callback_of, ragged_rollout, rollout_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, Corrections, Finish, Rollout, grpo, reinforce, rloo
+from lightning_rl import GAE, GRPO, RLOO, Finish, RawReward, Rollout
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
-from lightning_rl.corrections import RLCallback, Stat
-from lightning_rl.rollouts.signal import exclude_rows, validation_metrics, estimate_signal
+from lightning_rl.corrections import Corrections, RLCallback, Stat
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
 from lightning_rl.signal.returns import gae
 
 NAN, INF = math.nan, math.inf
@@ -23,15 +23,15 @@ PLAIN = GAE(whitened=False)
 def signal(
     rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
 ) -> tuple[Tensor, dict[str, float], Rollout]:
-    found, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
+    found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
     return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
 
 
 def without_eos(rollout: Rollout, action: Any = "zero_reward") -> tuple[Rollout, dict[str, Stat]]:
     """The rollout as drawing and planning hand it on under NoEOSMask."""
-    contributions = Corrections([NoEOSMask(action)])
-    masked = rollout.replace(rewarded=rollout.rewarded & contributions.reward_mask(rollout))
-    return exclude_rows(masked, contributions)
+    corrections = Corrections([NoEOSMask(action)])
+    masked = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return exclude_rows(masked, corrections)
 
 
 def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:
@@ -57,13 +57,13 @@ def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:
         assert torch.equal(found.required("old_logprobs"), logprobs) and torch.equal(found.rewards, rollout.rewards)
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce, PLAIN])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN])
 @pytest.mark.parametrize("other", [1.0, 100.0, NAN])
 def test_a_row_without_eos_enters_no_reward_statistic(estimator: Any, other: float) -> None:
     rollout = rollout_of([1.0, 1.0, other], [[1, 1, 0], [1, 0, 0], [1, 1, 1]], finish=[0, 0, Finish.LENGTH])
     masked, _ = without_eos(rollout.replace(finish=rollout.finish.to(torch.uint8)))
     advantages, stats, found = signal(masked, estimator)
-    expected = 0.0 if estimator in (grpo, rloo) else 1.0
+    expected = 0.0 if estimator in (GRPO(), RLOO()) else 1.0
     assert advantages.tolist() == [[expected, expected, 0], [expected, 0, 0], [0, 0, 0]]
     assert stats["reward/task"] == 1.0 and stats["reward/missing"] == pytest.approx(1 / 3)
     assert found.valid_tokens.sum() == 6  # its tokens stay in the denominators
@@ -102,7 +102,7 @@ def test_bonuses_join_the_task_reward_and_leave_it_raw() -> None:
     bonus = callback_of("bonus", reward_bonus=lambda _: torch.tensor([0.5, 0.0, -3.0]))
     rollout = rollout_of([1.0, 1.0, 1.0], [[1], [1], [1]])
     rollout = rollout.replace(rewarded=torch.tensor([True, True, False]))
-    advantages, stats, found = signal(rollout, rloo, bonus)
+    advantages, stats, found = signal(rollout, RLOO(), bonus)
     assert advantages.tolist() == [[0.5], [-0.5], [0.0]]
     assert stats["reward/task"] == 1.0 and stats["reward/shaped"] == pytest.approx(-0.5 / 3)
     assert found.rewards.tolist() == [1.0, 1.0, 1.0] and found.returns is None
@@ -117,7 +117,7 @@ def test_outside_rewarded_only_the_task_part_is_zero() -> None:
     assert found.required("returns").tolist() == [[-0.5, -0.5], [1.0, 1.0]]
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, PLAIN])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), PLAIN])
 def test_groups_are_isolated(estimator: Any) -> None:
     tokens = [[1, 1]] * 4
     first = signal(rollout_of([1.0, 0.0, 3.0, 9.0], tokens, groups=[0, 0, 1, 1]), estimator)[0]
@@ -125,7 +125,7 @@ def test_groups_are_isolated(estimator: Any) -> None:
     assert torch.equal(first[:2], second[:2]) and not torch.equal(first[2:], second[2:])
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce, PLAIN, GAE()])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])
 @pytest.mark.parametrize("poison", [NAN, INF])
 def test_a_bonus_that_is_not_finite_raises_and_names_the_sample(estimator: Any, poison: float) -> None:
     bonus = callback_of("bonus", reward_bonus=lambda seen: torch.where(seen.sample_ids == 102, poison, 0.0))
@@ -152,7 +152,7 @@ def test_an_advantage_that_is_not_finite_raises_and_names_the_sample(poison: flo
         signal(rollout, lambda scores, _groups, _rewarded: torch.where(scores == 2, poison, scores))
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce, PLAIN, GAE()])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])
 def test_poison_where_nothing_counts_reaches_nothing(estimator: Any) -> None:
     rollout = ragged_rollout()  # NaN at every invalid token of every field
     rewarded = torch.arange(12) % 5 != 3
@@ -179,7 +179,7 @@ def test_sanitising_changes_no_valid_token_and_no_integer() -> None:
     assert found.response_ids is rollout.response_ids and found.valid_tokens is mask
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce, PLAIN, GAE()])
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])
 def test_no_rows_and_no_valid_tokens_are_no_error(estimator: Any) -> None:
     assert signal(ragged_rollout().select(torch.arange(0)), estimator)[0].shape == (0, 7)
     advantages, stats, _ = signal(rollout_of([1.0, 2.0], [[0, 0], [0, 0]]), estimator)
@@ -198,7 +198,7 @@ def test_what_is_logged_of_rewards_lengths_and_groups() -> None:
         rollout.replace(finish=truncated, response_lengths=rollout.response_lengths * 2), Corrections()
     )
     names = {"accuracy": torch.tensor([1.0, NAN, 0.0, 1.0, 1.0, 9.0])}
-    advantages, stats, _ = signal(rollout.replace(task_rewards=names), rloo)
+    advantages, stats, _ = signal(rollout.replace(task_rewards=names), RLOO())
     expected = {
         "reward/task": 12 / 5,
         "reward/accuracy": 3 / 4,

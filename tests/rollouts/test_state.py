@@ -8,10 +8,10 @@ from kit.support import ragged_rollout
 
 from lightning_rl import Rollout
 from lightning_rl.policy import make_plan
-from lightning_rl.rollouts.held import Held
+from lightning_rl.rollouts.state import CurrentRollout
 
 
-def held(*, packed: bool = True) -> Held:
+def held(*, packed: bool = True) -> CurrentRollout:
     rollout = ragged_rollout(9).replace(
         extras={"weight": torch.ones(9)}, token_extras={"teacher": torch.zeros(9, 7, dtype=torch.float64)}
     )
@@ -19,7 +19,7 @@ def held(*, packed: bool = True) -> Held:
     plan = make_plan(
         rollout, minibatches=3, token_budget=14, packed=packed, max_over_ranks=lambda numbers: [3 for _ in numbers]
     )
-    return Held.of(4, rollout, plan)
+    return CurrentRollout.of(4, rollout, plan)
 
 
 def names() -> list[str]:
@@ -56,8 +56,8 @@ def test_its_state_brings_it_back_through_a_file(packed: bool) -> None:
     kept, file = held(packed=packed), io.BytesIO()
     torch.save(kept.state(), file)
     file.seek(0)
-    again = Held.from_state(torch.load(file, weights_only=True), torch.device("cpu"), packed=packed)
-    assert again.cycle == 4 and again.plan.rows() == kept.plan.rows()
+    again = CurrentRollout.from_state(torch.load(file, weights_only=True), torch.device("cpu"), packed=packed)
+    assert again.number == 4 and again.plan.rows() == kept.plan.rows()
     assert [m.layout.lengths for m in again.plan.microbatches()] == [m.layout.lengths for m in kept.plan.microbatches()]
     mine, theirs = dict(again.rollout.tensors()), dict(kept.rollout.tensors())
     assert list(mine) == list(theirs)

@@ -130,7 +130,7 @@ def test_estimators_estimate_and_pull_as_the_table_says() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, low_var_kl, an object or a function, got 'k4'"):
+    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, an object or a function, got 'k4'"):
         kl_estimator("k4")
     with pytest.raises(ValueError, match=r"an object or a function, got <class '.*Clamped'>"):
         kl_estimator(Clamped)  # pyright: ignore[reportArgumentType]
@@ -162,7 +162,7 @@ def test_the_estimators_of_peers_on_their_batch() -> None:
 
 
 def pull_at(point: Tensor, other: Tensor) -> float:
-    return slope(kl_estimator("low_var_kl"), point, other).item()
+    return slope(Clamped(k3), point, other).item()
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def pull_at(point: Tensor, other: Tensor) -> float:
         pytest.param(30.0, 10.0, 0.0, id="far-on-the-other-side"),
     ],
 )
-def test_low_var_kl_is_k3_until_its_clamp_takes_the_gradient(gap: float, value: float, slope: float) -> None:
+def test_clamped_k3_is_k3_until_its_clamp_takes_the_gradient(gap: float, value: float, slope: float) -> None:
     point, other = torch.tensor([gap], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    assert kl_estimator("low_var_kl")(point, other).item() == pytest.approx(value)
+    assert Clamped(k3)(point, other).item() == pytest.approx(value)
     assert pull_at(point, other) == pytest.approx(slope)
 
 

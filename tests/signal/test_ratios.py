@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio, sequence_log_ratio, sequence_ratio
+from lightning_rl.signal.ratios import LOG_RATIO_BOUND, clipped_weight, policy_ratio, sequence_log_ratio, sequence_ratio
 
 NAN, INF = math.nan, math.inf
 NEW = torch.tensor([[-1.0, -2.0, NAN], [-1.0, 9.0, -1.0], [NAN, NAN, INF]], dtype=torch.float64)
@@ -50,3 +52,34 @@ def test_a_long_row_overflows_neither_product_nor_mean() -> None:
 def test_no_rows_are_no_error() -> None:
     nothing = torch.zeros(0, 3)
     assert sequence_ratio(nothing, nothing, nothing.bool(), geometric=True).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "minimum", "maximum", "weights"),
+    [
+        pytest.param([2.0, 0.5, 1.0], 0.8, 2.0, [2.0, 0.8, 1.0], id="two-sided"),
+        pytest.param([10.0, 0.01], 0.0, 5.0, [5.0, 0.01], id="single-sided"),
+        pytest.param([1.49182, 0.81873, 1.82212, 0.60653], 0.8, 1.2, [1.2, 0.81873, 1.2, 0.8], id="cispo-witness"),
+        pytest.param([1.0], 1.0, 1.0, [1.0], id="no-room"),
+    ],
+)
+def test_weight_is_the_clipped_ratio(ratios: list[float], minimum: float, maximum: float, weights: list[float]) -> None:
+    numerator = torch.tensor([ratios]).log()
+    found = clipped_weight(numerator, torch.zeros_like(numerator), minimum=minimum, maximum=maximum)
+    assert_close(found, torch.tensor([weights]))
+
+
+def test_weight_has_no_gradient() -> None:
+    numerator, denominator = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2, requires_grad=True)
+    assert not clipped_weight(numerator, denominator, minimum=0.0, maximum=2.0).requires_grad
+
+
+@given(st.floats(-1e4, 1e4, width=32), st.floats(-1e4, 1e4, width=32))
+def test_weight_stays_within_its_bounds_and_cannot_overflow(numerator: float, denominator: float) -> None:
+    found = clipped_weight(torch.tensor([[numerator]]), torch.tensor([[denominator]]), minimum=0.5, maximum=3.0)
+    assert 0.5 <= found.item() <= 3.0
+
+
+def test_weight_without_an_upper_bound_is_still_finite() -> None:
+    found = clipped_weight(torch.tensor([[1e4]]), torch.tensor([[-1e4]]), minimum=0.0, maximum=INF)
+    assert_close(found, torch.tensor([[math.exp(20)]]))

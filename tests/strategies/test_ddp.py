@@ -39,12 +39,12 @@ def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
     torch.set_num_threads(1)
     rows = Rows()
     module = tiny_module(
-        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05), engine_logprobs=True,
+        policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05),
         minibatches=2, epochs=2, token_budget=20, advantages=ADVANTAGES[kind],
     )  # fmt: skip
     fit(module, callbacks=[*CORRECTIONS[kind](), rows], data=tiny_prompts(8, 4), **trainer)
     if module.global_rank == 0:
-        states = {callback.name: callback.state_dict() for callback in module.run.contributions.callbacks}
+        states = {callback.name: callback.state_dict() for callback in module.run.corrections.callbacks}
         torch.save((weights_of(module), rows.rows, states), folder / name)
 
 

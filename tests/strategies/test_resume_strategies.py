@@ -86,7 +86,7 @@ def check_contents(checkpoint: dict[str, Any]) -> None:
     assert sum(saved.values()) == own
     assert 2 * own <= moments < 2.01 * own and ours < own
     ranks = checkpoint["lightning_rl"]["ranks"]
-    ids = [set(rank["held"]["rollout"]["sample_ids"].tolist()) for rank in ranks]
+    ids = [set(rank["current"]["rollout"]["sample_ids"].tolist()) for rank in ranks]
     assert len(ids) == 2 and ids[0] and ids[1] and not ids[0] & ids[1]
 
 

@@ -57,7 +57,7 @@ def main(strategy: str = "", algorithm: str = "grpo", ranks: int = 1, fault: str
     """Four optimizer steps for each rollout and pass over the prompts."""
     module = tiny_module(
         minibatches=2, epochs=2, token_budget=30, max_new_tokens=12, lr_scheduler=warmup_then_linear(2, 20),
-        engine_logprobs=True, max_staleness=max_staleness, **(PPO if algorithm == "ppo" else {}),
+        max_staleness=max_staleness, **(PPO if algorithm == "ppo" else {}),
     )  # fmt: skip
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     quiet = partial(Trainer, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)

@@ -242,8 +242,8 @@ def test_a_prefix_cache_that_was_not_reset_is_found(
 def test_the_cache_is_tried_every_few_syncs(watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 3)
     run, asked = watched(), []
-    cached = run.engine.cached_tokens
-    monkeypatch.setattr(run.engine, "cached_tokens", lambda ids: asked.append(run.version) or cached(ids))
+    cached = run.engine.count_cached_tokens
+    monkeypatch.setattr(run.engine, "count_cached_tokens", lambda ids: asked.append(run.version) or cached(ids))
     for _ in range(7):
         run.sync()
         run.step()

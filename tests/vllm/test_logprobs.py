@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_rl import Finish, TransformersEngine
 from lightning_rl.generation.sampling import RowFilters
-from lightning_rl.policy.lora import unwrapped
+from lightning_rl.policy.lora import base_model_of
 
 TOLERANCE = 1e-4  # float32; measured 1.1e-5
 
@@ -146,7 +146,7 @@ def test_adapters_are_merged_into_the_stream(started: Starter) -> None:
     for name, parameter in peft_model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    model = unwrapped(peft_model)
+    model = base_model_of(peft_model)
     engine = started(model, None, seed=1)  # an engine of its own, because it learns the adapters when it is built
     requests = requests_for(prompts_of(8))
     for version in range(2):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of, with_sampling
+from kit.engine_requests import request_of, with_sampling
 from kit.support import tiny_tokenizer
 from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
 

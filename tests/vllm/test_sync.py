@@ -95,9 +95,9 @@ def test_a_sync_drops_the_prefix_cache(started: Starter, monkeypatch: pytest.Mon
     engine, prompt = synced(started(model), model), prompts_of(1, 1)[0] * 100
     requests = requests_for([prompt] * 2, temperature=1.0)
     engine.generate(requests)
-    assert engine.cached_tokens(prompt) == 96
+    assert engine.count_cached_tokens(prompt) == 96
     moved(model, 0.05)
-    assert synced(engine, model).cached_tokens(prompt) == 0
+    assert synced(engine, model).count_cached_tokens(prompt) == 0
     assert worst(model, requests, engine.generate(requests, logprobs=True)) < 1e-4
     moved(model, 0.05)
     monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)

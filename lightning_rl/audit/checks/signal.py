@@ -7,13 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_rl.advantages import OPO, Normalised, PerRow
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
 from lightning_rl.audit.finding import bitwise_equal, differences
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout
-from lightning_rl.signal.advantages import dr_grpo, grpo, rloo
 
 ESTIMATOR = "estimator {estimator}"
 POISONS = (math.nan, math.inf, -math.inf, 1e6)
@@ -21,13 +19,9 @@ POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
 
 def looks_within_groups(evidence: Evidence) -> bool:
-    """Whether estimator and bonuses look at one group at a time, as far as the library knows them."""
-    estimator = evidence.algorithm.advantages
-    if any(bonus.callback.compares_rows for bonus in evidence.contributions("reward_bonus")):
-        return False
-    if isinstance(estimator, Normalised):
-        return "batch" not in (estimator.mean, estimator.std)
-    return isinstance(estimator, PerRow | OPO)
+    """Whether estimator and bonuses look at one group at a time."""
+    bonuses = evidence.contributions("reward_bonus")
+    return evidence.algorithm.advantages.within_groups and not any(bonus.callback.compares_rows for bonus in bonuses)
 
 
 def poison(rollout: Rollout) -> Rollout:
@@ -140,11 +134,8 @@ def group_isolation(evidence: Evidence) -> Iterator[Finding]:
 )
 def reward_shift(evidence: Evidence) -> Iterator[Finding]:
     """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
-    estimator, rollout = evidence.algorithm.advantages, evidence.groups
-    invariant = isinstance(estimator, OPO)
-    invariant |= isinstance(estimator, PerRow) and estimator.bare in (grpo, dr_grpo, rloo)
-    invariant |= isinstance(estimator, Normalised) and estimator.mean == "group" and estimator.std != "batch"
-    if invariant and looks_within_groups(evidence):
+    rollout = evidence.groups
+    if evidence.algorithm.advantages.shift_invariant and looks_within_groups(evidence):
         shift = 1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)
         yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
 

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_rl.cli.doctor.finding import Finding, error, fact
+from lightning_rl.cli.doctor.findings import error, fact
+from lightning_rl.finding import Finding
+from lightning_rl.generation import TransformersEngine
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Scorer
 from lightning_rl.policy.logprobs import CHUNK_ELEMENTS
@@ -68,12 +70,12 @@ class MemoryPlan:
         }
 
 
-def memory_plan(module: RLLightningModule, longest: int) -> MemoryPlan:
+def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan:
     """Estimates a run's memory.
 
     Args:
         module: with its policy built and its optimizer configured.
-        longest: most tokens of a prompt.
+        max_prompt_length: tokens of the longest prompt.
     """
     policy, shards = module.required_policy, module.trainer.world_size if module.parallel.sharded else 1
     trains = {name: weight.requires_grad for name, weight in policy.named_parameters()}
@@ -85,11 +87,15 @@ def memory_plan(module: RLLightningModule, longest: int) -> MemoryPlan:
     frozen = _bytes(reference) if type(reference) is Scorer else 0  # the other kind is the policy without its adapters
     text: Any = policy.model.config.get_text_config()
     return MemoryPlan(
-        weights=weights, gradients=trained, optimizer=trained * _states(module.trainer.optimizers), reference=frozen,
-        copy=0 if _shares(module) else _bytes(policy), cache=_cache(module, text, longest),
+        weights=weights,
+        gradients=trained,
+        optimizer=trained * _states(module.trainer.optimizers),
+        reference=frozen,
+        copy=0 if _shares_weights(module) else _bytes(policy),
+        cache=_cache(module, text, max_prompt_length),
         activations=_layers(module, text) * _layer(module, text) + _logits(module, text),
         forward=_layer(module, text) + _logits(module, text),
-    )  # fmt: skip
+    )
 
 
 def memory(module: RLLightningModule) -> Iterator[Finding]:
@@ -98,11 +104,9 @@ def memory(module: RLLightningModule) -> Iterator[Finding]:
     parts = [(name, getattr(plan, name)) for name in ("weights", "gradients", "optimizer", "reference", "copy")]
     parts += [("KV cache", plan.cache), ("activations", plan.activations)]
     phases = plan.phases()
-    yield fact(
-        "memory",
-        "estimated, for each device: " + ", ".join(f"{name} {_size(part)}" for name, part in parts if part) + "\n"
-        + ", ".join(f"{name} {_size(phase)}" for name, phase in phases.items()),
-    )  # fmt: skip
+    by_part = ", ".join(f"{name} {_size(part)}" for name, part in parts if part)
+    by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in phases.items())
+    yield fact("memory", f"estimated, for each device: {by_part}\n{by_phase}")
     if module.device.type != "cuda":
         return
     available = torch.cuda.get_device_properties(module.device).total_memory
@@ -122,21 +126,22 @@ def too_much(phases: dict[str, float], available: float) -> Iterator[Finding]:
 
 
 def _states(optimizers: list[Optimizer]) -> int:
-    own = optimizers[0] if optimizers else None
-    return (1 if own.defaults.get("momentum") else 0) if isinstance(own, SGD) else 2
+    optimizer = optimizers[0] if optimizers else None
+    return int(bool(optimizer.defaults.get("momentum"))) if isinstance(optimizer, SGD) else 2
 
 
-def _shares(module: RLLightningModule) -> bool:
-    return module.engine.capabilities.shares_policy and module.run.replica is None
+def _shares_weights(module: RLLightningModule) -> bool:
+    return isinstance(module.engine, TransformersEngine) and module.run.replica is None
 
 
-def _cache(module: RLLightningModule, text: Any, longest: int) -> float:
+def _cache(module: RLLightningModule, text: Any, max_prompt_length: int) -> float:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
-    rows = min(rows, module.engine.capabilities.max_rows or rows)
+    engine = module.engine
+    rows = min(rows, engine.max_rows) if isinstance(engine, TransformersEngine) else rows
     per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
-    return float(per_token * rows * (longest + module.max_new_tokens))
+    return float(per_token * rows * (max_prompt_length + module.sampling.max_new_tokens))
 
 
 def _layer(module: RLLightningModule, text: Any) -> float:

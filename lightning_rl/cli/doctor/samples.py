@@ -9,19 +9,20 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from typing_extensions import override
 
-from lightning_rl.cli.doctor.finding import Finding, error, fact, warning
+from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
+from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
+from lightning_rl.policy.logprobs import logprob_tolerance
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.rollouts.logprobs import scored
+from lightning_rl.rollouts.logprobs import add_logprobs
 
-MOST_TRUNCATED, MOST_FLAT, MOST_MISSING = 0.5, 0.9, 0.1
-MOST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats, mean over tokens; 0.1 for shorter types
+MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,47 +46,43 @@ class Samples:
     limit: float
 
 
-def sampled(module: RLLightningModule, number: int, limit: float) -> Samples:
+def draw_samples(module: RLLightningModule, number: int, limit: float) -> Samples:
     """Syncs the engine and draws the groups of ``number`` prompts, whose share of the stream moves on."""
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
-    drawer = replace(
-        module.collector().drawer, rewards=Rewards({"none": _nothing}), contributions=Corrections(),
-        logprobs=module.engine.returns_logprobs, greedy_baseline=False,
-    )  # fmt: skip
-    rollout = drawer.sample(prompts, 0)
+    sampler = replace(
+        module.sampler, rewards=Rewards({"none": _nothing}), corrections=Corrections(), greedy_baseline=False
+    )
+    rollout = sampler.sample(prompts, group_size=module.group_size)
     seconds = time.perf_counter() - begin
-    texts = [
-        drawer.text(ids[:length].tolist())
-        for ids, length in zip(rollout.response_ids, rollout.response_lengths, strict=True)
-    ]
-    return Samples(module, [one for one in prompts for _ in range(module.group_size)], rollout, texts, seconds, limit)
+    texts = [sampler.text(ids) for ids in _response_ids(rollout)]
+    repeated = [prompt for prompt in prompts for _ in range(module.group_size)]
+    return Samples(module, repeated, rollout, texts, seconds, limit)
 
 
 def truncation(samples: Samples) -> Iterator[Finding]:
     """Most answers end by themselves within ``max_new_tokens``."""
-    rollout, most = samples.rollout, samples.module.max_new_tokens
+    rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
     share = float((rollout.finish == Finish.LENGTH).double().mean())
     mean = float(rollout.response_lengths.double().mean())
-    yield fact(
-        "samples",
-        f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each, {share:.0%} cut off at {most} tokens",
-    )
-    if share > MOST_TRUNCATED:
+    drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
+    yield fact("samples", f"{drawn}, {share:.0%} cut off at {limit} tokens")
+    if share > MAX_TRUNCATED:
         yield warning(
-            "samples", f"{share:.0%} of the samples do not end within max_new_tokens={most}",
-            f"max_new_tokens={2 * most} or more, a prompt that asks for less, or eos_token_ids= if answers should have "
-            "ended before",
-        )  # fmt: skip
+            "samples",
+            f"{share:.0%} of the samples do not end within max_new_tokens={limit}",
+            f"max_new_tokens={2 * limit} or more, a prompt that asks for less, or eos_token_ids= if answers should "
+            "have ended before",
+        )
 
 
 def rewards(samples: Samples) -> Iterator[Finding]:
     """Every reward function gives numbers, in time, and not the same for all."""
     values: dict[str, list[float | None]] = {}
     for name, function in samples.module.rewards.functions.items():
-        found = yield from _rewarded(name, function, samples)
-        if found is not None:
-            values[name] = found
+        numbers = yield from _reward_values(name, function, samples)
+        if numbers is not None:
+            values[name] = numbers
     if len(values) == len(samples.module.rewards.functions):
         yield from _spread(values, samples)
 
@@ -97,81 +94,75 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
         return
     plan = make_plan(rollout, minibatches=1, token_budget=module.token_budget, packed=module.packing)
     with module.trainer.precision_plugin.forward_context():
-        own = scored(
+        own = add_logprobs(
             rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
         )
     gap = (own.required("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]
     mean, largest = float(gap.double().mean()), float(gap.max())
     yield fact("engine", f"log-probabilities differ from the trainer's by {mean:.2g} nats, {largest:.2g} at most")
     exact = str(module.trainer.precision) in ("32-true", "64-true")
-    dtype = module.engine.dtype or module.required_policy.model.dtype
-    bound = MOST_GAP.get(dtype, 0.1) if exact else 0.1
+    bound = logprob_tolerance(module.engine.dtype or module.required_policy.model.dtype, exact=exact)
     if not mean <= bound:
         yield error(
-            "engine", f"engine and trainer disagree by {mean:.3g} nats for each token, where {bound:g} is rounding",
+            "engine",
+            f"engine and trainer disagree by {mean:.3g} nats for each token, where {bound:g} is rounding",
             "the same model, precision and temperature on both sides; the engine must have taken the synced weights",
-        )  # fmt: skip
+        )
 
 
-def _rewarded(
+def _reward_values(
     name: str, function: Callable[..., Any], samples: Samples
 ) -> Generator[Finding, None, list[float | None] | None]:
+    """Calls one function as a run would; None if there is nothing to go on with."""
     keys = sorted({key for prompt in samples.prompts for key in prompt.columns})
     columns = {key: [prompt.columns.get(key) for prompt in samples.prompts] for key in keys}
-    rows = zip(samples.rollout.response_ids, samples.rollout.response_lengths, strict=True)
-    ids = [own[:length].tolist() for own, length in rows]
-    contents, begin = [prompt.content for prompt in samples.prompts], time.perf_counter()
+    contents, ids = [prompt.content for prompt in samples.prompts], _response_ids(samples.rollout)
+    begin = time.perf_counter()
     call = _Call(lambda: list(function(contents, list(samples.texts), completion_ids=ids, **columns)))
     call.join(samples.limit)
     seconds = time.perf_counter() - begin
     if call.is_alive():
-        yield error(
-            "reward", f"{name} did not return within {samples.limit:g} s for {len(ids)} samples",
-            "a time-out of its own around whatever it waits for, or --limit if it may take so long",
-        )  # fmt: skip
+        observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
+        cure = "a time-out of its own around whatever it waits for, or --limit if it may take so long"
+        yield error("reward", observed, cure)
         return None
-    if call.raised is not None:
+    if call.error is not None:
         yield error(
-            "reward", f"{name} raised {type(call.raised).__name__}: {call.raised}",
+            "reward",
+            f"{name} raised {type(call.error).__name__}: {call.error}",
             "a reward for every completion that a policy may write, and None where it does not apply; it is called as "
             "reward(prompts, completions, *, completion_ids, **columns)",
-        )  # fmt: skip
-        return None
-    found = call.values
-    if len(found) != len(ids):
-        yield error("reward", f"{name} returned {len(found)} values for {len(ids)} samples", "one value for each")
-        return None
-    numbers = [float(one) for one in found if one is not None and math.isfinite(one)]
-    if len(numbers) < len(found) * (1 - MOST_MISSING):
-        yield warning(
-            "reward", f"{name} gave no finite number for {len(found) - len(numbers)} of {len(found)} samples",
-            "a finite number; None only where it does not apply",
-        )  # fmt: skip
-    if numbers:
-        yield fact(
-            "reward",
-            f"{name}: mean {statistics.fmean(numbers):.3g}, deviation {statistics.pstdev(numbers):.3g}, "
-            f"{1000 * seconds / len(found):.2g} ms for each sample",
         )
-    return [None if one is None else float(one) for one in found]
+        return None
+    values = call.values
+    if len(values) != len(ids):
+        yield error("reward", f"{name} returned {len(values)} values for {len(ids)} samples", "one value for each")
+        return None
+    finite = [float(value) for value in values if value is not None and math.isfinite(value)]
+    if len(finite) < len(values) * (1 - MAX_MISSING):
+        observed = f"{name} gave no finite number for {len(values) - len(finite)} of {len(values)} samples"
+        yield warning("reward", observed, "a finite number; None only where it does not apply")
+    if finite:
+        statistic = f"mean {statistics.fmean(finite):.3g}, deviation {statistics.pstdev(finite):.3g}"
+        yield fact("reward", f"{name}: {statistic}, {1000 * seconds / len(values):.2g} ms for each sample")
+    return [None if value is None else float(value) for value in values]
 
 
 def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator[Finding]:
-    module, groups = samples.module, samples.rollout.groups.tolist()
-    weights = module.rewards.weights
+    """The samples of a prompt differ in reward, if an estimator compares them."""
+    weights = samples.module.rewards.weights
     totals: dict[int, set[float]] = {}
-    for row, group in enumerate(groups):
-        own = [weights[name] * (given[row] or 0.0) for name, given in values.items() if weights[name]]
-        totals.setdefault(group, set()).add(math.fsum(own))
-    if not module.estimator.compares:
+    for row, group in enumerate(samples.rollout.groups.tolist()):
+        parts = [weights[name] * (numbers[row] or 0.0) for name, numbers in values.items() if weights[name]]
+        totals.setdefault(group, set()).add(math.fsum(parts))
+    if not samples.module.estimator.compares:
         return
-    flat = sum(len(own) == 1 for own in totals.values()) / len(totals)
+    flat = sum(len(different) == 1 for different in totals.values()) / len(totals)
     yield fact("groups", f"{flat:.0%} of {len(totals)} groups have the same reward throughout")
-    if flat > MOST_FLAT:
-        yield warning(
-            "groups", f"{flat:.0%} of the groups teach nothing, because their samples all have one reward",
-            "easier or harder prompts, a reward with steps in between, a larger group_size, or DynamicSampling()",
-        )  # fmt: skip
+    if flat > MAX_FLAT:
+        observed = f"{flat:.0%} of the groups teach nothing, because their samples all have one reward"
+        cure = "easier or harder prompts, a reward with steps in between, a larger group_size, or DynamicSampling()"
+        yield warning("groups", observed, cure)
 
 
 class _Call(threading.Thread):
@@ -181,17 +172,23 @@ class _Call(threading.Thread):
         super().__init__(daemon=True)
         self.function = function
         self.values: list[Any] = []
-        self.raised: BaseException | None = None
+        self.error: BaseException | None = None
         self.start()
 
+    @override
     def run(self) -> None:
         """Calls it."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.values = self.function()
-        except BaseException as raised:  # noqa: BLE001  the boundary to foreign code
-            self.raised = raised
+        except BaseException as error:  # noqa: BLE001  the boundary to foreign code
+            self.error = error
+
+
+def _response_ids(rollout: Rollout) -> list[list[int]]:
+    rows = zip(rollout.response_ids, rollout.response_lengths, strict=True)
+    return [ids[:length].tolist() for ids, length in rows]
 
 
 def _nothing(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.cli.doctor.finding import Finding, error, fact, warning
-from lightning_rl.cli.recipes import Reached
-from lightning_rl.run_module import RunModule
+from lightning_rl.cli.doctor.findings import error, fact, warning
+from lightning_rl.cli.recipes import Recipe
+from lightning_rl.finding import Finding
+from lightning_rl.module import RLLightningModule
 
 ANSWER = "quux"
 TALK: list[dict[str, str]] = [
@@ -18,63 +19,58 @@ TALK: list[dict[str, str]] = [
 ]
 
 
-def template_prefix(given: Reached) -> Iterator[Finding]:
+def template_prefix(recipe: Recipe) -> Iterator[Finding]:
     """What a chat template makes of the first messages is the beginning of what it makes of all.
 
     In a conversation of several turns the policy then sees the tokens that it sampled.
     """
-    tokenizer = given.module.tokenizer
+    tokenizer = recipe.module.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return
     for number in range(1, len(TALK)):
-        begun, longer = rendered(tokenizer, TALK[:number]), rendered(tokenizer, TALK[: number + 1])
-        if not longer.startswith(begun):
-            place = next(
-                (at for at, pair in enumerate(zip(begun, longer, strict=False)) if len(set(pair)) > 1), len(longer)
-            )
+        before, after = render(tokenizer, TALK[:number]), render(tokenizer, TALK[: number + 1])
+        if not after.startswith(before):
+            pairs = enumerate(zip(before, after, strict=False))
+            place = next((at for at, (one, other) in pairs if one != other), len(after))
             yield warning(
                 "template",
                 f"the chat template writes {number} messages otherwise once another follows, from character {place}: "
-                f"{begun[place : place + 24]!r} becomes {longer[place : place + 24]!r}",
+                f"{before[place : place + 24]!r} becomes {after[place : place + 24]!r}",
                 "a template that appends (for example without dropping earlier reasoning), before training on several "
                 "turns; a single turn is not touched",
             )
             return
 
 
-def eos(module: RunModule) -> Iterator[Finding]:
+def eos(module: RLLightningModule) -> Iterator[Finding]:
     """The ids that end responses hold what the chat template writes after an answer, and no id that nobody samples."""
-    ids, tokenizer = sorted(module.run.eos_ids), module.tokenizer
+    ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
     vocabulary = module.required_policy.model.config.get_text_config().vocab_size
-    yield fact("eos", f"responses end with {', '.join(_named(tokenizer, one) for one in ids) or 'a stop string alone'}")
-    unknown = [one for one in ids if not 0 <= one < vocabulary]
+    names = ", ".join(_token_name(tokenizer, token) for token in ids)
+    yield fact("eos", f"responses end with {names or 'a stop string alone'}")
+    unknown = [token for token in ids if not 0 <= token < vocabulary]
     if unknown:
-        yield error(
-            "eos", f"id {unknown[0]} ends responses, but the policy has only the ids below {vocabulary}",
-            "eos_token_ids= with ids of this model, or the tokenizer that belongs to it",
-        )  # fmt: skip
+        observed = f"id {unknown[0]} ends responses, but the policy has only the ids below {vocabulary}"
+        yield error("eos", observed, "eos_token_ids= with ids of this model, or the tokenizer that belongs to it")
     ending = None if tokenizer is None or not tokenizer.chat_template else _ending(tokenizer)
-    if ending is not None and ending not in ids and not module.stop:
-        yield error(
-            "eos",
-            f"the chat template ends an answer with {_named(tokenizer, ending)}, which ends no response: answers run "
-            "on to max_new_tokens",
-            f"eos_token_ids={[*ids, ending]}",
-        )
+    if ending is not None and ending not in ids and not module.sampling.stop:
+        name = _token_name(tokenizer, ending)
+        observed = f"the chat template ends an answer with {name}, which ends no response: answers run on"
+        yield error("eos", f"{observed} to max_new_tokens", f"eos_token_ids={[*ids, ending]}")
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     """A conversation as text, without the beginning of another answer."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
 
 
 def _ending(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The first special token that the template writes after an answer, if there is one."""
-    _, found, after = rendered(tokenizer, TALK[:2]).rpartition(ANSWER)
-    ids: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
+    _, answer, after = render(tokenizer, TALK[:2]).rpartition(ANSWER)
+    ids: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((one for one in ids if one in special), None)
+    return next((token for token in ids if token in special), None)
 
 
-def _named(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str:
+def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str:
     return str(token) if tokenizer is None else f"{token} ({tokenizer.convert_ids_to_tokens(token)})"

@@ -5,31 +5,26 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from lightning_rl.cli.doctor.finding import Finding, error, fact
-from lightning_rl.cli.recipes import Reached
+from lightning_rl.cli.doctor.findings import error, fact
+from lightning_rl.cli.recipes import Recipe
+from lightning_rl.finding import Finding
 
-SHOWN = ("torch", "lightning", "transformers")
+PRINTED = ("torch", "lightning", "transformers")
 
 
-def versions(given: Reached) -> Iterator[Finding]:
+def versions(recipe: Recipe) -> Iterator[Finding]:
     """Every required package, and every installed optional one, is inside its window."""
-    del given
-    yield fact("versions", ", ".join(f"{name} {version(name)}" for name in SHOWN))
+    del recipe
+    yield fact("versions", ", ".join(f"{name} {version(name)}" for name in PRINTED))
     for requirement in map(Requirement, requires("lightning-rl") or ()):
-        extra = requirement.marker is not None and "extra" in str(requirement.marker)
-        yield from _outside(requirement, optional=extra)
-
-
-def _outside(requirement: Requirement, *, optional: bool) -> Iterator[Finding]:
-    try:
-        installed = version(requirement.name)
-    except PackageNotFoundError:
-        if not optional:
-            found = f"{requirement.name}{requirement.specifier}"
-            yield error("versions", f"expected {found}, which is not installed", f"pip install '{found}'")
-        return
-    if not requirement.specifier.contains(installed, prereleases=True):
-        yield error(
-            "versions", f"expected {requirement.name} {requirement.specifier}, got {installed}",
-            f"pip install '{requirement.name}{requirement.specifier}'",
-        )  # fmt: skip
+        optional = requirement.marker is not None and "extra" in str(requirement.marker)
+        window = f"{requirement.name}{requirement.specifier}"
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            if not optional:
+                yield error("versions", f"expected {window}, which is not installed", f"pip install '{window}'")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            observed = f"expected {requirement.name} {requirement.specifier}, got {installed}"
+            yield error("versions", observed, f"pip install '{window}'")

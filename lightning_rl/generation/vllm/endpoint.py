@@ -21,21 +21,11 @@ NO_LOGPROB = -9999.0  # what vLLM sends for one that is -inf or NaN
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
-class Stale(Unanswered):
-    """Tokens came from weights that the trainer did not push, as after a restart of the server."""
-
-
 class Label(NamedTuple):
-    """What a server puts on each token: the weights that it was drawn from.
+    """What a server puts on each token: the weights that it was drawn from."""
 
-    Args:
-        run: that pushed them, by a random name.
-        number: of the push in this run; a later one has a larger number, whatever its version.
-        version: of the weights.
-    """
-
-    run: str
-    number: int
+    run: str  # that pushed them, by a random name
+    number: int  # of the push in this run; a later one has a larger number, whatever its version
     version: int
 
     def __str__(self) -> str:
@@ -49,49 +39,21 @@ class Label(NamedTuple):
         return None if match is None else Label(match[1], int(match[2]), int(match[3]))
 
 
-class Push(NamedTuple):
-    """One set of weights on the way to every server.
-
-    Args:
-        folder: on the shared storage.
-        label: of the weights.
-    """
-
-    folder: Path
-    label: Label
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a server answered to one request.
-
-    Args:
-        token_ids: of the response.
-        logprobs: of each, float32; None if not asked for.
-        prompt_logprobs: of each token of the prompt but the first; None if not asked for.
-        finish_reason: in vLLM's words.
-        stop_reason: the string or id that ended it.
-        labels: of the weights that each token was drawn from.
-        cached: tokens of the prompt that came out of the prefix cache.
-    """
+    """What a server answered to one request."""
 
     token_ids: tuple[int, ...]
-    logprobs: Tensor | None
-    prompt_logprobs: Tensor | None
-    finish_reason: str
-    stop_reason: str | int | None
-    labels: tuple[Label, ...]
-    cached: int
+    logprobs: Tensor | None  # float32; None if not asked for
+    prompt_logprobs: Tensor | None  # of each token of the prompt but the first; None if not asked for
+    finish_reason: str  # in vLLM's words
+    stop_reason: str | int | None  # the string or id that ended it
+    labels: tuple[Label, ...]  # of the weights that each token was drawn from
+    cached: int  # tokens of the prompt that came out of the prefix cache
 
 
 class Endpoint:
-    """Calls one server. Every call may raise :class:`Unanswered`.
-
-    Args:
-        url: of the server.
-        key: of its API.
-        timeout: seconds for one response, or one load of the weights.
-    """
+    """Calls one server, with ``timeout`` seconds for a response or a load. Every call may raise :class:`Unanswered`."""
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
         self._client = Client(url, key)
@@ -152,8 +114,8 @@ class Endpoint:
         with self._parsing():
             return Label.read(str(answer["weight_version"]))
 
-    def load(self, push: Push) -> None:
-        """Loads weights. Requests in flight stand still meanwhile, and go on with the new weights and a new label.
+    def load(self, folder: Path, label: Label) -> None:
+        """Loads the weights of a folder. Requests in flight stand still meanwhile, and go on with the new ones.
 
         Until the load has succeeded the server's label is one that no trainer accepts.
 
@@ -163,12 +125,12 @@ class Endpoint:
         self._post("/pause?mode=keep&clear_cache=false")
         try:
             self.clear_label()
-            for result in self._on_workers("lightning_rl_load", str(push.folder)):
+            for result in self._on_workers("lightning_rl_load", str(folder)):
                 if "error" in result:
                     raise RuntimeError(f"expected {self.url} to load weights, but it said: {result['error']}")
             if not self._post("/reset_prefix_cache?reset_running_requests=true")["success"]:
                 raise RuntimeError(f"expected {self.url} to drop its prefix cache, but it did not")
-            self._post("/update_weight_version", {"new_version": str(push.label)})
+            self._post("/update_weight_version", {"new_version": str(label)})
         finally:
             self._post("/resume")
 
@@ -179,13 +141,7 @@ class Endpoint:
     def sample(
         self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], calls: Calls | None = None
     ) -> Sample:
-        """One response.
-
-        Args:
-            name: of the request, new to the server.
-            ids: what it continues.
-            parameters: vLLM's sampling parameters.
-            calls: what can cut it short.
+        """One response to a request whose name is new to the server, under vLLM's sampling parameters.
 
         Raises:
             ValueError: if the server refuses the request.
@@ -237,17 +193,12 @@ def _sample(answer: Any, ids: Sequence[int], parameters: Mapping[str, Any]) -> S
 
 
 def _labels(choice: Any, tokens: int) -> tuple[Label, ...]:
-    """Of each token.
-
-    Raises:
-        Stale: if nobody pushed the weights that a token came from.
-        ValueError: if there are not as many as tokens.
-    """
+    """Of each token; unanswered if nobody pushed the weights that one came from, as after a restart of the server."""
     labels: list[Label] = []
     for span in choice["weight_versions"] or []:
         label = Label.read(span["version"])
         if label is None:
-            raise Stale(f"expected tokens of weights that a trainer pushed, got some of {span['version']!r}")
+            raise Unanswered(f"expected tokens of weights that a trainer pushed, got some of {span['version']!r}")
         labels += [label] * (span["end"] - span["start"])
     if len(labels) != tokens:
         raise ValueError(f"labels of {len(labels)} tokens for {tokens}")

@@ -4,6 +4,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -150,7 +151,7 @@ class VLLMEngine(Engine):
         if tokenizer is not None:  # the very one, because vLLM chooses a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
         self._aliases, self._scales = aliases_of(model), adapter_scales(model)
-        self._plan = internals.weight_plan(self._llm)
+        (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
         (self._model,) = self._llm.apply_model(_identity)
         self._extras = OutputExtras(self._llm, self.extras, vocabulary) if self.extras else None
 
@@ -170,19 +171,14 @@ class VLLMEngine(Engine):
 
     @override
     def expect(self, weights: Stream) -> None:
-        """Compares names and shapes with the engine's, once.
-
-        Raises:
-            ValueError: naming the first tensor that differs.
-        """
         sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
-        self._required_plan().compare(sent)
+        self._weight_plan().compare(sent)
 
     def _outgoing(self, weights: Stream) -> Stream:
         whole = merge_adapters(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
         return add_aliases(whole, self._aliases)
 
-    def _required_plan(self) -> WeightPlan:
+    def _weight_plan(self) -> WeightPlan:
         if self._plan is None:
             raise RuntimeError("expected start() before weights")
         return self._plan
@@ -194,21 +190,19 @@ class VLLMEngine(Engine):
 
         Other ranks take part in gathering every tensor, so leaving early would make them wait for ever.
         """
-        plan, rest = self._required_plan(), iter(weights)
+        plan, rest = self._weight_plan(), iter(weights)
         if not plan.expected:
             raise RuntimeError("expected expect() before the first sync, because names are compared before any load")
-        dtype = self.dtype or torch.float32
-        device = next(self._model.parameters()).device
         outgoing = verify(self._outgoing(rest), plan.expected)
         try:
             if self._base_loaded:
                 deque(outgoing, maxlen=0)
             else:
-                internals.reload(self._llm, copies(outgoing, dtype, device))
+                internals.reload(self._llm, copies(outgoing, self.dtype, next(self._model.parameters()).device))
         except Exception:
             deque(rest, maxlen=0)
             if not self._base_loaded:
-                internals.recover(self._llm)
+                self._llm.apply_model(partial(internals.recover, self._llm.llm_engine.vllm_config))
             raise
         if self._adapter is not None:
             self._adapter.load(self._llm)
@@ -218,11 +212,6 @@ class VLLMEngine(Engine):
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Draws one completion for each request.
-
-        Raises:
-            ValueError: if a request cannot be kept as it is; none has been sent then.
-        """
         number, (requests, first) = len(requests), self._gather(requests)
         if not requests:
             return []
@@ -300,7 +289,7 @@ class VLLMEngine(Engine):
         return outputs
 
     @override
-    def cached_tokens(self, ids: Sequence[int]) -> int:
+    def count_cached_tokens(self, ids: Sequence[int]) -> int:
         (output,) = self._generate([ids], [self._vllm.SamplingParams(**CACHING)])
         return int(output.num_cached_tokens or 0)
 

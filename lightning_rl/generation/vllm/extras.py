@@ -29,13 +29,7 @@ def options_for(names: frozenset[str]) -> dict[str, bool]:
 
 
 class OutputExtras:
-    """The extras of vLLM's outputs.
-
-    Args:
-        llm: ``vllm.LLM``, built with :func:`options_for` the names.
-        names: of what is asked for.
-        vocabulary: number of tokens.
-    """
+    """The extras of vLLM's outputs, under ``names``; ``llm`` has been built with :func:`options_for` them."""
 
     def __init__(self, llm: Any, names: frozenset[str], vocabulary: int) -> None:
         self.names, self.vocabulary = names, vocabulary
@@ -54,8 +48,7 @@ class OutputExtras:
 
     def of(self, output: Any) -> dict[str, Any]:
         """The extras of a finished request, as a Completion takes them."""
-        tokens: dict[str, Tensor] = {}
-        prompt: dict[str, Tensor] = {}
+        tokens, prompt = dict[str, Tensor](), dict[str, Tensor]()
         if ROUTES in self.names:
             routes = routes_from(output) if self._listener is None else self._listener.routes(output)
             length, last = len(output.prompt_token_ids), routes.new_zeros(1, *routes.shape[1:])
@@ -69,10 +62,7 @@ class RouteListener:
     """Keeps what the routers of an engine in this process choose.
 
     A forward holds tokens of many requests one after the other, in the order of the runner's batch; positions say
-    which token of a request each is.
-
-    Args:
-        llm: ``vllm.LLM`` without CUDA graphs and compilation, under which models call no hooks.
+    which token of a request each is. Under CUDA graphs and compilation models call no hooks.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -99,7 +89,7 @@ class RouteListener:
             parts.append((positions[tokens], routes[tokens]))
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets every request."""
         self._requests.clear()
 
     def routes(self, output: Any) -> Int16[Tensor, "S R k"]:

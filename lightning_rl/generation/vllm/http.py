@@ -4,7 +4,8 @@ import http.client
 import json
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,21 +35,18 @@ class Calls:
         self._connections: set[http.client.HTTPConnection] = set()
         self.cancelled = threading.Event()
 
-    def enter(self, connection: http.client.HTTPConnection) -> None:
-        """Adds a connected call.
-
-        Raises:
-            Cancelled: if it is too late.
-        """
+    @contextmanager
+    def track(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """One call, connected; raises :class:`Cancelled` if it is too late for it."""
         with self._lock:
             self._connections.add(connection)
-        if self.cancelled.is_set():
-            raise Cancelled("the call was cut short before it began")
-
-    def leave(self, connection: http.client.HTTPConnection) -> None:
-        """Takes a call out that has ended."""
-        with self._lock:
-            self._connections.discard(connection)
+        try:
+            if self.cancelled.is_set():
+                raise Cancelled("the call was cut short before it began")
+            yield
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
 
     def abort(self) -> None:
         """Ends the calls in flight, which then count as unanswered."""
@@ -70,14 +68,11 @@ def _shut_down(connection: http.client.HTTPConnection) -> None:
 
 
 class Client:
-    """Calls one server; each call has a connection of its own, so none is stale and any can be cut.
+    """Calls one server; each call has a connection of its own, so none is stale and any can be cut short.
 
     Args:
         url: such as ``http://127.0.0.1:8000``.
         key: sent as bearer token; None for none.
-
-    Attributes:
-        calls: all calls in flight.
 
     Raises:
         ValueError: if the URL is none.
@@ -96,14 +91,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def call(self, method: str, path: str, body: Any = None, *, timeout: float, calls: Calls | None = None) -> Any:
-        """The answer, parsed; None for an empty one.
-
-        Args:
-            method: of HTTP.
-            path: with its query.
-            body: sent as JSON, unless None.
-            timeout: seconds without a byte until the call counts as unanswered.
-            calls: what can cut this call short, besides :attr:`calls`.
+        """The answer, parsed; None for an empty one. Besides :attr:`calls`, ``calls`` can cut it short.
 
         Raises:
             Unanswered: if there is no answer, or one with a status of 500 and above, 408 or 429, or none in JSON.
@@ -111,24 +99,20 @@ class Client:
             Cancelled: if the call was cut short.
         """
         connection = self._connection(self._netloc, timeout=min(timeout, CONNECTING))
-        groups = (self.calls,) if calls is None else (self.calls, calls)
+        content = None if body is None else json.dumps(body)
+        calls = Calls() if calls is None else calls
         try:
             connection.connect()
             connection.sock.settimeout(timeout)
-            for group in groups:
-                group.enter(connection)
-            connection.request(
-                method, self._prefix + path, None if body is None else json.dumps(body), headers=self._headers
-            )
-            answer = connection.getresponse()
-            status, text = answer.status, answer.read()
+            with self.calls.track(connection), calls.track(connection):
+                connection.request(method, self._prefix + path, content, headers=self._headers)
+                answer = connection.getresponse()
+                status, text = answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
-            if any(group.cancelled.is_set() for group in groups):
+            if self.calls.cancelled.is_set() or calls.cancelled.is_set():
                 raise Cancelled(f"{self.url}{path} was cut short") from error
             raise Unanswered(f"no answer from {self.url}{path}: {type(error).__name__}: {error}") from error
         finally:
-            for group in groups:
-                group.leave(connection)
             connection.close()
         return self._parse(path, status, text)
 
@@ -137,11 +121,8 @@ class Client:
         if status >= 500 or status in BUSY:
             raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
         if status >= 400:
-            hint = HINTS.get(status)
-            raise ValueError(
-                f"expected {self.url}{path} to take the call, got status {status}: {quoted}"
-                + (f": {hint}" if hint else "")
-            )
+            hint = f": {HINTS[status]}" if status in HINTS else ""
+            raise ValueError(f"expected {self.url}{path} to take the call, got status {status}: {quoted}{hint}")
         try:
             return json.loads(text) if text else None
         except ValueError as error:

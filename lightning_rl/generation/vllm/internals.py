@@ -25,16 +25,11 @@ RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 class ProcessGroups:
-    """Keeps vLLM from ending the trainer's process group, which shutting an engine down does, and garbage collection.
-
-    Attributes:
-        engines: how many live in this process.
-        default: whether vLLM made the default group, because there was none.
-    """
+    """Keeps vLLM from ending the trainer's process group, as it does when an engine is shut down."""
 
     def __init__(self) -> None:
-        self.engines = 0
-        self.default = False
+        self.engines = 0  # that live in this process
+        self.default = False  # whether vLLM made the default group, because there was none
         self._cleanup: Callable[[], None] | None = None
 
     def enter(self) -> None:
@@ -86,14 +81,8 @@ def preserving_process() -> Iterator[None]:
                 os.environ["LOCAL_WORLD_SIZE"] = local_world
 
 
-def weight_plan(llm: Any) -> WeightPlan:
-    """What the engine holds, before packing, and how it names the tensors of a checkpoint."""
-    (plan,) = llm.apply_model(partial(plan_of, llm.llm_engine.vllm_config))
-    return plan
-
-
 def plan_of(config: Any, model: Any) -> WeightPlan:
-    """The same for a model inside of vLLM, under vLLM's configuration."""
+    """What a model inside of vLLM holds, before packing, and how it names the tensors of a checkpoint."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     shapes: dict[str, Shape] = {}
     for path, module in model.named_modules():
@@ -134,13 +123,8 @@ def reset_prefix_cache(llm: Any) -> None:
         raise RuntimeError("expected an idle engine, whose prefix cache can be reset, got running requests")
 
 
-def recover(llm: Any) -> None:
-    """Brings an engine back to a loadable state after a load that failed; its weights are then a mixture."""
-    llm.apply_model(partial(recover_model, llm.llm_engine.vllm_config))
-
-
-def recover_model(config: Any, model: nn.Module) -> None:
-    """The same for a model inside of vLLM, under vLLM's configuration."""
+def recover(config: Any, model: nn.Module) -> None:
+    """Makes a model inside of vLLM loadable again after a load that failed; its weights are then a mixture."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     for module in model.modules():
         info = layerwise.get_layerwise_info(module)

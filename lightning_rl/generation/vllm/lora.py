@@ -20,11 +20,7 @@ class Adapter:
     """The policy's LoRA adapter on its way into vLLM.
 
     vLLM keeps an adapter under its id, and blocks of the prefix cache under its name and path, so each version has a
-    new id, name and path, and the one before is removed.
-
-    Args:
-        model: the policy, adapters injected.
-        folder: for the files, of this process alone.
+    new id, name and path in a folder of this process alone, and the one before is removed.
 
     Raises:
         ValueError: if something else than adapters trains, or there is none.

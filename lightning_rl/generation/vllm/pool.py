@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.endpoint import Endpoint, Sample, Stale
+from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
 from lightning_rl.generation.vllm.http import Calls, Cancelled, Unanswered
 from lightning_rl.generation.vllm.push import WeightPush
 
@@ -23,27 +24,17 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True, eq=False)
 class Server:
-    """One server of a pool.
+    """One server of a pool."""
 
-    Attributes:
-        endpoint: calls it.
-        ready: whether it has the current weights and may be asked.
-        outstanding: tokens, of prompts and at most of responses, that it has been asked for.
-        losses: how often it was lost since its last answer.
-        due: when it may come back, by the monotonic clock.
-        why: it was lost.
-        loading: held by whoever brings it to other weights.
-    """
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.ready = False
-        self.outstanding = 0
-        self.losses = 0
-        self.due = 0.0
-        self.why = "it was not asked yet"
-        self.loading = threading.Lock()
+    endpoint: Endpoint
+    ready: bool = False  # has the current weights and may be asked
+    outstanding: int = 0  # tokens, of prompts and at most of responses, that it has been asked for
+    losses: int = 0  # since its last answer
+    due: float = 0.0  # when it may come back, by the monotonic clock
+    why: str = "it was not asked yet"  # that it is not ready
+    loading: threading.Lock = field(default_factory=threading.Lock)  # held by whoever brings it to other weights
 
 
 class ServerPool:
@@ -114,12 +105,7 @@ class ServerPool:
 
     @contextmanager
     def acquire(self, tokens: int, calls: Calls) -> Iterator[Server]:
-        """The server with the fewest outstanding tokens, once there is one; raises as :meth:`wait` does.
-
-        Args:
-            tokens: that the request may cost.
-            calls: that the request belongs to.
-        """
+        """The server with the fewest outstanding tokens, for so many more; waits and raises as :meth:`wait` does."""
         with self._changed:
             self.wait(calls)
             server = min((server for server in self.servers if server.ready), key=lambda ready: ready.outstanding)
@@ -151,31 +137,24 @@ class ServerPool:
         return [future.result() for future in futures]
 
     def ask(self, ids: Sequence[int], parameters: Mapping[str, Any], calls: Calls, *, name: str, oldest: int) -> Sample:
-        """One answer, by whichever server gives it; the others get what it left undone.
+        """One sound answer, by whichever server gives it.
 
-        Args:
-            ids: of the prompt.
-            parameters: vLLM's sampling parameters.
-            calls: that it belongs to.
-            name: of the request, for logs and errors.
-            oldest: number of the oldest push, pinned before the first request of a batch was sent.
+        ``parameters`` are vLLM's; ``oldest`` is the number of the oldest push that tokens may come from, pinned before
+        the first request of a batch was sent.
 
         Raises:
             EngineError: if there was no server, or none with a sound answer.
             ValueError: if a server refuses the request.
         """
-        why: Exception | None = None
+        why = ""
         for _ in range(ATTEMPTS):
             with self.acquire(len(ids) + parameters["max_tokens"], calls) as server:
-                try:
-                    sample = self._sample(server.endpoint, ids, parameters, calls, name=name, oldest=oldest)
-                except Unanswered as error:
-                    self.remove(server, error)
-                    why = error
-                    continue
-                self.reset_losses(server)
-                return sample
-        raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none") from why
+                sample = self._ask(server, ids, parameters, calls, name=name, oldest=oldest)
+                if sample is not None:
+                    self.reset_losses(server)
+                    return sample
+                why = server.why
+        raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
 
     def ask_all(self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str) -> dict[str, Sample]:
         """The answer of every server that is there, by its URL; who has none is lost.
@@ -185,11 +164,7 @@ class ServerPool:
         """
 
         def ask(server: Server, calls: Calls) -> Sample | None:
-            try:
-                return self._sample(server.endpoint, ids, parameters, calls, name=name, oldest=self.oldest)
-            except Unanswered as error:
-                self.remove(server, error)
-                return None
+            return self._ask(server, ids, parameters, calls, name=name, oldest=self.oldest)
 
         for _ in range(ATTEMPTS):
             self.wait()
@@ -199,24 +174,29 @@ class ServerPool:
                 return samples
         raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
 
-    def _sample(
+    def _ask(
         self,
-        endpoint: Endpoint,
+        server: Server,
         ids: Sequence[int],
         parameters: Mapping[str, Any],
         calls: Calls,
         *,
         name: str,
         oldest: int,
-    ) -> Sample:
-        """One answer of one server: whole, and from weights that are new enough."""
-        name = f"{self.push.run}-{name}-{self.rank}-{next(self._numbers)}"  # no server may see it twice
-        sample = endpoint.sample(name, ids, parameters, calls)
-        if sample.finish_reason == "abort" or not sample.token_ids:
-            raise Unanswered(f"expected a whole response from {endpoint.url}, got one that somebody aborted")
-        for label in sample.labels:
-            if label.run != self.push.run or label.number < oldest:
-                raise Stale(f"expected weights of push {self.push.run}/{oldest} at {endpoint.url}, got {label}")
+    ) -> Sample | None:
+        """One answer, whole and from weights that are new enough; None from a server that has none and so is lost."""
+        run, url = self.push.run, server.endpoint.url
+        name = f"{run}-{name}-{self.rank}-{next(self._numbers)}"  # no server may see it twice
+        try:
+            sample = server.endpoint.sample(name, ids, parameters, calls)
+            if sample.finish_reason == "abort" or not sample.token_ids:
+                raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
+            for label in sample.labels:
+                if label.run != run or label.number < oldest:
+                    raise Unanswered(f"expected weights of push {run}/{oldest} at {url}, got {label}")
+        except Unanswered as error:
+            self.remove(server, error)
+            return None
         return sample
 
     def update(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.generation.vllm.endpoint import Endpoint, Label, Push, Sample
+from lightning_rl.generation.vllm.endpoint import Endpoint, Label, Sample
 from lightning_rl.generation.vllm.http import Unanswered
 from lightning_rl.generation.vllm.sampling import SCORING
 from lightning_rl.generation.vllm.worker import Description
@@ -38,12 +38,12 @@ class WeightPush:
         writes: whether this rank writes the weights and has servers load them; the others wait until they have.
         model: the trainer's, which every server has to serve.
         tokenizer: the trainer's.
-        canary: its bounds say whether a server that came back says what the others say; None for no comparison.
+        canary: says whether a server that came back agrees with the others; None for no comparison.
 
     Attributes:
         has_tokenizer: whether every server has the trainer's, so that it finds stop strings where the trainer would.
         sent: names and shapes that every sync brings, once they are known.
-        current: the weights that a server should have.
+        current: label of the weights that a server should have.
         proof: of them, by a server that the canary has seen.
     """
 
@@ -59,7 +59,7 @@ class WeightPush:
     ) -> None:
         self.run, self.folder, self.writes = run, storage / f"lightning-rl-{run}", writes
         self.sent: list[tuple[str, Shape]] = []
-        self.current: Push | None = None
+        self.current: Label | None = None
         self.proof: Proof | None = None
         self.has_tokenizer = tokenizer is not None
         self._tokenizer, self._canary = tokenizer, canary
@@ -81,12 +81,11 @@ class WeightPush:
         """Of the current weights; some have been written."""
         if self.current is None:
             raise RuntimeError("expected weights that were pushed, got none")
-        return self.current.label
+        return self.current
 
-    def next_push(self, version: int) -> Push:
-        """The push after the current one."""
-        number = 0 if self.current is None else self.current.label.number + 1
-        return Push(self.folder / str(number), Label(self.run, number, version))
+    def next_label(self, version: int) -> Label:
+        """Of the weights after the current ones."""
+        return Label(self.run, 0 if self.current is None else self.current.number + 1, version)
 
     def write(self, stream: Stream, version: int) -> Path | None:
         """Writes weights, which are the current ones from then on.
@@ -94,10 +93,13 @@ class WeightPush:
         Returns:
             The folder of those before, which may go once no server loads them any more.
         """
-        before, push = self.current, self.next_push(version)
-        write_weights(stream, push.folder)
-        self.current = push
-        return None if before is None else before.folder
+        before, label = self.current, self.next_label(version)
+        write_weights(stream, self._folder_of(label))
+        self.current = label
+        return None if before is None else self._folder_of(before)
+
+    def _folder_of(self, label: Label) -> Path:
+        return self.folder / str(label.number)
 
     def close(self) -> None:
         """Removes what was written."""
@@ -112,24 +114,23 @@ class WeightPush:
             ValueError: if it is not the server that the run needs.
             RuntimeError: if it could not load the weights, or they are not the trainer's afterwards.
         """
-        push = None
-        while push is None or push is not self.current:
-            push = self.current
-            label = endpoint.label()
+        current = None
+        while current is None or current != self.current:  # which may move on meanwhile
+            current, label = self.current, endpoint.label()
             if label is None or label.run != self.run:
                 self._check(endpoint, label)
-            if push is None:
+            if current is None:
                 return
-            if label != push.label:
-                self._load(endpoint, push)
+            if label != current:
+                self._load(endpoint, current)
 
-    def _load(self, endpoint: Endpoint, push: Push) -> None:
+    def _load(self, endpoint: Endpoint, label: Label) -> None:
         if not self.writes:
-            raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {push.label.version}")
-        endpoint.load(push)
+            raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {label.version}")
+        endpoint.load(self._folder_of(label), label)
         self._loaded.add(endpoint.url)
         try:
-            self._prove(endpoint, push)
+            self._prove(endpoint, label)
         except (Unanswered, CanaryError):
             endpoint.clear_label()
             raise
@@ -152,15 +153,15 @@ class WeightPush:
         if self.sent:
             endpoint.compare(self.sent)
 
-    def _prove(self, endpoint: Endpoint, push: Push) -> None:
+    def _prove(self, endpoint: Endpoint, label: Label) -> None:
         proof = self.proof
-        if proof is None or proof.label != push.label or self._canary is None:
+        if proof is None or proof.label != label or self._canary is None:
             return
-        sample = endpoint.sample(f"proof-{push.label}-{token_hex(4)}", proof.ids, SCORING)
+        sample = endpoint.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
         gap = (prompt_logprobs(sample) - proof.logprobs).double().abs()
         if not self._canary.within(gap, exact=self.description.dtype == "float32"):
             raise CanaryError(
-                f"expected {endpoint.url} to say what another server says of version {push.label.version}, but its "
+                f"expected {endpoint.url} to say what another server says of version {label.version}, but its "
                 f"log-probabilities differ by up to {float(gap.max()):.2g}"
             )
 

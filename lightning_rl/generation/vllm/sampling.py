@@ -21,17 +21,11 @@ CACHING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a vLLM takes.
+    """What a vLLM takes."""
 
-    Args:
-        max_length: of prompt and response together.
-        vocabulary: number of token ids.
-        has_tokenizer: whether it finds stop strings where the trainer would.
-    """
-
-    max_length: int
-    vocabulary: int
-    has_tokenizer: bool
+    max_length: int  # of prompt and response together
+    vocabulary: int  # number of token ids
+    has_tokenizer: bool  # so that it finds stop strings where the trainer would
 
     def check(self, request: Request) -> None:
         """Refuses what vLLM would cut, change or fail at.

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from secrets import token_hex
@@ -116,11 +117,7 @@ class VLLMServerEngine(Engine):
 
     @override
     def expect(self, weights: Stream) -> None:
-        """Compares names and shapes with every server's own, once; those that come later are compared when they come.
-
-        Raises:
-            ValueError: naming the server and the first tensor that differs.
-        """
+        """Compares names and shapes with every server's; those that come later are compared when they come."""
         pool = self._running()
         pool.push.sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
         for server in pool.ready():
@@ -141,10 +138,6 @@ class VLLMServerEngine(Engine):
 
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
         flight go on with the new weights.
-
-        Raises:
-            EngineError: if no server took them within the patience.
-            RuntimeError: if the servers could not load them, or another rank failed.
         """
         pool, rest, before = self._running(), iter(weights), None
         push = pool.push
@@ -152,14 +145,12 @@ class VLLMServerEngine(Engine):
             try:
                 if push.writes:
                     stream = verify(self._outgoing(rest), dict(push.sent))
-                    stream = copies(stream, self.dtype or torch.float32, torch.device("cpu"))
-                    before = push.write(stream, version)
+                    before = push.write(copies(stream, self.dtype, torch.device("cpu")), version)
                     pool.update()
             finally:
-                for _ in rest:
-                    pass
+                deque(rest, maxlen=0)
         if not push.writes:
-            push.current = push.next_push(version)
+            push.current = push.next_label(version)
             pool.update()
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
@@ -167,12 +158,7 @@ class VLLMServerEngine(Engine):
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Draws one completion for each request, each exactly once.
-
-        Raises:
-            ValueError: if a request cannot be kept as it is; none has been sent then.
-            EngineError: if no server answered. Requests in flight have been cut short then, and the servers ended them.
-        """
+        """If one fails, all others are cut short, and the servers end what they were doing for them."""
         pool = self._running()
         push, oldest = pool.push, pool.oldest
         limits = Limits(
@@ -206,7 +192,7 @@ class VLLMServerEngine(Engine):
         return scores
 
     @override
-    def cached_tokens(self, ids: Sequence[int]) -> int:
+    def count_cached_tokens(self, ids: Sequence[int]) -> int:
         """The most that any server had in its cache."""
         return max(sample.cached for sample in self._running().ask_all(ids, CACHING, name="cached").values())
 

@@ -22,8 +22,8 @@ def check_version(version: str) -> None:
         ImportError: naming the window. Weight reload and version labels have moved with most releases before it.
     """
     first, beyond = (".".join(map(str, bound)) for bound in WINDOW)
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not WINDOW[0] <= (int(found[1]), int(found[2])) < WINDOW[1]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not WINDOW[0] <= (int(match[1]), int(match[2])) < WINDOW[1]:
         raise ImportError(f"expected vllm >= {first} and < {beyond}, got {version}: install vllm=={first}.*")
 
 

@@ -12,27 +12,16 @@ from lightning_rl.generation.weights.files import read_weights
 
 
 class Description(NamedTuple):
-    """What a server holds.
-
-    Args:
-        architecture: of the model.
-        vocabulary: number of token ids that it takes.
-        max_length: of prompt and response together.
-        block_size: tokens that its prefix cache keeps together; 0 without such a cache.
-        dtype: of its weights, such as ``float32``.
-        has_tokenizer: which stop strings need.
-        logprobs_mode: which distribution its log-probabilities are of.
-        generation_config: where its sampling defaults come from.
-    """
+    """What a server holds."""
 
     architecture: str
-    vocabulary: int
-    max_length: int
-    block_size: int
-    dtype: str
+    vocabulary: int  # number of token ids
+    max_length: int  # of prompt and response together
+    block_size: int  # tokens that its prefix cache keeps together; 0 without such a cache
+    dtype: str  # such as float32
     has_tokenizer: bool
-    logprobs_mode: str
-    generation_config: str
+    logprobs_mode: str  # which distribution its log-probabilities are of
+    generation_config: str  # where its sampling defaults come from
 
 
 class WeightLoader:
@@ -76,6 +65,6 @@ class WeightLoader:
         try:
             self.reload_weights(weights_iterator=weights)
         except Exception as error:  # noqa: BLE001  whatever it is, the server has to stay loadable, and the trainer hears
-            internals.recover_model(self.vllm_config, model)
+            internals.recover(self.vllm_config, model)
             return {"error": f"{type(error).__name__}: {error}"}
         return {}

@@ -108,13 +108,7 @@ class Canary:
         self._cached = False
 
     def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
-        """The engine's part.
-
-        Args:
-            engine: just synced.
-            vocabulary: number of token ids.
-            temperature: of the run.
-            max_length: of what the model reads.
+        """The part of an engine that has just been synced, at the run's temperature.
 
         Raises:
             CanaryError: if the engine still has a prompt from before the sync in its prefix cache.
@@ -142,7 +136,7 @@ class Canary:
     def _check_cache(self, engine: Engine, prompt: Sequence[int], max_length: int) -> None:
         if not engine.block_size or len(prompt) >= max_length:
             return
-        if self._cached and (cached := engine.cached_tokens(prompt)):
+        if self._cached and (cached := engine.count_cached_tokens(prompt)):
             raise CanaryError(
                 f"expected the sync to version {engine.version} to reset the prefix cache, but {cached} tokens of a "
                 "prompt from before it came out of the cache: they belong to older weights"
@@ -150,7 +144,7 @@ class Canary:
         self._cached = self._syncs % CACHE_EVERY == 0
         self._syncs += 1
         if self._cached:
-            engine.cached_tokens(prompt)
+            engine.count_cached_tokens(prompt)
 
     def judge(
         self,

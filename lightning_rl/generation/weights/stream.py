@@ -101,7 +101,7 @@ def part_of(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def copies(stream: Stream, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def copies(stream: Stream, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The stream in the engine's dtype, each tensor a copy: strategies reuse the buffer that they gather into."""
     for name, weight in stream:
         floating = weight.is_floating_point()
@@ -110,19 +110,12 @@ def copies(stream: Stream, dtype: torch.dtype, device: torch.device) -> Iterator
 
 @dataclass(slots=True)
 class WeightPlan:
-    """What the engine holds, and what a stream has to bring.
+    """What the engine holds, and what a stream has to bring."""
 
-    Args:
-        shapes: of each tensor of the engine, by the engine's name.
-        engine_name: from a name of the stream to the engine's name, several for a fused tensor.
-        whole: whether the engine holds whole tensors, so that shapes can be compared; False under tensor parallelism.
-        expected: names and shapes of every stream, once they have been compared.
-    """
-
-    shapes: Mapping[str, Shape]
-    engine_name: Callable[[str], str | None]
-    whole: bool = True
-    expected: dict[str, Shape] = field(default_factory=dict)
+    shapes: Mapping[str, Shape]  # of each tensor of the engine, by the engine's name
+    engine_name: Callable[[str], str | None]  # from a name of the stream; several have that of a fused tensor
+    whole: bool = True  # False under tensor parallelism, where shapes cannot be compared
+    expected: dict[str, Shape] = field(default_factory=dict)  # of every stream, once they have been compared
 
     def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
         """Compares names and shapes once, at setup, with nothing loaded yet; every later stream has to have them.

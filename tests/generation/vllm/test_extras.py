@@ -9,7 +9,7 @@ import torch
 
 from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, mask_from, options_for, routes_from
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import SAMPLING_MASK, ROUTES
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
 
 def an_output(routes: Any = None, kept: list[list[int]] | None = None) -> Any:

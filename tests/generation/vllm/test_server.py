@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.requests import request_of
+from kit.engine_requests import request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from transformers import PreTrainedModel

@@ -193,7 +193,7 @@ def test_a_prompt_longer_than_a_block_proves_the_reset(monkeypatch: pytest.Monke
         cached: frozenset[tuple[int, ...]] = frozenset()
         resets = True
 
-        def cached_tokens(self, ids: Any) -> int:
+        def count_cached_tokens(self, ids: Any) -> int:
             known = tuple(ids) in self.cached
             self.cached |= {tuple(ids)}
             return 16 if known else 0

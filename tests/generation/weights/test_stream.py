@@ -19,7 +19,7 @@ from lightning_rl.generation.weights.stream import (
     merge_adapters,
     verify,
 )
-from lightning_rl.policy.lora import merged, unwrapped
+from lightning_rl.policy.lora import base_model_of, merge_adapters
 
 
 def adapted(**options: Any) -> nn.Module:
@@ -34,16 +34,16 @@ def adapted(**options: Any) -> nn.Module:
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
 def test_merged_adapters_are_the_weights_that_peft_merges(options: dict[str, Any]) -> None:
     model = adapted(**options)
-    inner = unwrapped(model)
+    inner = base_model_of(model)
     found = {name: weight.clone() for name, weight in merge_adapters(inner.named_parameters(), adapter_scales(inner))}
-    expected = dict(merged(model).named_parameters())
+    expected = dict(merge_adapters(model).named_parameters())
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight)
 
 
 def test_a_merged_weight_is_emitted_at_the_place_of_its_layer() -> None:
-    inner = unwrapped(adapted())
+    inner = base_model_of(adapted())
     taken: list[str] = []
 
     def watched() -> Iterator[tuple[str, Tensor]]:
@@ -58,14 +58,14 @@ def test_a_merged_weight_is_emitted_at_the_place_of_its_layer() -> None:
 
 
 def test_half_an_adapter_is_refused() -> None:
-    inner = unwrapped(adapted())
+    inner = base_model_of(adapted())
     half = ((name, weight) for name, weight in inner.named_parameters() if "1.mlp.down_proj.lora_B" not in name)
     with pytest.raises(ValueError, match=r"A and B of every adapter, got \['A', 'weight'\] of model.layers.1.mlp.down"):
         list(merge_adapters(half, adapter_scales(inner)))
 
 
 def test_adapters_of_other_kinds_are_refused() -> None:
-    inner = unwrapped(adapted(use_dora=True))
+    inner = base_model_of(adapted(use_dora=True))
     with pytest.raises(
         ValueError, match=r"one plain LoRA adapter on a linear layer, got another kind at model.layers.0"
     ):

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from kit.losses import loss_of, with_bound
 from torch import Tensor
 
+from lightning_rl import DPPO, GMPO, GSPO, ClippedSurrogate
 from lightning_rl.signal.kl import TANGENT_SLOPE, importance, k3
-from lightning_rl.signal.losses import clipped_surrogate, dppo
 from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
-from lightning_rl.signal.sequence_losses import gmpo, gspo
 
 LOGPROBS = torch.tensor([[-1.0, -0.5]], dtype=torch.float64)
 FAR = LOGPROBS - torch.tensor([[25.0, 0.5]], dtype=torch.float64)
@@ -29,19 +29,21 @@ def slopes(loss: Tensor, logprobs: Tensor) -> list[float]:
 @pytest.mark.parametrize(("bound", "slope"), [(LOG_RATIO_BOUND, 0.0), (math.inf, math.exp(25))])
 def test_a_token_beyond_the_bound_has_no_gradient_and_one_without_a_bound_has(bound: float, slope: float) -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
-    assert slopes(clipped_surrogate(logprobs, FAR, BAD, log_ratio_bound=bound), logprobs)[0] == pytest.approx(slope)
-    assert slopes(dppo(logprobs, FAR, BAD, log_ratio_bound=bound), logprobs)[0] == pytest.approx(slope)
+    for loss in (ClippedSurrogate(), DPPO()):
+        value = loss_of(with_bound(loss, bound), logprobs, FAR, BAD)
+        assert slopes(value, logprobs)[0] == pytest.approx(slope)
 
 
 def test_gspo_bounds_the_mean_of_a_row() -> None:
     valid = torch.ones_like(LOGPROBS, dtype=torch.bool)
-    free, bounded = (gspo(LOGPROBS, FAR, BAD, valid, log_ratio_bound=bound)[0, 0] for bound in (math.inf, 10.0))
+    losses = [with_bound(GSPO(), bound) for bound in (math.inf, 10.0)]
+    free, bounded = (loss_of(loss, LOGPROBS, FAR, BAD, valid)[0, 0] for loss in losses)
     assert [free.item(), bounded.item()] == pytest.approx([math.exp(25.5 / 2), math.exp(10)])
 
 
 def test_gmpo_bounds_the_mean_of_a_row_and_no_token() -> None:
     logprobs, valid = FAR.clone().requires_grad_(), torch.ones_like(LOGPROBS, dtype=torch.bool)
-    loss = gmpo(logprobs, LOGPROBS, -BAD, valid, clip=0.4)
+    loss = loss_of(GMPO(clip=0.4), logprobs, LOGPROBS, -BAD, valid)
     assert loss[0, 0].item() == pytest.approx(-math.exp(-25.5 / 2))
     assert all(slope < 0 for slope in slopes(loss, logprobs))
 

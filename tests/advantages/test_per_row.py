@@ -11,58 +11,79 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
+from typing_extensions import override
 
-from lightning_rl import grpo, reinforce, rloo
-from lightning_rl.advantages import ESTIMATORS, Normalised, PerRow, RewardSignal, resolve_advantages
-from lightning_rl.signal.advantages import Level, dr_grpo, group_statistics, maxrl, normalised, opo
+from lightning_rl import GRPO, OPO, RLOO, Advantages, DrGRPO, Estimator, MaxRL, Normalized, RawReward
+from lightning_rl.advantages import (
+    ESTIMATORS,
+    FunctionEstimator,
+    Level,
+    RewardSignal,
+    RowEstimator,
+    RowFunction,
+    resolve_advantages,
+)
+from lightning_rl.signal.statistics import group_statistics
 
 NAN, INF = math.nan, math.inf
 HALF = math.sqrt(0.5)
-Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
-each = pytest.mark.parametrize("estimator", [grpo, rloo, reinforce])
-centred = pytest.mark.parametrize("estimator", [grpo, rloo])
+each = pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward()])
+centred = pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 
 
 def advantages(
-    estimator: Estimator, scores: list[float], groups: list[int] | None = None, rewarded: list[int] | None = None
+    estimator: RowEstimator, scores: list[float], groups: list[int] | None = None, rewarded: list[int] | None = None
 ) -> Tensor:
     everyone = [1] * len(scores) if rewarded is None else rewarded
     ids = torch.tensor([0] * len(scores) if groups is None else groups, dtype=torch.int64)
-    return estimator(torch.tensor(scores), ids, torch.tensor(everyone, dtype=torch.bool))
+    return estimator.per_row(torch.tensor(scores), ids, torch.tensor(everyone, dtype=torch.bool))
+
+
+def signal_of(scores: list[float], rewarded: list[int], valid: Tensor) -> RewardSignal:
+    """Answers to one prompt."""
+    nothing = torch.zeros(valid.shape, dtype=torch.float64)
+    return RewardSignal(
+        scores=torch.tensor(scores, dtype=torch.float64),
+        rewarded=torch.tensor(rewarded, dtype=torch.bool),
+        groups=torch.zeros(len(scores), dtype=torch.int64),
+        valid_tokens=valid,
+        token_rewards=nothing,
+        shaped=nothing,
+    )
 
 
 @pytest.mark.parametrize(
     ("estimator", "scores", "groups", "rewarded", "expected"),
     [
-        pytest.param(grpo, [1, 0], [0, 0], [1, 1], [HALF, -HALF], id="grpo-pair"),
-        pytest.param(grpo, [1, 0, 3], [0, 0, 1], [1, 1, 1], [HALF, -HALF, 0], id="grpo-singleton"),
+        pytest.param(GRPO(), [1, 0], [0, 0], [1, 1], [HALF, -HALF], id="grpo-pair"),
+        pytest.param(GRPO(), [1, 0, 3], [0, 0, 1], [1, 1, 1], [HALF, -HALF, 0], id="grpo-singleton"),
         pytest.param(
-            grpo,
+            GRPO(),
             [1, 0, 1, 0, 0, 0, 0],
             [0, 0, 0, 0, 1, 1, 1],
             [1] * 7,
             [0.866, -0.866, 0.866, -0.866, 0, 0, 0],
             id="grpo-groups-of-4-and-3",
         ),
-        pytest.param(grpo, [1, 5, 0, 7], [3, 9, 3, 9], [1] * 4, [HALF, -HALF, -HALF, HALF], id="grpo-interleaved"),
-        pytest.param(grpo, [1, 0, 1, -100], [0] * 4, [1, 1, 1, 0], [0.577, -1.155, 0.577, 0], id="grpo-row-left-out"),
-        pytest.param(grpo, [1, 0, NAN], [0] * 3, [1, 1, 0], [HALF, -HALF, 0], id="grpo-nan-left-out"),
-        pytest.param(grpo, [1, 0, INF], [0] * 3, [1, 1, 0], [HALF, -HALF, 0], id="grpo-infinity-left-out"),
-        pytest.param(grpo, [1, 100], [0, 0], [1, 0], [0, 0], id="grpo-one-rewarded-row"),
-        pytest.param(grpo, [1, 100], [0, 0], [0, 0], [0, 0], id="grpo-no-rewarded-row"),
-        pytest.param(grpo, [1.0, 1.00001], [0, 0], [1, 1], [-0.6196, 0.6196], id="grpo-small-spread"),
-        pytest.param(rloo, [1, 0, 2], [0] * 3, [1] * 3, [0, -1.5, 1.5], id="rloo"),
-        pytest.param(rloo, [1, 0, 2, 9], [0] * 4, [1, 1, 1, 0], [0, -1.5, 1.5, 0], id="rloo-row-left-out"),
-        pytest.param(rloo, [5, 1], [0, 0], [1, 0], [0, 0], id="rloo-one-rewarded-row"),
-        pytest.param(rloo, [1, 0, 7], [0, 0, 1], [1] * 3, [1, -1, 0], id="rloo-singleton"),
-        pytest.param(reinforce, [1, 0, 2], [0, 0, 1], [1] * 3, [1, 0, 2], id="reinforce"),
-        pytest.param(reinforce, [1, NAN], [0, 0], [1, 0], [1, 0], id="reinforce-nan-left-out"),
-        pytest.param(grpo, [], [], [], [], id="grpo-no-rows"),
-        pytest.param(rloo, [], [], [], [], id="rloo-no-rows"),
+        pytest.param(GRPO(), [1, 5, 0, 7], [3, 9, 3, 9], [1] * 4, [HALF, -HALF, -HALF, HALF], id="grpo-interleaved"),
+        pytest.param(GRPO(), [1, 0, 1, -100], [0] * 4, [1, 1, 1, 0], [0.577, -1.155, 0.577, 0], id="grpo-row-left-out"),
+        pytest.param(GRPO(), [1, 0, NAN], [0] * 3, [1, 1, 0], [HALF, -HALF, 0], id="grpo-nan-left-out"),
+        pytest.param(GRPO(), [1, 0, INF], [0] * 3, [1, 1, 0], [HALF, -HALF, 0], id="grpo-infinity-left-out"),
+        pytest.param(GRPO(), [1, 100], [0, 0], [1, 0], [0, 0], id="grpo-one-rewarded-row"),
+        pytest.param(GRPO(), [1, 100], [0, 0], [0, 0], [0, 0], id="grpo-no-rewarded-row"),
+        pytest.param(GRPO(), [1.0, 1.00001], [0, 0], [1, 1], [-0.6196, 0.6196], id="grpo-small-spread"),
+        pytest.param(RLOO(), [1, 0, 2], [0] * 3, [1] * 3, [0, -1.5, 1.5], id="rloo"),
+        pytest.param(RLOO(), [1, 0, 2, 9], [0] * 4, [1, 1, 1, 0], [0, -1.5, 1.5, 0], id="rloo-row-left-out"),
+        pytest.param(RLOO(), [5, 1], [0, 0], [1, 0], [0, 0], id="rloo-one-rewarded-row"),
+        pytest.param(RLOO(), [1, 0, 7], [0, 0, 1], [1] * 3, [1, -1, 0], id="rloo-singleton"),
+        pytest.param(RawReward(), [1, 0, 2], [0, 0, 1], [1] * 3, [1, 0, 2], id="reinforce"),
+        pytest.param(RawReward(), [1, NAN], [0, 0], [1, 0], [1, 0], id="reinforce-nan-left-out"),
+        pytest.param(GRPO(), [], [], [], [], id="grpo-no-rows"),
+        pytest.param(RLOO(), [], [], [], [], id="rloo-no-rows"),
     ],
 )
 def test_estimators_give_the_hand_worked_numbers(
-    estimator: Estimator, scores: list[float], groups: list[int], rewarded: list[int], expected: list[float]
+    estimator: RowEstimator, scores: list[float], groups: list[int], rewarded: list[int], expected: list[float]
 ) -> None:
     found = advantages(estimator, [float(score) for score in scores], groups, rewarded)
     assert found.dtype == torch.float32
@@ -73,19 +94,19 @@ def test_estimators_give_the_hand_worked_numbers(
 @centred
 @pytest.mark.parametrize("number", [2, 3, 11, 1000])
 @pytest.mark.parametrize("constant", [1.1, 0.1, -2.7, 1e8])
-def test_equal_rewards_give_exactly_0(estimator: Estimator, constant: float, number: int) -> None:
+def test_equal_rewards_give_exactly_0(estimator: RowEstimator, constant: float, number: int) -> None:
     assert advantages(estimator, [constant] * number).count_nonzero() == 0
 
 
 @centred
-def test_a_large_offset_costs_no_precision(estimator: Estimator) -> None:
+def test_a_large_offset_costs_no_precision(estimator: RowEstimator) -> None:
     scores, offset = [0.0, 1.0, 4.0], 2.0**20
     assert_close(advantages(estimator, [score + offset for score in scores]), advantages(estimator, scores))
 
 
 @each
 @pytest.mark.parametrize("poison", [NAN, INF])
-def test_a_broken_reward_of_a_rewarded_row_is_not_hidden_as_0(estimator: Estimator, poison: float) -> None:
+def test_a_broken_reward_of_a_rewarded_row_is_not_hidden_as_0(estimator: RowEstimator, poison: float) -> None:
     found = advantages(estimator, [1.0, poison, 0.0, 5.0, 7.0], [0, 0, 0, 1, 1])
     assert not found[1].isfinite()
     assert found[3:].isfinite().all()
@@ -97,14 +118,14 @@ def test_a_broken_reward_of_a_rewarded_row_is_not_hidden_as_0(estimator: Estimat
     change=st.integers(-100, 100),
 )
 def test_groups_and_rewarded_rows_are_isolated(
-    estimator: Estimator, rewards: list[tuple[int, int, bool]], change: int
+    estimator: RowEstimator, rewards: list[tuple[int, int, bool]], change: int
 ) -> None:
     scores = torch.tensor([float(score) for score, _, _ in rewards])
     groups = torch.tensor([group for _, group, _ in rewards])
     rewarded = torch.tensor([kept for _, _, kept in rewards])
     elsewhere = (groups == 0) | ~rewarded
-    before = estimator(scores, groups, rewarded)
-    after = estimator(torch.where(elsewhere, scores * change - change, scores), groups, rewarded)
+    before = estimator.per_row(scores, groups, rewarded)
+    after = estimator.per_row(torch.where(elsewhere, scores * change - change, scores), groups, rewarded)
     assert torch.equal(before[~elsewhere], after[~elsewhere])
     assert (after[~rewarded] == 0).all()
 
@@ -116,17 +137,17 @@ def test_groups_and_rewarded_rows_are_isolated(
 )
 def test_a_shift_changes_nothing_and_a_scale_what_it_should(scores: list[int], shift: int, scale: float) -> None:
     plain, moved = [float(score) for score in scores], [score * scale + shift for score in scores]
-    assert_close(advantages(grpo, moved), advantages(grpo, plain), atol=1e-4, rtol=1e-4)  # epsilon does not scale
-    assert_close(advantages(rloo, moved), scale * advantages(rloo, plain))
-    assert math.isclose(float(advantages(rloo, plain).sum()), 0, abs_tol=1e-3)
+    assert_close(advantages(GRPO(), moved), advantages(GRPO(), plain), atol=1e-4, rtol=1e-4)  # epsilon does not scale
+    assert_close(advantages(RLOO(), moved), scale * advantages(RLOO(), plain))
+    assert math.isclose(float(advantages(RLOO(), plain).sum()), 0, abs_tol=1e-3)
 
 
 @each
-def test_rows_may_come_in_any_order(estimator: Estimator) -> None:
+def test_rows_may_come_in_any_order(estimator: RowEstimator) -> None:
     scores, groups = torch.tensor([1.0, 0.0, 3.0, 2.0, 5.0]), torch.tensor([4, 4, 2, 2, 2])
     rewarded, order = torch.tensor([True, True, True, False, True]), torch.tensor([3, 0, 4, 1, 2])
-    found = estimator(scores, groups, rewarded)
-    assert_close(estimator(scores[order], groups[order], rewarded[order]), found[order])
+    found = estimator.per_row(scores, groups, rewarded)
+    assert_close(estimator.per_row(scores[order], groups[order], rewarded[order]), found[order])
 
 
 def test_group_statistics_are_those_of_the_rewarded_rows() -> None:
@@ -141,19 +162,19 @@ def test_group_statistics_are_those_of_the_rewarded_rows() -> None:
 
 def test_epsilon_is_added_to_the_deviation() -> None:
     pair = torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([True, True])
-    assert_close(grpo(*pair, epsilon=1.0), torch.tensor([0.5, -0.5]) / (HALF + 1))
+    assert_close(GRPO(epsilon=1.0).per_row(*pair), torch.tensor([0.5, -0.5]) / (HALF + 1))
 
 
 def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert all(resolve_advantages(name) is estimator for name, estimator in ESTIMATORS.items())
-    assert resolve_advantages(grpo) == PerRow(grpo)
+    assert resolve_advantages(centered) == FunctionEstimator(centered)
     with pytest.raises(ValueError, match=r"out of grpo, .*, gae, an object or a function, got 'grpoo'"):
         resolve_advantages("grpoo")
 
 
 def test_a_class_is_not_taken_for_a_function() -> None:
-    with pytest.raises(ValueError, match="expected an object as advantages, got the class Normalised: call it"):
-        resolve_advantages(Normalised)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="expected an object as advantages, got the class Normalized: call it"):
+        resolve_advantages(Normalized)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -170,11 +191,7 @@ def test_a_function_that_returns_anything_but_a_number_for_each_row_is_named(
     def mine(scores: Tensor, _groups: Tensor, _rewarded: Tensor) -> Any:
         return wrong(scores)
 
-    tokens = torch.zeros(2, 3)
-    signal = RewardSignal(
-        scores=torch.tensor([1.0, 0.0]), rewarded=torch.ones(2, dtype=torch.bool), groups=torch.tensor([0, 0]),
-        valid_tokens=tokens == 0, token_rewards=tokens, shaped=tokens,
-    )  # fmt: skip
+    signal = signal_of([1.0, 0.0], [1, 1], torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=rf"advantages=mine to return a number for each row \[2\], got {got}"):
         resolve_advantages(mine)(signal)
 
@@ -205,37 +222,37 @@ SCORES, PAIR_AND_THREE = torch.tensor([1.0, 3.0, 0.0, 6.0, 0.0], dtype=torch.flo
         ),
     ],
 )  # fmt: skip
-def test_normalised_at_every_level(mean: Level, std: Level, expected: list[float], *, leave_one_out: bool) -> None:
+def test_normalized_at_every_level(mean: Level, std: Level, expected: list[float], *, leave_one_out: bool) -> None:
     options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "epsilon": 0.0}
-    found = normalised(SCORES, PAIR_AND_THREE, EVERYONE, **options)
+    found = Normalized(**options).per_row(SCORES, PAIR_AND_THREE, EVERYONE)
     assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_leaving_one_out_is_the_distance_to_the_mean_of_the_others() -> None:
-    found = normalised(SCORES, PAIR_AND_THREE, EVERYONE, std="none", leave_one_out=True)
+    found = Normalized(std="none", leave_one_out=True).per_row(SCORES, PAIR_AND_THREE, EVERYONE)
     others = [3.0, 1.0, 3.0, 0.0, 3.0]
     assert found.tolist() == [own - other for own, other in zip(SCORES.tolist(), others, strict=True)]
 
 
 def test_the_biased_deviation_divides_by_n_and_epsilon_is_added() -> None:
     pair = torch.tensor([0.0, 2.0]), torch.tensor([0, 0]), torch.tensor([True, True])
-    assert normalised(*pair, unbiased=False, epsilon=0.0).tolist() == [-1.0, 1.0]
-    assert normalised(*pair, unbiased=False, epsilon=1.0).tolist() == [-0.5, 0.5]
+    assert Normalized(unbiased=False, epsilon=0.0).per_row(*pair).tolist() == [-1.0, 1.0]
+    assert Normalized(unbiased=False, epsilon=1.0).per_row(*pair).tolist() == [-0.5, 0.5]
 
 
 @pytest.mark.parametrize("level", ["group", "batch"])
 def test_rows_outside_rewarded_enter_no_level(level: Level) -> None:
     scores, rewarded = torch.tensor([0.0, 2.0, NAN]), torch.tensor([True, True, False])
-    found = normalised(scores, torch.zeros(3, dtype=torch.long), rewarded, mean=level, std=level, epsilon=0.0)
+    found = Normalized(mean=level, std=level, epsilon=0.0).per_row(scores, torch.zeros(3, dtype=torch.long), rewarded)
     assert_close(found, torch.tensor([-HALF, HALF, 0.0]))
 
 
 def test_a_constant_population_gives_0_at_its_own_level_alone() -> None:
     scores, groups = torch.tensor([2.0, 2.0, 1.0, 5.0]), torch.tensor([0, 0, 1, 1])
     whole = torch.ones(4, dtype=torch.bool)
-    assert not normalised(scores, groups, whole, mean="none", std="group")[:2].any()
-    assert normalised(scores, groups, whole, mean="batch", std="batch")[:2].all()
-    assert not normalised(torch.full((4,), 1.1), groups, whole, mean="batch", std="none").any()
+    assert not Normalized(mean="none", std="group").per_row(scores, groups, whole)[:2].any()
+    assert Normalized(mean="batch", std="batch").per_row(scores, groups, whole)[:2].all()
+    assert not Normalized(mean="batch", std="none").per_row(torch.full((4,), 1.1), groups, whole).any()
 
 
 @pytest.mark.parametrize(
@@ -249,9 +266,8 @@ def test_a_constant_population_gives_0_at_its_own_level_alone() -> None:
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
-    for refuse in (lambda: normalised(SCORES, PAIR_AND_THREE, EVERYONE, **options), lambda: Normalised(**options)):
-        with pytest.raises(ValueError, match=message):
-            refuse()
+    with pytest.raises(ValueError, match=message):
+        Normalized(**options)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +287,7 @@ def test_maxrl_is_relative_to_the_mean(
     scores: list[float], groups: list[int], rewarded: list[int], expected: list[float]
 ) -> None:
     assert_close(
-        advantages(maxrl, [float(score) for score in scores], groups, rewarded),
+        advantages(MaxRL(), [float(score) for score in scores], groups, rewarded),
         torch.tensor([float(value) for value in expected]),
         atol=2e-5,  # an epsilon of 1e-6 beside a mean of .25 takes 1.2e-5 off an advantage of 3
         rtol=0,
@@ -280,13 +296,13 @@ def test_maxrl_is_relative_to_the_mean(
 
 def test_maxrl_adds_epsilon_to_the_mean_and_bears_an_epsilon_of_0() -> None:
     batch = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-    assert maxrl(*batch, epsilon=0.5).tolist() == [0.5, -0.5, 0.0, 0.0]
-    assert maxrl(*batch, epsilon=0.0).tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert MaxRL(epsilon=0.5).per_row(*batch).tolist() == [0.5, -0.5, 0.0, 0.0]
+    assert MaxRL(epsilon=0.0).per_row(*batch).tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_dr_grpo_leaves_the_scale_alone() -> None:
-    assert advantages(dr_grpo, [100.0, 0.0, 50.0, 7.0], [0, 0, 0, 1]).tolist() == [50.0, -50.0, 0.0, 0.0]
-    assert advantages(dr_grpo, [1.0, 0.0, 9.0], [0, 0, 0], [1, 1, 0]).tolist() == [0.5, -0.5, 0.0]
+    assert advantages(DrGRPO(), [100.0, 0.0, 50.0, 7.0], [0, 0, 0, 1]).tolist() == [50.0, -50.0, 0.0, 0.0]
+    assert advantages(DrGRPO(), [1.0, 0.0, 9.0], [0, 0, 0], [1, 1, 0]).tolist() == [0.5, -0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -303,14 +319,78 @@ def test_dr_grpo_leaves_the_scale_alone() -> None:
 def test_opo_subtracts_the_mean_weighed_with_lengths(
     scores: list[float], lengths: list[int], rewarded: list[int], expected: list[float]
 ) -> None:
-    groups, kept = torch.zeros(len(scores), dtype=torch.long), torch.tensor(rewarded, dtype=torch.bool)
-    found = opo(torch.tensor(scores, dtype=torch.float64), groups, kept, torch.tensor(lengths))
-    assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    found = OPO()(signal_of(scores, rewarded, torch.arange(9) < torch.tensor(lengths)[:, None])).advantages
+    spread = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], torch.tensor(expected)[:, None], 0.0)
+    assert_close(found, spread.double())
 
 
-def test_whether_a_group_of_one_teaches_nothing_is_declared() -> None:
+def centered(scores: Tensor, _groups: Tensor, _rewarded: Tensor) -> Tensor:
+    """A user's function for a single prompt."""
+    return scores - scores.mean()
+
+
+def by_group(scores: Tensor, groups: Tensor, rewarded: Tensor, *, scale: float = 1.0) -> Tensor:
+    """A user's function that subtracts the mean of each group."""
+    group = group_statistics(scores, groups, rewarded)
+    return scale * (scores - group.mean.to(scores.dtype))
+
+
+def over_deviation(scores: Tensor, groups: Tensor, _rewarded: Tensor) -> Tensor:
+    """A user's function that knows no deviation of a single row: NaN for groups of one."""
+    found = torch.empty_like(scores)
+    for group in groups.unique():
+        own = scores[groups == group]
+        found[groups == group] = (own - own.mean()) / own.var().sqrt()
+    return found
+
+
+def in_fours(scores: Tensor, _groups: Tensor, _rewarded: Tensor) -> Tensor:
+    """A user's function that knows its group size."""
+    groups = scores.reshape(-1, 4)
+    return (groups - groups.mean(-1, keepdim=True)).flatten()
+
+
+class Leader(Estimator):
+    """A user's estimator: the distance to the best of the group."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        same = signal.groups[:, None] == signal.groups
+        return Advantages(signal.spread_out(signal.scores - torch.where(same, signal.scores, -INF).amax(-1)))
+
+
+def test_whether_a_group_of_one_teaches_nothing_is_known_of_every_estimator() -> None:
     comparing = {name for name, estimator in ESTIMATORS.items() if estimator.compares}
     assert comparing == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus_baseline"}
-    assert PerRow(partial(grpo, epsilon=0.1)).compares and PerRow(partial(grpo, epsilon=0.1)).name == "grpo"
-    assert not PerRow(reinforce).compares
-    assert Normalised(mean="batch").compares and not Normalised(mean="batch", std="none").compares
+    assert GRPO(epsilon=0.1, unbiased=False).compares and not RawReward().compares
+    assert Normalized(mean="batch").compares and not Normalized(mean="batch", std="none").compares
+
+
+@pytest.mark.filterwarnings("ignore:var.*degrees of freedom:UserWarning")
+@pytest.mark.parametrize(
+    ("estimator", "compares"),
+    [
+        (by_group, True), (partial(by_group, scale=2.0), True), (over_deviation, True), (Leader(), True),
+        (centered, False), (lambda scores, *_: scores, False), (in_fours, False),
+    ],
+)  # fmt: skip
+def test_so_it_is_of_a_users_function(estimator: Estimator | RowFunction, *, compares: bool) -> None:
+    assert resolve_advantages(estimator).compares == compares
+
+
+def test_a_function_is_called_by_its_own_name_whatever_is_bound_to_it() -> None:
+    assert FunctionEstimator(partial(by_group, scale=2.0)).name == "by_group"
+    assert FunctionEstimator(partial(partial(by_group), scale=2.0)).name == "by_group"
+
+
+def test_what_an_estimator_looks_at_is_declared() -> None:
+    within = {name for name, estimator in ESTIMATORS.items() if estimator.within_groups}
+    assert within == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce"}
+    shift_invariant = {name for name, estimator in ESTIMATORS.items() if estimator.shift_invariant}
+    assert shift_invariant == {"grpo", "dr_grpo", "rloo", "opo"}
+    assert FunctionEstimator(by_group).within_groups and not FunctionEstimator(by_group).shift_invariant
+    levels: list[tuple[Level, Level]] = [("group", "group"), ("group", "none"), ("none", "group"), ("batch", "none")]
+    for mean, std in [*levels, ("none", "none")]:
+        estimator = Normalized(mean=mean, std=std)
+        assert (estimator.within_groups, estimator.shift_invariant) == (mean != "batch", mean == "group")
+    assert not Normalized(std="batch").within_groups and not Normalized(std="batch").shift_invariant

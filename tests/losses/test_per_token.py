@@ -2,20 +2,28 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.losses import loss_of
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from lightning_rl.signal.losses import clipped_surrogate, policy_gradient, value_loss
+from lightning_rl import ClippedSurrogate, PolicyLoss, Reinforce, ValueLoss
 from lightning_rl.signal.ratios import policy_ratio
 
 NAN, INF = math.nan, math.inf
+
+
+def clipped_surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, **knobs: float) -> Tensor:
+    return loss_of(ClippedSurrogate(**knobs), logprobs, old_logprobs, advantages)
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return loss_of(Reinforce(), logprobs, logprobs.detach(), advantages)
 
 
 def with_slope(loss: Callable[[Tensor], Tensor], point: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +68,8 @@ def test_losses_have_the_gradient_of_their_value() -> None:
     new.requires_grad_()
     assert gradcheck(lambda x: clipped_surrogate(x, old, advantages, clip_low=0.3, clip_high=0.5, dual_clip=2.0), new)
     assert gradcheck(lambda x: policy_gradient(x, advantages), new)
-    assert gradcheck(lambda x: value_loss(x, old, advantages, clip=0.5), new)
-    assert gradcheck(lambda x: value_loss(x, old, advantages, clip=None), new)
+    assert gradcheck(lambda x: ValueLoss(clip=0.5)(x, old, advantages), new)
+    assert gradcheck(lambda x: ValueLoss(clip=None)(x, old, advantages), new)
 
 
 def test_on_policy_the_surrogate_has_the_gradient_of_reinforce() -> None:
@@ -103,7 +111,7 @@ def test_the_ratio_is_exact_up_to_20() -> None:
 def test_one_broken_token_spoils_no_other(poison: float) -> None:
     new, old, advantages = torch.tensor([[-1.0, poison]]), torch.tensor([[-1.5, -1.0]]), torch.tensor([[1.0, poison]])
     assert clipped_surrogate(new, old, advantages)[0, 0] == clipped_surrogate(new[:, :1], old[:, :1], torch.ones(1, 1))
-    assert value_loss(new, old, advantages)[0, 0] == value_loss(new[:, :1], old[:, :1], torch.ones(1, 1))
+    assert ValueLoss()(new, old, advantages)[0, 0] == ValueLoss()(new[:, :1], old[:, :1], torch.ones(1, 1))
     assert policy_gradient(new, advantages)[0, 0] == 1.0
 
 
@@ -122,7 +130,7 @@ def test_one_broken_token_spoils_no_other(poison: float) -> None:
 )
 def test_value_loss(value: float, old: float, target: float, clip: float | None, loss: float, slope: float) -> None:
     tensors = torch.tensor([[old]], dtype=torch.float64), torch.tensor([[target]], dtype=torch.float64)
-    found = with_slope(lambda x: value_loss(x, *tensors, clip=clip), value)
+    found = with_slope(lambda x: ValueLoss(clip=clip)(x, *tensors), value)
     assert torch.cat(found).flatten().tolist() == [loss, slope]
 
 
@@ -138,27 +146,25 @@ def test_value_loss(value: float, old: float, target: float, clip: float | None,
     ],
 )
 def test_bounds_out_of_range_are_refused(knobs: dict[str, float], message: str) -> None:
-    row = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
-        clipped_surrogate(row, row, row, **knobs)
+        ClippedSurrogate(**knobs)
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, NAN])
 def test_a_value_clip_without_room_is_refused(clip: float) -> None:
-    row = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="clip > 0 or None"):
-        value_loss(row, row, row, clip=clip)
+        ValueLoss(clip=clip)
 
 
-@pytest.mark.parametrize(
-    ("loss", "names"),
-    [
-        (clipped_surrogate, ["logprobs", "old_logprobs", "advantages"]),
-        (policy_gradient, ["logprobs", "advantages"]),
-        (value_loss, ["values", "old_values", "returns"]),
-    ],
-)
-def test_shapes_that_would_broadcast_are_refused_by_name(loss: Callable[..., Any], names: list[str]) -> None:
-    tensors = [torch.zeros(2, 3)] * (len(names) - 1) + [torch.zeros(2, 1)]
-    with pytest.raises(ValueError, match=rf"one shape, got {names[0]} \[2, 3\], .*{names[-1]} \[2, 1\]"):
-        loss(*tensors)
+@pytest.mark.parametrize("loss", [ClippedSurrogate(), Reinforce()])
+def test_shapes_that_would_broadcast_are_refused_by_name(loss: PolicyLoss) -> None:
+    row = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"expected advantages of shape \[2, 3\], got \[2, 1\]"):
+        loss_of(loss, row, row, row[:, :1])
+
+
+def test_a_value_loss_refuses_shapes_that_would_broadcast() -> None:
+    row = torch.zeros(2, 3)
+    message = r"one shape, got values \[2, 3\], old_values \[2, 3\], returns \[2, 1\]"
+    with pytest.raises(ValueError, match=message):
+        ValueLoss()(row, row, row[:, :1])

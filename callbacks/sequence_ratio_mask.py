@@ -1,0 +1,68 @@
+r"""Sequence-ratio mask: leave out responses whose probability in engine and trainer differs too much.
+
+.. math::
+    \text{keep } b \iff \alpha \le \exp\Bigl(\frac{1}{|o_b|} \sum_t
+    \log \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}\Bigr) \le \beta
+    \qquad\text{or}\qquad
+    \alpha \le \prod_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
+
+with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. One decision for the whole
+response, which still counts in the denominator. The product grows with the length of the response; the geometric mean
+does not.
+
+Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
+"""
+
+from typing import Literal
+
+from jaxtyping import Bool
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import LossView, RLCallback, Stat
+from lightning_rl.signal.ratios import check_band, sequence_ratio
+
+BANDS = {"mean": (0.99, 1.01), "product": (0.5, 2.0)}
+
+
+class SequenceRatioMask(RLCallback):
+    """Keeps responses whose ratio of old to rollout policy lies within bounds, both included.
+
+    Logs ``sequence_ratio_mask/ratio`` and ``sequence_ratio_mask/ratio_max`` before the mask, and the core's
+    ``sequence_ratio_mask/rejected``.
+
+    Args:
+        statistic: the ratio of a response: the geometric ``"mean"`` or the ``"product"`` of those of its tokens.
+        low: smallest ratio that is kept, in [0, 1]; by default 0.99 for the mean and 0.5 for the product.
+        high: largest ratio that is kept, at least 1; by default 1.01 for the mean and 2 for the product.
+
+    Raises:
+        ValueError: if the statistic is unknown or a bound out of range.
+    """
+
+    name = "sequence_ratio_mask"
+    reads_at_loss = ("old_logprobs", "rollout_logprobs")
+
+    def __init__(
+        self, statistic: Literal["mean", "product"], low: float | None = None, high: float | None = None
+    ) -> None:
+        if statistic not in BANDS:
+            raise ValueError(f"expected the mean or the product of the ratios, got {statistic!r}")
+        self.statistic = statistic
+        self.low = BANDS[statistic][0] if low is None else low
+        self.high = BANDS[statistic][1] if high is None else high
+        check_band(self.low, self.high)
+
+    @override
+    def sequence_mask(self, view: LossView) -> Bool[Tensor, " B"]:
+        ratio = self._ratio(view)
+        return (ratio >= self.low) & (ratio <= self.high)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        raw = Stat.of(self._ratio(view), view.trained)
+        return {"sequence_ratio_mask/ratio": raw, "sequence_ratio_mask/ratio_max": raw.maximum()}
+
+    def _ratio(self, view: LossView) -> Tensor:
+        old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+        return sequence_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "mean")

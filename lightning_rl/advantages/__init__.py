@@ -1,0 +1,71 @@
+"""What ``advantages=`` accepts: an estimator object, a function of one scalar per row, or a known name."""
+
+from lightning_rl.advantages.base import (
+    Advantages,
+    Estimator,
+    FunctionEstimator,
+    RewardSignal,
+    RowEstimator,
+    RowFunction,
+)
+from lightning_rl.advantages.gae import GAE
+from lightning_rl.advantages.group_relative import GRPO, RLOO, DrGRPO, MaxRL
+from lightning_rl.advantages.normalized import Level, Normalized
+from lightning_rl.advantages.opo import OPO
+from lightning_rl.advantages.raw_reward import RawReward
+from lightning_rl.advantages.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from lightning_rl.advantages.remax import ReMax
+
+__all__ = [
+    "ESTIMATORS",
+    "GAE",
+    "GRPO",
+    "OPO",
+    "RLOO",
+    "Advantages",
+    "DrGRPO",
+    "Estimator",
+    "FunctionEstimator",
+    "Level",
+    "MaxRL",
+    "Normalized",
+    "RawReward",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+    "RewardSignal",
+    "RowEstimator",
+    "RowFunction",
+    "resolve_advantages",
+]
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": GRPO(),
+    "dr_grpo": DrGRPO(),
+    "rloo": RLOO(),
+    "maxrl": MaxRL(),
+    "opo": OPO(),
+    "reinforce": RawReward(),
+    "reinforce_plus_plus": ReinforcePlusPlus(),
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline(),
+    "remax": ReMax(),
+    "gae": GAE(),
+}
+
+
+def resolve_advantages(advantages: Estimator | RowFunction | str) -> Estimator:
+    """An estimator from an object, a function or a known name.
+
+    Raises:
+        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
+    """
+    if isinstance(advantages, Estimator):
+        return advantages
+    if isinstance(advantages, type):
+        raise ValueError(f"expected an object as advantages, got the class {advantages.__name__}: call it")
+    if callable(advantages):
+        return FunctionEstimator(advantages)
+    if advantages not in ESTIMATORS:
+        names = ", ".join(ESTIMATORS)
+        raise ValueError(f"expected advantages out of {names}, an object or a function, got {advantages!r}")
+    return ESTIMATORS[advantages]

@@ -1,0 +1,123 @@
+"""GRPO, Dr. GRPO, RLOO and MaxRL: a row's score beside those of the other answers to its prompt.
+
+A row outside ``rewarded`` enters no statistic and gets 0, and so does a row whose group has no two different scores,
+by test and not by an epsilon.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.advantages.base import RowEstimator
+from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.signal.statistics import Population, group_statistics
+
+
+class GroupRelative(RowEstimator):
+    """An estimator that compares each score with the statistics of its group."""
+
+    within_groups = True
+    shift_invariant = True
+
+    @abstractmethod
+    def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:
+        """The advantage of each row whose group has different scores, in float64."""
+
+    @override
+    def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Float[Tensor, " B"]:
+        group = group_statistics(scores, groups, rewarded)
+        relative = self.relative(masked_fill_invalid(scores, rewarded).double(), group)
+        return torch.where(group.spread, relative, 0.0).to(scores.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPO(GroupRelative):
+    r"""The score standardised within its group, :math:`(s - \bar s) / (\sigma + \epsilon)`.
+
+    Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2.
+
+    Args:
+        unbiased: whether the variance divides by n - 1 instead of n.
+        epsilon: added to the standard deviation, at least 0.
+
+    Raises:
+        ValueError: if ``epsilon`` is negative.
+
+    Example:
+        >>> GRPO().per_row(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool))
+        tensor([ 0.7071, -0.7071,  0.0000])
+    """
+
+    unbiased: bool = True
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        check_epsilon(self.epsilon)
+
+    @override
+    def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:
+        return (scores - group.mean) / (group.std(unbiased=self.unbiased) + self.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class DrGRPO(GroupRelative):
+    r"""The score minus the mean of its group, :math:`s - \bar s`: a hard prompt weighs no more than an easy one.
+
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
+    """
+
+    @override
+    def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:
+        return scores - group.mean
+
+
+@dataclass(frozen=True, slots=True)
+class RLOO(GroupRelative):
+    r"""The score minus the mean of the *other* rows of its group, :math:`(s - \bar s)\, n / (n - 1)`.
+
+    Source: Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019.
+    """
+
+    @override
+    def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:
+        return (scores - group.mean) * group.number / (group.number - 1).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxRL(GroupRelative):
+    r"""The score relative to the mean of its group, :math:`(s - \bar s) / (\bar s + \epsilon)`.
+
+    Derived for rewards of 0 and 1, where it approximates maximum likelihood; 0 unless the mean is positive.
+
+    Source: Tajwar et al. 2026 (MaxRL), arXiv:2602.02710, algorithm 1.
+
+    Args:
+        epsilon: added to the mean, at least 0.
+
+    Raises:
+        ValueError: if ``epsilon`` is negative.
+    """
+
+    shift_invariant = False
+
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        check_epsilon(self.epsilon)
+
+    @override
+    def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:
+        mean = (group.mean.clamp(min=0) + self.epsilon).clamp(min=1e-300)
+        return torch.where(group.mean > 0, (scores - group.mean) / mean, 0.0)
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises a ValueError if ``epsilon`` is negative."""
+    if not epsilon >= 0:
+        raise ValueError(f"expected epsilon >= 0, got {epsilon}")

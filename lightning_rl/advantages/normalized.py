@@ -1,0 +1,85 @@
+"""Normalized: the score minus a mean, over a deviation, each of the group, of the batch, or left out."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.advantages.base import Advantages, RewardSignal, RowEstimator
+from lightning_rl.advantages.group_relative import check_epsilon
+from lightning_rl.signal.masked import GlobalSum, masked_fill_invalid, own_sum
+from lightning_rl.signal.statistics import batch_statistics, group_statistics
+
+Level = Literal["batch", "group", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalized(RowEstimator):
+    """The score minus a mean, over a standard deviation, each of the row's group, of the whole batch, or left out.
+
+    Group and group is GRPO, group and none Dr. GRPO, group leaving one out and none RLOO, group and batch LitePPO. A
+    row outside ``rewarded`` gets 0, and so does a row whose group or batch, where that is a level, has no two different
+    scores.
+
+    Source: LitePPO (group mean, batch deviation): Liu et al. 2025, arXiv:2508.08221.
+
+    Args:
+        mean: what the subtracted mean runs over: ``"group"``, ``"batch"`` or ``"none"``.
+        std: what the standard deviation runs over, around its own mean.
+        leave_one_out: subtract the mean of the *other* rows, which is the deviation times n / (n - 1).
+        unbiased: whether the variance divides by n - 1 instead of n.
+        epsilon: added to the standard deviation.
+
+    Raises:
+        ValueError: if a level is unknown or the options do not fit together.
+    """
+
+    mean: Level = "group"
+    std: Level = "group"
+    leave_one_out: bool = False
+    unbiased: bool = True
+    epsilon: float = 1e-6
+    within_groups: bool = field(init=False, repr=False, compare=False)
+    shift_invariant: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks the options, and declares what they make of it."""
+        levels = get_args(Level)
+        if self.mean not in levels or self.std not in levels:
+            raise ValueError(f"expected mean and std out of {', '.join(levels)}, got {self.mean!r} and {self.std!r}")
+        if self.leave_one_out and self.mean == "none":
+            raise ValueError(
+                'expected leave_one_out=False with mean="none": without a mean there is nothing to leave out'
+            )
+        check_epsilon(self.epsilon)
+        object.__setattr__(self, "within_groups", "batch" not in (self.mean, self.std))
+        object.__setattr__(self, "shift_invariant", self.mean == "group" and self.std != "batch")
+
+    @override
+    def per_row(
+        self, scores: Tensor, groups: Tensor, rewarded: Tensor, global_sum: GlobalSum = own_sum
+    ) -> Float[Tensor, " B"]:
+        statistics = {
+            "group": lambda: group_statistics(scores, groups, rewarded),
+            "batch": lambda: batch_statistics(scores, rewarded, global_sum),
+        }
+        populations = {level: statistics[level]() for level in sorted({self.mean, self.std} - {"none"})}
+        live, advantages = rewarded, masked_fill_invalid(scores, rewarded).double()
+        for population in populations.values():
+            live = live & population.spread
+        if self.mean != "none":
+            center = populations[self.mean]
+            advantages = advantages - center.mean
+            if self.leave_one_out:
+                advantages = advantages * center.number / (center.number - 1).clamp(min=1)
+        if self.std != "none":
+            advantages = advantages / (populations[self.std].std(unbiased=self.unbiased) + self.epsilon)
+        return torch.where(live, advantages, 0.0).to(scores.dtype)
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        per_row = self.per_row(signal.scores, signal.groups, signal.rewarded, signal.global_sum)
+        return Advantages(signal.spread_out(per_row))

@@ -1,0 +1,37 @@
+"""OPO: a baseline in which long answers weigh more."""
+
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.signal.masked import group_index, masked_fill_invalid
+from lightning_rl.signal.statistics import group_statistics
+
+
+@dataclass(frozen=True, slots=True)
+class OPO(Estimator):
+    r"""The score minus the length-weighted mean of its group, :math:`s - \sum_i l_i s_i / \sum_i l_i`.
+
+    A row outside ``rewarded`` gets 0, and so does a row whose group has no two different scores. Lengths count valid
+    tokens.
+
+    Source: Hao et al. 2025 (OPO), arXiv:2505.23585.
+    """
+
+    within_groups = True
+    shift_invariant = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        scores, rewarded = signal.scores, signal.rewarded
+        index, number = group_index(signal.groups)
+        weights = torch.where(rewarded, signal.valid_tokens.sum(-1), 0).double()
+        exact = masked_fill_invalid(scores, rewarded).double()
+        zeros = torch.zeros(number, dtype=torch.float64, device=scores.device)
+        total = zeros.index_add(0, index, weights)
+        baseline = zeros.index_add(0, index, weights * exact) / total.clamp(min=1)
+        spread = group_statistics(scores, signal.groups, rewarded).spread
+        per_row = torch.where(spread, exact - baseline[index], 0.0).to(scores.dtype)
+        return Advantages(signal.spread_out(per_row))

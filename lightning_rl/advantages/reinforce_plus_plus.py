@@ -1,0 +1,64 @@
+"""REINFORCE++: returns of single tokens, whitened over the batch; with a group baseline or without."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages.group_relative import DrGRPO
+from lightning_rl.signal.masked import global_moments
+from lightning_rl.signal.returns import check_decay, discounted_returns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePlusPlus(Estimator):
+    """Discounted returns of the shaped reward, whitened over all valid tokens of rewarded rows.
+
+    A row that is not rewarded has no task part after whitening either: its penalties are scaled and not shifted.
+
+    Source: Hu et al. 2025, arXiv:2501.03262.
+
+    Args:
+        gamma: discount of a step, in [0, 1].
+
+    Raises:
+        ValueError: if ``gamma`` leaves [0, 1].
+    """
+
+    per_token: ClassVar[bool] = True
+
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        check_decay(gamma=self.gamma)
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        return _whiten(discounted_returns(signal.shaped, signal.valid_tokens, gamma=self.gamma), signal)
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlusBaseline(Estimator):
+    """The reward minus the mean of its group, plus each token's own reward, whitened over all valid tokens.
+
+    Source: Hu et al. 2025, arXiv:2501.03262, the variant with a group baseline.
+    """
+
+    per_token: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        centered = DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded)
+        return _whiten(signal.spread_out(centered) + signal.token_rewards, signal)
+
+
+def _whiten(raw: Tensor, signal: RewardSignal) -> Advantages:
+    rewarded = signal.rewarded[:, None]
+    moments = global_moments(raw, signal.valid_tokens & rewarded, signal.global_sum)
+    centered = torch.where(rewarded, torch.where(moments.spread, moments.deviation, 0.0), raw.double())
+    scaled = centered / torch.where(moments.spread, moments.std(), 1.0)
+    return Advantages(torch.where(signal.valid_tokens, scaled, 0.0).to(raw.dtype))

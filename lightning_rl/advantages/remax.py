@@ -1,0 +1,31 @@
+"""ReMax: the greedy answer as a baseline."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.signal.returns import discounted_returns
+
+
+@dataclass(frozen=True, slots=True)
+class ReMax(Estimator):
+    """The reward from each token on, minus the score of the greedy answer to the same prompt.
+
+    The greedy answer is one request more for each prompt; it never trains. Rows whose greedy answer has no reward are
+    not rewarded.
+
+    Source: Li et al. 2023, arXiv:2310.10505, algorithm 1.
+    """
+
+    per_token: ClassVar[bool] = True
+    needs_greedy: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        if signal.greedy is None:
+            raise ValueError("expected the score of a greedy answer for ReMax, got none")
+        baseline = torch.where(signal.rewarded, signal.greedy, 0.0)
+        return Advantages(discounted_returns(signal.shaped, signal.valid_tokens) - signal.spread_out(baseline))

@@ -1,0 +1,124 @@
+"""Clip-Cov and KL-Cov: the tokens of a step whose covariance of log-probability and advantage is high."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import LossView, Stat
+from lightning_rl.losses.base import RatioLoss, prepared_tokens
+from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
+from lightning_rl.signal.masked import GlobalSum
+from lightning_rl.signal.selection import GlobalConcat, covariances, largest, shuffled_keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov(ClippedSurrogate):
+    """The clipped surrogate without a few of the tokens whose covariance is high, which drive entropy down.
+
+    The tokens are drawn among those whose covariance lies within the bounds and that no clip holds back, by a number
+    that depends on the sample and the position alone. Logs ``policy/chosen``, their share.
+
+    Source: Cui et al. 2025, arXiv:2505.22617, section 4.2.
+
+    Args:
+        fraction: share of the step's tokens that are left out at most, in [0, 1]; at least one token.
+        cov_low: lower bound of the covariance.
+        cov_high: upper bound of the covariance.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        super().__post_init__()
+        if not (0 <= self.fraction <= 1 and self.cov_low < self.cov_high):
+            got = f"fraction={self.fraction}, cov_low={self.cov_low}, cov_high={self.cov_high}"
+            raise ValueError(f"expected fraction in [0, 1] and cov_low < cov_high, got {got}")
+
+    @override
+    def prepare(
+        self, views: Sequence[LossView], global_sum: GlobalSum, global_concat: GlobalConcat
+    ) -> Sequence[Tensor]:
+        candidates = [
+            view.valid_tokens & (cov > self.cov_low) & (cov < self.cov_high) & ~self._clip_binds(view)
+            for view, cov in zip(views, _covariances(views, global_sum), strict=True)
+        ]
+        keys = [shuffled_keys(view.sample_ids, view.width) for view in views]
+        return largest(keys, candidates, _number(self.fraction, views, global_sum), global_concat)
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        return torch.where(prepared_tokens(view), 0.0, super().__call__(view))
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        return {**super().metrics(view), "policy/chosen": Stat.of(prepared_tokens(view), view.valid_tokens)}
+
+    def _clip_binds(self, view: LossView) -> Tensor:
+        ratio, advantages = self.importance(view), view.required("advantages")
+        return -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages > -ratio * advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCov(RatioLoss):
+    """The unclipped surrogate, with a penalty on the drift of the tokens whose covariance is highest.
+
+    Logs ``policy/chosen``, the share of penalised tokens.
+
+    Source: Cui et al. 2025, arXiv:2505.22617, section 4.3.
+
+    Args:
+        fraction: share of the step's tokens that are penalised, in [0, 1]; at least one token. None is where all
+            advantages are 0, because then no covariance is the highest.
+        coef: what the absolute log-ratio is multiplied with.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    fraction: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        if not (0 <= self.fraction <= 1 and self.coef >= 0):
+            raise ValueError(f"expected fraction in [0, 1] and coef >= 0, got {self.fraction} and {self.coef}")
+
+    @override
+    def prepare(
+        self, views: Sequence[LossView], global_sum: GlobalSum, global_concat: GlobalConcat
+    ) -> Sequence[Tensor]:
+        number, scores = _number(self.fraction, views, global_sum), _covariances(views, global_sum)
+        candidates = [view.valid_tokens & (cov != 0) for view, cov in zip(views, scores, strict=True)]
+        return largest(scores, candidates, number, global_concat)
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        surrogate = -self.importance(view) * view.required("advantages")
+        drift = (view.logprobs - view.required("old_logprobs")).abs()
+        return surrogate + torch.where(prepared_tokens(view), self.coef * drift, 0.0)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        return {"policy/chosen": Stat.of(prepared_tokens(view), view.valid_tokens)}
+
+
+def _covariances(views: Sequence[LossView], global_sum: GlobalSum) -> list[Tensor]:
+    advantages = [view.required("advantages") for view in views]
+    return covariances([view.logprobs for view in views], advantages, [view.valid_tokens for view in views], global_sum)
+
+
+def _number(fraction: float, views: Sequence[LossView], global_sum: GlobalSum) -> int:
+    if not fraction:
+        return 0
+    tokens = global_sum(torch.stack([view.valid_tokens.sum() for view in views]).sum())
+    return max(int(fraction * int(tokens)), 1)

@@ -1,0 +1,78 @@
+"""DPPO: a trust region on the probability of a token instead of a clip of its ratio."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import LossView, Stat
+from lightning_rl.losses.base import RatioLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO(RatioLoss):
+    r"""The surrogate :math:`-\rho A` wherever the token has not left a trust region in the direction of its advantage.
+
+    The region bounds the divergence between two Bernoulli distributions, "this token" or "another", of the policy being
+    trained and the one that sampled: the total variation :math:`|p - q|` or the KL of q to p. A token that
+    is left out has loss and gradient 0; an advantage of 0 counts as negative. Logs ``policy/outside``, their share.
+
+    Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 11 to 14.
+
+    Args:
+        divergence: ``"tv"`` or ``"kl"``.
+        low: bound for tokens that a negative advantage made less likely.
+        high: bound for tokens that a positive advantage made more likely.
+        cap: None for :math:`-\rho A`; a number for the score-function form
+            :math:`-\operatorname{sg}[\min(\rho, cap)] A \log p`, which has the same gradient below the cap.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    ratio = ("current", "rollout")
+    reads = ("rollout_logprobs",)
+
+    divergence: Literal["tv", "kl"] = "tv"
+    low: float = 0.2
+    high: float = 0.2
+    cap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        if self.divergence not in ("tv", "kl"):
+            raise ValueError(f"expected divergence tv or kl, got {self.divergence!r}")
+        if not (self.low >= 0 and self.high >= 0):
+            raise ValueError(f"expected low >= 0 and high >= 0, got {self.low} and {self.high}")
+        if self.cap is not None and not self.cap >= 1:
+            raise ValueError(f"expected cap >= 1 or None, got {self.cap}")
+
+    def outside(self, view: LossView) -> Bool[Tensor, "B T"]:
+        """The tokens that have left the trust region and are left out."""
+        advantages = view.required("advantages")
+        now, then = view.logprobs.detach().exp(), view.required("rollout_logprobs").exp()
+        distance = (now - then).abs() if self.divergence == "tv" else _binary_kl(then, now)
+        grown = (now > then) & (distance > self.high) & (advantages > 0)
+        shrunk = (now < then) & (distance > self.low) & (advantages <= 0)
+        return grown | shrunk
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        ratio, advantages, inside = self.importance(view), view.required("advantages"), ~self.outside(view)
+        if self.cap is None:
+            return torch.where(inside, -ratio * advantages, 0.0)
+        return torch.where(inside, -ratio.detach().clamp(max=self.cap) * advantages * view.logprobs, 0.0)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        return {"policy/outside": Stat.of(self.outside(view), view.valid_tokens)}
+
+
+def _binary_kl(then: Tensor, now: Tensor) -> Tensor:
+    tiny = 1e-8
+    rest_then, rest_now = (1 - then).clamp(min=tiny), (1 - now).clamp(min=tiny)
+    then, now = then.clamp(min=tiny), now.clamp(min=tiny)
+    return then * (then / now).log() + rest_then * (rest_then / rest_now).log()

@@ -1,0 +1,57 @@
+"""M2PO: the clipped surrogate without the tokens on which engine and trainer disagree most."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import LossView, Stat
+from lightning_rl.losses.base import prepared_tokens
+from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
+from lightning_rl.signal.masked import GlobalSum
+from lightning_rl.signal.selection import GlobalConcat, smallest_with_mean_below
+
+
+@dataclass(frozen=True, kw_only=True)
+class M2PO(ClippedSurrogate):
+    """The clipped surrogate on tokens that keep the second moment of the engine's log-ratio small.
+
+    The tokens with the largest squared log-ratio of old to rollout policy are left out until the mean over the rest is
+    below the threshold; they stay in the denominator. Logs ``policy/kept``, the share of the others.
+
+    Source: Zheng et al. 2025, arXiv:2510.01161.
+
+    Args:
+        threshold: bound of the mean squared log-ratio, above 0.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    reads = ("old_logprobs", "rollout_logprobs")
+
+    threshold: float = 0.04
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        super().__post_init__()
+        if not self.threshold > 0:
+            raise ValueError(f"expected threshold > 0, got {self.threshold}")
+
+    @override
+    def prepare(
+        self, views: Sequence[LossView], global_sum: GlobalSum, global_concat: GlobalConcat
+    ) -> Sequence[Tensor]:
+        squares = [(view.required("old_logprobs") - view.required("rollout_logprobs")).square() for view in views]
+        return smallest_with_mean_below(squares, [view.valid_tokens for view in views], self.threshold, global_concat)
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        return torch.where(prepared_tokens(view), super().__call__(view), 0.0)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        return {**super().metrics(view), "policy/kept": Stat.of(prepared_tokens(view), view.valid_tokens)}

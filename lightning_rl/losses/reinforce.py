@@ -1,0 +1,22 @@
+"""Reinforce: the plain policy gradient."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import LossView
+from lightning_rl.losses.base import PolicyLoss
+
+
+@dataclass(frozen=True)
+class Reinforce(PolicyLoss):
+    r"""The score-function loss :math:`-A \log p`, without a ratio: exact for samples of the current policy.
+
+    Source: Williams 1992.
+    """
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        return -view.required("advantages") * view.logprobs

@@ -1,0 +1,44 @@
+"""SAPO: a soft gate on the ratio instead of a clip."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import LossView
+from lightning_rl.losses.base import RatioLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO(RatioLoss):
+    r"""A soft gate on the ratio: :math:`-\tfrac{4}{\tau}\,\sigma(\tau (r - 1))\, A`.
+
+    Near a ratio of 1 its gradient is that of :math:`-rA`; away from it the gradient fades.
+
+    Source: Gao et al. 2025 (SAPO), arXiv:2511.20347, eq. 6.
+
+    Args:
+        tau_positive: temperature for positive advantages, above 0.
+        tau_negative: temperature for the others; the larger, the sooner their gradient fades.
+
+    Raises:
+        ValueError: if a temperature is not positive.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        """Checks the temperatures."""
+        if not (self.tau_positive > 0 and self.tau_negative > 0):
+            got = f"{self.tau_positive} and {self.tau_negative}"
+            raise ValueError(f"expected tau_positive > 0 and tau_negative > 0, got {got}")
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        advantages = view.required("advantages")
+        tau = torch.where(advantages > 0, torch.full_like(advantages, self.tau_positive), self.tau_negative)
+        gate = torch.sigmoid(tau * (self.importance(view) - 1))
+        return -4 / tau * gate * advantages

@@ -1,0 +1,56 @@
+"""Statistics of the scores of a group or of the batch, over the rewarded rows alone, in float64 and two passes."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lightning_rl.signal.masked import GlobalSum, global_moments, group_index, masked_fill_invalid, own_sum
+
+
+class Population(NamedTuple):
+    """Each row's group or batch, summed up over its rewarded rows; every field has shape [B]."""
+
+    number: Float[Tensor, " B"]  # of rewarded rows
+    mean: Float[Tensor, " B"]
+    squares: Float[Tensor, " B"]  # sum of the squared deviations from the mean
+    spread: Bool[Tensor, " B"]  # the row is rewarded and the population has different rewards
+
+    def std(self, *, unbiased: bool = True) -> Float[Tensor, " B"]:
+        """The standard deviation; 0 for fewer than two rows."""
+        return (self.squares / (self.number - int(unbiased)).clamp(min=1)).sqrt()
+
+
+def group_statistics(
+    scores: Float[Tensor, " B"], groups: Int[Tensor, " B"], rewarded: Bool[Tensor, " B"]
+) -> Population:
+    """Count, mean and deviation of each row's group over the rewarded rows alone. A group lies on one rank."""
+    index, number = group_index(groups)
+    exact = masked_fill_invalid(scores, rewarded).double()
+
+    def per_group(values: Tensor) -> Tensor:
+        return torch.zeros(number, dtype=torch.float64, device=values.device).index_add_(0, index, values)[index]
+
+    def extreme(fill: float, reduce: str) -> Tensor:
+        start = torch.full((number,), fill, dtype=torch.float64, device=exact.device)
+        return start.scatter_reduce_(0, index, torch.where(rewarded, exact, fill), reduce)[index]
+
+    count = per_group(rewarded.double())
+    mean = per_group(exact) / count.clamp(min=1)
+    squares = per_group(torch.where(rewarded, exact - mean, 0.0).square())
+    spread = rewarded & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # NaN has spread: never hide it
+    return Population(count, mean, squares, spread)
+
+
+def batch_statistics(
+    scores: Float[Tensor, " B"], rewarded: Bool[Tensor, " B"], global_sum: GlobalSum = own_sum
+) -> Population:
+    """The same over the rewarded rows of all ranks, the same for every row."""
+    batch = global_moments(scores, rewarded, global_sum)
+    return Population(
+        batch.number.expand(len(scores)),
+        batch.mean.expand(len(scores)),
+        batch.squares.expand(len(scores)),
+        batch.spread & rewarded,
+    )

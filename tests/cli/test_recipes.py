@@ -1,0 +1,54 @@
+"""A recipe is taken where it would train or evaluate, and nothing of it has begun then."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.cli.recipes import load_recipe, starts_itself
+from lightning_rl.metrics import callbacks_of
+
+SCRIPT = """
+import sys
+from kit.support import tiny_module, tiny_prompts
+from lightning.pytorch import Callback, Trainer
+
+class Alarm(Callback):
+    def on_exception(self, *_):
+        raise SystemExit("it was taken for a failure")
+
+trainer = Trainer(
+    accelerator="cpu", devices=int(sys.argv[1]), strategy=sys.argv[2], max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Alarm()],
+)
+trainer.{method}(tiny_module(), {data})
+raise SystemExit("it went on")
+"""
+
+
+def script(folder: Path, method: str = "fit", data: str = "tiny_prompts()") -> Path:
+    path = folder / "recipe.py"
+    path.write_text(SCRIPT.format(method=method, data=data))
+    return path
+
+
+@pytest.mark.parametrize("method", ["fit", "validate"])
+def test_it_ends_before_anything_begins_and_keeps_what_it_was_given(method: str, tmp_path: Path) -> None:
+    arguments, variables = list(sys.argv), dict(os.environ)
+    recipe = load_recipe(script(tmp_path, method), ["1", "auto"])
+    assert recipe.module.policy is None and recipe.data is recipe.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    assert [type(callback).__name__ for callback in callbacks_of(recipe.trainer)] == ["Alarm"]
+    assert (sys.argv, dict(os.environ)) == (arguments, variables)
+
+
+def test_a_trainer_of_several_ranks_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or Lightning sets it
+    recipe = load_recipe(script(tmp_path), ["2", "ddp"])
+    assert recipe.trainer.world_size == 2 and starts_itself(recipe.trainer)
+    assert recipe.trainer.strategy.launcher.procs == []  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+def test_other_data_than_prompts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"expected Trainer\.fit\(module, PromptDataModule\(\.\.\.\)\), got NoneType"):
+        load_recipe(script(tmp_path, data="[]"), ["1", "auto"])
