@@ -115,7 +115,7 @@ def compare_algorithms(recordings: Sequence[Recording], recipe: Path, options: S
     """Prints what another algorithm makes of a recorded rollout; nothing has to be equal, so the code is 0."""
     ours = [_recorded_algorithm(recording) for recording in recordings]
     theirs = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
-    for each in json_differences(*(algorithm_to_json(algorithms[0]) for algorithms in (ours, theirs))):
+    for each in json_differences(algorithm_to_json(ours[0]), algorithm_to_json(theirs[0])):
         _row(each.what, str(each))
     pairs = zip(replay(recordings, ours), replay(recordings, theirs, restore=False), strict=True)
     for recording, pair in zip(recordings, pairs, strict=True):
@@ -161,8 +161,8 @@ def _step_differences(recording: Recording, rerun: Rerun) -> Iterable[tuple[str,
     rows = sorted(row for microbatch in recording.header["plan"][step % recording.minibatches] for row in microbatch)
     names = [samples[row] for row in rows]
     for name, theirs in (("logprobs", rerun.logprobs), ("entropy", rerun.entropy)):
-        sides = [None if side is None else side[rows] for side in (recording.of_step(step, name), theirs)]
-        yield name, difference(name, *sides, names)
+        before, after = (None if side is None else side[rows] for side in (recording.of_step(step, name), theirs))
+        yield name, difference(name, before, after, names)
     recorded = torch.tensor([from_json(recording.header["steps"][step]["grad_norm"])], dtype=torch.float64)
     norm = None if rerun.norm is None else rerun.norm.double().cpu().reshape(1)
     yield "parameter gradient norm", difference("norm", recorded, norm, [f"step {step}"])

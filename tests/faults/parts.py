@@ -47,8 +47,7 @@ class TokenwiseOPSM(OPSM):
 
     @override
     def token_mask(self, view: LossView) -> Tensor:
-        drift = torch.where(view.valid_tokens, self._drift(view), 0.0).sum(-1) / view.valid_tokens.sum(-1).clamp(min=1)
-        return ~((view.required("advantages") < 0) & (drift[:, None] > self.delta))
+        return ~((view.required("advantages") < 0) & (self._drift(view)[:, None] > self.delta))
 
 
 class DetachedKL(ReferenceKL):

@@ -197,7 +197,7 @@ def ever_on_policy(view: LossView, *_: Any) -> LossView:
 
 def without_entropy_bonus(loss: Any, *_: Any) -> Any:
     """Leaves the entropy bonus of 0.1 out of what is differentiated."""
-    return loss._replace(total=loss.total - 0.1 * loss.parts["entropy_bonus/loss"])
+    return loss._replace(total=loss.total - 0.1 * loss.parts.get("entropy_bonus/loss", 0.0))
 
 
 def without_last_token(rollout: Rollout) -> Rollout:

@@ -57,10 +57,10 @@ def _weighted_sums(evidence: Evidence) -> dict[int, float]:
 def _batches(evidence: Evidence, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
     """What the engine drew at once, in parts of the size of a call: samples with their token ids."""
     for batch in evidence.batches:
-        drawn = [(request.sample_id, tuple(completion.token_ids)) for request, completion in batch]
-        if len(drawn) >= size:
-            yield drawn[:size]
-            yield drawn[len(drawn) - size :]
+        sampled = [(request.sample_id, tuple(completion.token_ids)) for request, completion in batch]
+        if len(sampled) >= size:
+            yield sampled[:size]
+            yield sampled[len(sampled) - size :]
 
 
 def _samples_of(evidence: Evidence, call: RewardCall) -> list[int]:
