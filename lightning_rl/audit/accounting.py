@@ -38,7 +38,7 @@ class Charges:
         tokens = rollout.action_mask & rollout.real[:, None]
         return Charges(tokens, rollout.real, tokens.double())
 
-    def left(self) -> Tensor:
+    def remainder(self) -> Tensor:
         """Rows, tokens and weight that nobody has taken, shape [3] float64."""
         weight = torch.where(self.tokens, self.weight, 0.0).sum()
         return torch.stack([self.rows.sum().double(), self.tokens.sum().double(), weight])
@@ -60,9 +60,9 @@ class Charges:
         self._take(stage, self.rows & ~emptied, tokens, weight)
 
     def _take(self, stage: str, rows: Tensor, tokens: Tensor, weight: Tensor) -> None:
-        before = self.left()
+        before = self.remainder()
         self.rows, self.tokens, self.weight = rows, tokens, weight
-        self.taken[stage] = self.taken.get(stage, 0.0) + before - self.left()
+        self.taken[stage] = self.taken.get(stage, 0.0) + before - self.remainder()
 
 
 def _stages(corrections: Corrections, *methods: str) -> list[str]:

@@ -144,7 +144,7 @@ class Evidence:
         return self._signal[0].required("advantages")
 
     @property
-    def shaped(self) -> Tensor:
+    def shaped_reward(self) -> Tensor:
         """The shaped reward of :attr:`groups`, [B, T]."""
         return self._signal[1]
 

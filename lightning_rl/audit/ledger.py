@@ -96,9 +96,9 @@ class SignalLedger(RLCallback):
         samples, self._samples = self._samples, []
         charges = signal_charges(rollout, concatenate([part for _, part in samples]), self._corrections)
         taken = _sums([part.taken for part, _ in samples] + [charges.taken], rollout.groups.device)
-        sampled = charges.left() + torch.stack(list(taken.values())).sum(0)
+        sampled = charges.remainder() + torch.stack(list(taken.values())).sum(0)
         size = torch.where(rollout.valid_tokens, rollout.required("advantages").double().abs(), 0.0).sum()
-        amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.left()[1], size]
+        amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
         self.totals = Totals(*self.collectives.sum(torch.stack(amounts)).tolist())
         counts = {f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])}
         shares = {
@@ -122,7 +122,7 @@ class SignalLedger(RLCallback):
         left = totals.carrying / max(totals.tokens, 1.0) / max(totals.advantage, 1e-300)
         scales = valid.new_tensor([1 / max(totals.sequences, 1.0), 1 / max(totals.tokens, 1.0), left])
         scales = scales * totals.valid / valid.clamp(min=1)  # so that the mean over valid tokens is the share
-        amounts = {**charges.taken, USED: charges.left()}
+        amounts = {**charges.taken, USED: charges.remainder()}
         return {
             f"ledger/{unit}/{stage}": _share((amounts[stage] * scales)[place], valid)
             for stage in (*update_stages(corrections), USED)

@@ -182,9 +182,9 @@ class _Draft:
             values |= {} if view.current_values is None else {"values": view.current_values}
             rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)[view.real]
             for name, tensor in values.items() if len(rows) else ():
-                self._put(f"{prefix}/{name}", rows, tensor[view.real])
+                self._write_rows(f"{prefix}/{name}", rows, tensor[view.real])
 
-    def _put(self, name: str, rows: Tensor, values: Tensor) -> None:
+    def _write_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
         shape = cast(Rollout, self.rollout).response_ids.shape
         table = self.tensors.setdefault(name, torch.zeros(shape, dtype=values.dtype))
         table[rows.cpu(), : values.shape[1]] = values.detach().cpu()

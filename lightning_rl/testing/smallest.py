@@ -61,14 +61,14 @@ def smallest(
     """
     wanted: list[str] = []
 
-    def broken(example: Example) -> bool:
+    def breaks(example: Example) -> bool:
         findings = look(example, wanted[0] if wanted else None)
         if findings and not wanted:
             wanted.append(findings[0].check)
         return bool(findings)
 
     try:
-        example = find(strategy, broken, settings=HOW)
+        example = find(strategy, breaks, settings=HOW)
     except NoSuchExample:
         return None
     return example, look(example, wanted[0])[0]

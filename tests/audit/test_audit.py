@@ -47,9 +47,13 @@ from lightning_rl.callbacks import (
 from lightning_rl.corrections import Corrections
 
 RECIPES = {
-    "grpo": presets.grpo, "ppo": presets.ppo, "gspo": presets.gspo, "cispo": presets.cispo,
-    "rloo": partial(presets.rloo, max_new_tokens=8), "reinforce_plus_plus": presets.reinforce_plus_plus,
-}  # fmt: skip
+    "grpo": presets.grpo,
+    "ppo": presets.ppo,
+    "gspo": presets.gspo,
+    "cispo": presets.cispo,
+    "rloo": partial(presets.rloo, max_new_tokens=8),
+    "reinforce_plus_plus": presets.reinforce_plus_plus,
+}
 
 
 def largest_legal_set(recipe: str) -> list[RLCallback]:
@@ -257,7 +261,7 @@ def test_who_edits_a_rollout_while_looking_at_it_is_named(tmp_path: Path) -> Non
     [
         ({"every_n_rollouts": 0}, "every_n_rollouts >= 1"),
         ({"mode": "print"}, "mode warn or raise"),
-        ({"checks": ["nothing"]}, "expected checks out of .*sampled_is_trained, .* got 'nothing'"),
+        ({"checks": ["nothing"]}, "expected checks out of .*trained_tokens, .* got 'nothing'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

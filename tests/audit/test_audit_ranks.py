@@ -40,17 +40,24 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         corrections = [AdaptiveKL(0.1, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
     corrections += [DetachedOnOneRank(0.1, as_loss=True)] if kind == "on one rank" else []
     module = tiny_module(
-        minibatches=2, epochs=2, token_budget=20, temperature=0.7,
+        minibatches=2,
+        epochs=2,
+        token_budget=20,
+        temperature=0.7,
         advantages="reinforce_plus_plus" if kind == "adaptive" else "grpo",
-    )  # fmt: skip
+    )
     said, sums = "", sum_of_this_rank if kind == "own denominators" else Collectives.sum
     with warnings.catch_warnings(), patch.object(Collectives, "sum", sums):
         warnings.simplefilter("ignore")
         try:
             fit(
-                module, callbacks=[*corrections, SignalAudit(1, "raise")], data=tiny_prompts(8, 4),
-                default_root_dir=folder, strategy=STRATEGIES[strategy](), devices=2,
-            )  # fmt: skip
+                module,
+                callbacks=[*corrections, SignalAudit(1, "raise")],
+                data=tiny_prompts(8, 4),
+                default_root_dir=folder,
+                strategy=STRATEGIES[strategy](),
+                devices=2,
+            )
         except RuntimeError as raised:
             said = str(raised)
     (folder / f"rank-{module.global_rank}.txt").write_text(said)

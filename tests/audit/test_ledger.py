@@ -122,11 +122,13 @@ def stages(callbacks: list[RLCallback]) -> list[str]:
 def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
     sampled = rollout_of(
         rewards=[1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0],
-        tokens=[[1, 1]] * 10, groups=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+        tokens=[[1, 1]] * 10,
+        groups=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
         finish=[0, 0, 0, 0, Finish.ABORT, 0, 0, 1, 0, 0],
-        trained=[True] * 4 + [False] + [True] * 5, rewarded=[True] * 4 + [False] + [True] * 5,
+        trained=[True] * 4 + [False] + [True] * 5,
+        rewarded=[True] * 4 + [False] + [True] * 5,
         old_logprobs=torch.full((10, 2), -1.0),
-    )  # fmt: skip
+    )
     callbacks = [
         callback_of("filter", keep_groups=lambda seen: seen.groups != 0),  # rows 0 and 1
         NoEOSMask(),  # row 7, which leaves row 6 alone in its group
@@ -137,11 +139,19 @@ def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
     found = figures([sampled], callbacks, drift=0.0)
     shares = {name.removeprefix("ledger/tokens/"): share for name, share in found.items() if "/tokens/" in name}
     assert shares == {
-        "sampled": 20.0, "filter.keep_groups": 0.2, "aborted": pytest.approx(0.1), "unscored": 0.0,
-        "no_eos_mask.exclude": 0.0, "no_eos_mask.reward_mask": pytest.approx(0.1), "zero_advantage": pytest.approx(0.4),
-        "first_row.sequence_mask": pytest.approx(0.1), "first_token.token_mask": pytest.approx(0.05),
-        "weight.token_weight": 0.0, "clip": 0.0, "used": pytest.approx(0.05),
-    }  # fmt: skip
+        "sampled": 20.0,
+        "filter.keep_groups": 0.2,
+        "aborted": pytest.approx(0.1),
+        "unscored": 0.0,
+        "no_eos_mask.exclude": 0.0,
+        "no_eos_mask.reward_mask": pytest.approx(0.1),
+        "zero_advantage": pytest.approx(0.4),
+        "first_row.sequence_mask": pytest.approx(0.1),
+        "first_token.token_mask": pytest.approx(0.05),
+        "weight.token_weight": 0.0,
+        "clip": 0.0,
+        "used": pytest.approx(0.05),
+    }
     assert found["ledger/weight/weight.token_weight"] == pytest.approx(0.05 / 4)
     assert found["ledger/weight/used"] == pytest.approx(0.05 * 0.75)
     assert found["ledger/sequences/used"] == pytest.approx(0.1)
@@ -203,9 +213,12 @@ def test_every_logged_row_adds_up_and_the_table_shows_it(tmp_path: Path, caplog:
     logger = CSVLogger(tmp_path)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         fit(
-            tiny_module(**OPTIONS), callbacks=[*CORRECTIONS, SignalLedger(2)], data=tiny_prompts(12, 4), logger=logger,
+            tiny_module(**OPTIONS),
+            callbacks=[*CORRECTIONS, SignalLedger(2)],
+            data=tiny_prompts(12, 4),
+            logger=logger,
             log_every_n_steps=4,
-        )  # fmt: skip
+        )
     names, *rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
     assert len(rows) == 3
     logged: dict[str, float] = {}
@@ -235,9 +248,12 @@ def test_a_checkpoint_within_a_rollout_holds_its_totals(tmp_path: Path) -> None:
     ledgers = [SignalLedger(), SignalLedger()]
     with pytest.warns(UserWarning, match="pre-optimization state"):
         fit(
-            tiny_module(**OPTIONS), callbacks=[ledgers[0], saving], data=tiny_prompts(4, 4), max_steps=3,
+            tiny_module(**OPTIONS),
+            callbacks=[ledgers[0], saving],
+            data=tiny_prompts(4, 4),
+            max_steps=3,
             enable_checkpointing=True,
-        )  # fmt: skip
+        )
     saved = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
     ledgers[1].load_state_dict(saved["callbacks"]["ledger"])
     assert ledgers[1].totals == ledgers[0].totals

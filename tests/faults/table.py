@@ -30,16 +30,16 @@ KL = partial(ReferenceKL, 0.1, as_loss=True)
 SMALL = {"token_budget": 24}
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("token ids of another row", "sampled_is_trained", "stage draw", patches=[change_rows(patches.rolled_ids)]),
+    Fault("token ids of another row", "trained_tokens", "stage draw", patches=[change_rows(patches.rolled_ids)]),
     Fault(
         "finish reason from the padded width",
-        "sampled_is_trained",
+        "trained_tokens",
         "stage draw",
         patches=[change_rows(patches.finish_by_width)],
     ),
     Fault(
         "rollout log-probabilities in bfloat16",
-        "sampled_is_trained",
+        "trained_tokens",
         "stage draw",
         patches=[after(Sampler, "_logprobs", patches.in_bfloat16)],
     ),
@@ -298,7 +298,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a reward of the place in the list", "reward_order", "reward by_row", options={"rewards": parts.by_row}),
     Fault(
         "the last token of a response masked",
-        "sampled_is_trained",
+        "trained_tokens",
         "stage draw",
         patches=[change_rows(patches.without_last_token)],
     ),

@@ -63,8 +63,9 @@ def test_a_filtered_group_is_no_part_of_a_recording(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="groups are missing"):
         fit(
             tiny_module(rewards=lambda prompts, *_, **__: [0.0 if prompts[0] else 1.0] * len(prompts)),
-            callbacks=[DynamicSampling(max_rounds=2), RolloutRecorder(tmp_path)], data=tiny_prompts(8, 4),
-        )  # fmt: skip
+            callbacks=[DynamicSampling(max_rounds=2), RolloutRecorder(tmp_path)],
+            data=tiny_prompts(8, 4),
+        )
     assert list(tmp_path.iterdir()) == []
 
 

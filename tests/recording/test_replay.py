@@ -140,8 +140,9 @@ def test_two_recordings_of_one_run_are_equal_and_the_first_difference_of_others_
     wrong = tampered(tampered(other, "rollout/advantages", 0, 0, 9.0), "rollout/response_ids", 1, 0, 15)
     found = list(recording_differences(one, wrong))
     assert [(each.what, each.place) for each in found] == [
-        ("rollout/response_ids", "sample 17, position 0"), ("rollout/advantages", "sample 16, position 0"),
-    ]  # fmt: skip
+        ("rollout/response_ids", "sample 17, position 0"),
+        ("rollout/advantages", "sample 16, position 0"),
+    ]
 
 
 def test_nothing_global_is_left_behind(tmp_path: Path) -> None:

@@ -98,11 +98,15 @@ def drawn(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("reward", "broken"),
     [
-        (first_word, "reward_accepts"), (best_of_the_batch, "reward_order"), (by_row, "reward_order"),
-        (for_the_first, "reward_values"), (infinite, "reward_values"), (sorting, "reward_inputs"),
+        (first_word, "reward_accepts"),
+        (best_of_the_batch, "reward_order"),
+        (by_row, "reward_order"),
+        (for_the_first, "reward_values"),
+        (infinite, "reward_values"),
+        (sorting, "reward_inputs"),
         (drawn, "reward_repeats"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_reward_fails_with_its_property(reward: Any, broken: str) -> None:
     with pytest.raises(PropertyError) as raised:
         check_reward(reward)

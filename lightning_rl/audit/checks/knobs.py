@@ -121,13 +121,13 @@ def _views(evidence: Evidence) -> Iterator[LossView]:
         good = torch.where(rows % 2 == 0, drift, -drift).sign()[:, None]
         advantages = (good * (1.5 + pattern_of(view))).to(view.logprobs.dtype)
         shifted = view.logprobs.detach() + (drift * torch.cos(2.0 * (rows // 2)))[:, None].to(view.logprobs.dtype)
-        yield _varied(view, abs(drift)).replace(
+        yield _variation(view, abs(drift)).replace(
             advantages=torch.where(view.valid_tokens, advantages, 0.0),
             logprobs=torch.where(view.valid_tokens, shifted, 0.0),
         )
 
 
-def _varied(rollout: RolloutT, drift: float) -> RolloutT:
+def _variation(rollout: RolloutT, drift: float) -> RolloutT:
     """A copy whose float fields differ, each by a pattern of its own over rows and tokens."""
     number, rows = iter(range(100)), torch.arange(len(rollout), device=rollout.groups.device)[:, None]
 
@@ -146,7 +146,7 @@ def _varied_groups(evidence: Evidence) -> Rollout:
     """The groups with rewards that all differ, and as if the policies did."""
     groups = evidence.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
-    return _varied(groups.replace(rewards=groups.rewards + noise), 1.0)
+    return _variation(groups.replace(rewards=groups.rewards + noise), 1.0)
 
 
 def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:

@@ -22,15 +22,15 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding]:
     """
     rows, outputs = evidence.rows, evidence.outputs
     findings = [
-        *_misaligned(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
-        *_misaligned(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
+        *_misalignments(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
+        *_misalignments(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
     ]
     yield from findings
     if not findings and outputs is not None:
-        yield from _misaligned(evidence, "logprobs", outputs.logprobs, "policy", UPDATE)
+        yield from _misalignments(evidence, "logprobs", outputs.logprobs, "policy", UPDATE)
 
 
-def _misaligned(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
+def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
     """The first row of a field that is not what a model's own forward says, with a guess at what went wrong."""
     facts = evidence.facts
     for plain in evidence.plain:

@@ -16,7 +16,7 @@ DRAW = "stage draw"
 
 
 @check(culprit=DRAW, cure="join completions and rows by sample id")
-def sampled_is_trained(evidence: Evidence) -> Iterator[Finding]:
+def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     """The tokens, log-probabilities and finish reasons that train are those that the engine returned, row by row."""
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     ids, actions, finish = (part.tolist() for part in (rollout.response_ids, rollout.action_mask, rollout.finish))

@@ -72,8 +72,8 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
     if step is None or step.norm is None:
         return
     parameters = [parameter for parameter in step.parameters.values() if parameter.gradient is not None]
-    summed = _joined([parameter.summed for parameter in parameters])
-    gradient = _joined([parameter.gradient for parameter in parameters if parameter.gradient is not None])
+    summed = _concatenation([parameter.summed for parameter in parameters])
+    gradient = _concatenation([parameter.gradient for parameter in parameters if parameter.gradient is not None])
     moving = len(summed) > 0 and float(summed.norm()) > 0
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
     away = float((gradient - factor * summed).norm() / gradient.norm().clamp(min=1e-300))
@@ -89,7 +89,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(expected=expected, observed=f"gradients times {factor:.3g}")
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenation(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
@@ -102,7 +102,7 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding]:
     if step is None:
         return
     stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
-    if stuck and any(_has_moved(parameter) for parameter in step.parameters.values()):
+    if stuck and any(_moves(parameter) for parameter in step.parameters.values()):
         yield Finding(
             culprit=f"optimizer, parameter {stuck[0]}",
             expected="every trained parameter to move",
@@ -113,7 +113,7 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(culprit="scheduler", expected=expected, observed=observed)
 
 
-def _has_moved(parameter: ParameterTrace) -> bool:
+def _moves(parameter: ParameterTrace) -> bool:
     before, after = parameter.before, parameter.after
     return before is not None and after is not None and not torch.equal(before, after)
 
@@ -121,7 +121,7 @@ def _has_moved(parameter: ParameterTrace) -> bool:
 def _is_stuck(parameter: ParameterTrace) -> bool:
     """Whether a parameter stands still though its gradient and learning rate would move it in its precision."""
     gradient, before = parameter.gradient, parameter.before
-    if gradient is None or before is None or _has_moved(parameter):
+    if gradient is None or before is None or _moves(parameter):
         return False
     if before.dtype not in (torch.float32, torch.float64):
         return False
