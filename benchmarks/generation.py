@@ -27,9 +27,16 @@ def a_model() -> PreTrainedModel:
     """A Llama of 1.7 M parameters in four layers; nobody has trained it, so no response ends by itself."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=6, max_position_embeddings=PROMPT + LONGEST, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=PROMPT + LONGEST,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -24,6 +24,8 @@ from torch.optim import AdamW
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
+from lightning_rl import Sampling
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
@@ -55,9 +57,16 @@ class Seconds(RLCallback):
 def policy_of(width: int, layers: int) -> Qwen2ForCausalLM:
     """A randomly initialised Qwen2 that knows the words of the sorting task."""
     config = Qwen2Config(
-        vocab_size=len(task.WORDS), hidden_size=width, num_hidden_layers=layers, intermediate_size=3 * width,
-        num_attention_heads=4, num_key_value_heads=4, bos_token_id=None, eos_token_id=task.EOS, pad_token_id=task.PAD,
-    )  # fmt: skip
+        vocab_size=len(task.WORDS),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        intermediate_size=3 * width,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        bos_token_id=None,
+        eos_token_id=task.EOS,
+        pad_token_id=task.PAD,
+    )
     torch.default_generator.manual_seed(0)
     return Qwen2ForCausalLM(config)
 
@@ -65,15 +74,25 @@ def policy_of(width: int, layers: int) -> Qwen2ForCausalLM:
 def fitted(engine: Engine, max_staleness: int, width: int, layers: int, tokens: int, rollouts: int) -> Seconds:
     """Seconds of a fit."""
     module = RLLightningModule(
-        policy=partial(policy_of, width, layers), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        group_size=ANSWERS, engine=engine, max_new_tokens=tokens, max_staleness=max_staleness,
+        policy=partial(policy_of, width, layers),
+        tokenizer=task.sorting_tokenizer(),
+        rewards=task.exactly_sorted,
+        group_size=ANSWERS,
+        engine=engine,
+        sampling=Sampling(max_new_tokens=tokens),
+        max_staleness=max_staleness,
         optimizer=partial(AdamW, lr=1e-5),
-    )  # fmt: skip
+    )
     seconds, data = Seconds(), PromptDataModule(task.sorting_prompts(rollouts * 16, seed=0), 16)
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[TruncatedIS(), seconds],
-    )  # fmt: skip
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[TruncatedIS(), seconds],
+    )
     trainer.fit(module, data)
     return seconds
 

@@ -10,7 +10,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,13 +23,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
 from lightning_rl import (
+    GRPO,
     ClippedSurrogate,
     FakeEngine,
-    Finish,
     PromptDataModule,
     RLCallback,
     RLLightningModule,
     Rollout,
+    Sampling,
     token_mean,
 )
 from lightning_rl.algorithm import Algorithm
@@ -48,8 +48,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.corrections import Corrections
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
-from lightning_rl.signal.masked import own_sum
-from lightning_rl.update import accumulated
+from lightning_rl.update import accumulate_gradient
 
 
 def model_1m() -> Qwen2ForCausalLM:
@@ -57,31 +56,26 @@ def model_1m() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=16, hidden_size=128, num_hidden_layers=4, intermediate_size=384, num_attention_heads=4,
-            num_key_value_heads=4, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None,
+            vocab_size=16,
+            hidden_size=128,
+            num_hidden_layers=4,
+            intermediate_size=384,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            bos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def random_rollout(rows: int, prompt: int, response: int) -> Rollout:
     """Rows of equal length with everything that a correction may read."""
     draw = torch.Generator().manual_seed(0)
-    whole, mask = torch.ones(rows, dtype=torch.bool), torch.ones(rows, response, dtype=torch.bool)
     logprobs = -2.77 + 0.1 * torch.randn(rows, response, generator=draw)
-    return Rollout(
-        prompt_ids=torch.randint(2, 16, (rows, prompt), generator=draw),
-        prompt_lengths=torch.full((rows,), prompt),
-        response_ids=torch.randint(2, 16, (rows, response), generator=draw),
-        response_lengths=torch.full((rows,), response),
-        action_mask=mask,
-        valid_tokens=mask,
-        groups=torch.arange(rows) // 8,
-        sample_ids=torch.arange(rows),
-        finish=torch.full((rows,), Finish.STOP, dtype=torch.uint8),
-        policy_version=torch.zeros(rows, response, dtype=torch.int64),
-        trained=whole,
-        rewarded=whole,
-        rewards=torch.zeros(rows),
+    prompts, responses = (torch.randint(2, 16, (rows, width), generator=draw) for width in (prompt, response))
+    rollout = Rollout.of_samples(prompts.tolist(), responses.tolist(), groups=[row // 8 for row in range(rows)])
+    return rollout.replace(
         rollout_logprobs=logprobs,
         old_logprobs=logprobs,
         ref_logprobs=logprobs,
@@ -116,14 +110,14 @@ def our_update(
     callbacks: list[RLCallback],
 ) -> None:
     """The library's own update stage, every metric included."""
-    objective = Algorithm(loss=ClippedSurrogate(), reduction=token_mean, corrections=Corrections(callbacks))
-    gradient = accumulated(
+    algorithm = Algorithm(
+        loss=ClippedSurrogate(), advantages=GRPO(), reduction=token_mean, corrections=Corrections(callbacks)
+    )
+    gradient = accumulate_gradient(
         rollout,
         microbatches,
-        policy,
-        objective,
-        global_sum=own_sum,
-        around=lambda _last: nullcontext(),
+        lambda microbatch: policy(microbatch.layout),
+        algorithm,
         backward=lambda loss: loss.backward(),
     )
     log = MetricLog()
@@ -234,13 +228,24 @@ def fitted_steps(steps: int) -> Seconds:
     """One epoch of one rollout that serves many steps; the first half warms up."""
     times, scripted = StepTimes(), (5, 6, 7, 8, 9, 10, 11, 1)
     module = RLLightningModule(
-        model_1m, alternating_reward, engine=FakeEngine(lambda _request: scripted), group_size=8, epochs=steps,
-        max_new_tokens=8,
-    )  # fmt: skip
+        model_1m,
+        alternating_reward,
+        engine=FakeEngine(lambda _request: scripted),
+        group_size=8,
+        epochs=steps,
+        sampling=Sampling(max_new_tokens=8),
+    )
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, callbacks=[times], logger=CSVLogger(tempfile.mkdtemp()),
-        log_every_n_steps=1, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[times],
+        logger=CSVLogger(tempfile.mkdtemp()),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
     trainer.fit(module, PromptDataModule([[2, 3, 4, 5]], 1))
     return Seconds(times.seconds.wall[steps // 2 :], times.seconds.cpu[steps // 2 :])
 

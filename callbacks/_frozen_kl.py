@@ -1,6 +1,7 @@
 """What the KL corrections towards a frozen policy share: a penalty in the reward, or a term of the loss."""
 
 import warnings
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,20 +18,22 @@ WARN_AS_LOSS = {
 
 
 class FrozenKL(RLCallback):
-    """Penalises distance from a frozen policy.
+    """Penalises distance from a frozen policy; arguments as for ReferenceKL.
 
-    Args:
-        beta: what the KL is multiplied with.
-        estimator: a name out of :data:`lightning_rl.signal.kl.KL_ESTIMATORS`, an object or a function; by default
-            ``k1`` as a reward and ``k3`` as a loss.
-        as_loss: a term of the loss instead of a reward of each token.
-        unbiased: multiply the term with the importance ratio of current to old policy, gradient included.
-
-    Raises:
-        ValueError: if the estimator is unknown, ``beta`` is negative, or ``unbiased`` comes without ``as_loss``.
+    Attributes:
+        frozen: names of the fields that hold the log-probabilities of the frozen policy.
     """
 
-    def __init__(self, beta: float, *, estimator: KLEstimator | str | None, as_loss: bool, unbiased: bool) -> None:
+    frozen: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        beta: float = 0.05,
+        *,
+        estimator: KLEstimator | str | None = None,
+        as_loss: bool = False,
+        unbiased: bool = False,
+    ) -> None:
         if not beta >= 0:
             raise ValueError(f"expected beta >= 0, got {beta}")
         if unbiased and not as_loss:
@@ -39,12 +42,13 @@ class FrozenKL(RLCallback):
         self.estimator = kl_estimator(("k3" if as_loss else "k1") if estimator is None else estimator)
         self.as_loss = as_loss
         self.unbiased = unbiased
-        self.reads = () if as_loss else ("old_logprobs",)
-        self.reads_at_loss = ("old_logprobs",) if unbiased else ()
+        self.reads = () if as_loss else ("old_logprobs", *self.frozen)
+        self.reads_at_loss = ("old_logprobs", *self.frozen) if unbiased else self.frozen
         for chosen, reason in WARN_AS_LOSS.items() if as_loss else ():
             if self.estimator is KL_ESTIMATORS[chosen] and not (unbiased and chosen == "k1"):
-                depth = type(self).__mro__.index(FrozenKL) + 2  # whoever made the object
-                warnings.warn(f"{type(self).__name__} with {chosen} as a loss: {reason}", stacklevel=depth)
+                depth = sum("__init__" in vars(kind) for kind in type(self).__mro__ if issubclass(kind, FrozenKL))
+                text = f"{type(self).__name__} with {chosen} as a loss: {reason}"
+                warnings.warn(text, stacklevel=depth + 1)  # at the line that made the object
 
     def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
         """Log-probability of each token under the frozen policy."""

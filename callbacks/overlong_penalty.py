@@ -26,22 +26,22 @@ class OverlongPenalty(RLCallback):
     that it reaches.
 
     Args:
-        longest: the maximum M, usually the module's ``max_new_tokens``.
+        max_length: the maximum M, usually the module's ``max_new_tokens``.
         cache: the interval C below it.
         coef: what the penalty is multiplied with.
 
     Raises:
-        ValueError: unless ``0 < cache <= longest`` and ``coef >= 0``.
+        ValueError: unless ``0 < cache <= max_length`` and ``coef >= 0``.
     """
 
     name = "overlong_penalty"
 
-    def __init__(self, longest: int, cache: int, *, coef: float = 1.0) -> None:
-        if not 0 < cache <= longest:
-            raise ValueError(f"expected 0 < cache <= longest, got {cache} and {longest}")
+    def __init__(self, max_length: int, cache: int, *, coef: float = 1.0) -> None:
+        if not 0 < cache <= max_length:
+            raise ValueError(f"expected 0 < cache <= max_length, got {cache} and {max_length}")
         if not coef >= 0:
             raise ValueError(f"expected coef >= 0, got {coef}")
-        self.longest = longest
+        self.max_length = max_length
         self.cache = cache
         self.coef = coef
 
@@ -56,5 +56,5 @@ class OverlongPenalty(RLCallback):
         return {f"overlong_penalty/{what}": stat for what, stat in stats.items()}
 
     def _penalty(self, rollout: Rollout) -> Tensor:
-        room = self.longest - self.cache - rollout.response_lengths
+        room = self.max_length - self.cache - rollout.response_lengths
         return (room / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from lightning_rl.callbacks._frozen_kl import FrozenKL
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.kl import KLEstimator
 
 
 class ReferenceKL(FrozenKL):
@@ -44,18 +43,7 @@ class ReferenceKL(FrozenKL):
 
     name = "reference_kl"
     alternative = "ReferenceKL(as_loss=True)"
-
-    def __init__(
-        self,
-        beta: float = 0.05,
-        *,
-        estimator: KLEstimator | str | None = None,
-        as_loss: bool = False,
-        unbiased: bool = False,
-    ) -> None:
-        super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
-        self.reads = (*self.reads, *(() if as_loss else ("ref_logprobs",)))
-        self.reads_at_loss = (*self.reads_at_loss, "ref_logprobs")
+    frozen = ("ref_logprobs",)
 
     @override
     def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:

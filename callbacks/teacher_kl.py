@@ -43,11 +43,9 @@ class TeacherKL(FrozenKL):
         teacher: name or path of a model with the policy's vocabulary, or a callable that builds one; None if another
             callback provides ``token_extras/teacher_logprobs``.
         beta: what the KL is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2``, ``k3``, or a function of (logprobs, other) such as a
-            :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` as a reward and ``k3`` as a loss.
+        estimator: as for ReferenceKL.
         as_loss: a term of the loss instead of a reward of each token.
-        unbiased: multiply the term with the importance ratio of current to old policy, gradient included; only with
-            ``as_loss``.
+        unbiased: as for ReferenceKL.
 
     Raises:
         ValueError: if an option is out of range; at setup, if there is neither a teacher nor a callback that provides;

@@ -1,5 +1,6 @@
 """Writes docs/presets.md: what each preset sets, read from the presets themselves. Run ``python docs/presets.py``."""
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ Made by `python docs/presets.py`.
 """
 
 
-def shown(value: Any) -> str:
-    """An option as one would write it."""
-    if isinstance(value, RLCallback):
-        known = inspect.signature(type(value)).parameters
-        given = {name: getattr(value, name) for name in known if name in vars(value)}
-        changed = {name: own for name, own in given.items() if name == "beta" or own != known[name].default}
-        named = {name: own.__name__ if inspect.isfunction(own) else own for name, own in changed.items()}
-        inner = ", ".join(f"{name}={own!r}" for name, own in named.items())
-        return f"{type(value).__name__}({inner})"
-    return value.__name__ if inspect.isfunction(value) else repr(value)
+def source_of(value: Any) -> str:
+    """An option as one would write it, without what is the default."""
+    if inspect.isfunction(value):
+        return value.__name__
+    if not (isinstance(value, RLCallback) or dataclasses.is_dataclass(value)):
+        return repr(value)
+    arguments = []
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        argument = getattr(value, name, parameter.default)
+        if argument != parameter.default or name == "beta":
+            arguments.append(f"{name}={source_of(argument)}")
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def page() -> str:
@@ -35,8 +38,8 @@ def page() -> str:
     rows = []
     for name, make in PRESETS.items():
         preset, text = make(), inspect.getdoc(make) or ""
-        options = "<br>".join(f"`{key}={shown(value)}`" for key, value in preset.options.items())
-        corrections = "<br>".join(f"`{shown(callback)}`" for callback in preset.callbacks) or "none"
+        options = "<br>".join(f"`{key}={source_of(value)}`" for key, value in preset.options.items())
+        corrections = "<br>".join(f"`{source_of(callback)}`" for callback in preset.callbacks) or "none"
         source = " ".join(text.partition("Source:")[2].split())
         rows.append(f"| `{name}` | {options} | {corrections} | {source} |")
     return HEAD + "\n".join(rows) + "\n"

@@ -10,6 +10,7 @@ What a paper leaves to the task is left out: models, sizes, learning rate, epoch
 mapping, ``**{**recipe.options, "reduction": "prompt_mean"}``, and a correction is switched off by leaving it out.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from lightning_rl.advantages import (
 )
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
+from lightning_rl.generation import Sampling
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -86,7 +88,7 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    options = {"advantages": DrGRPO(), "loss": ClippedSurrogate(), "max_new_tokens": max_new_tokens}
+    options = {"advantages": DrGRPO(), "loss": ClippedSurrogate(), "sampling": Sampling(max_new_tokens=max_new_tokens)}
     return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
 
 
@@ -97,7 +99,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
     """
     options = {"advantages": GRPO(), "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
     callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
-    return Preset({**options, "max_new_tokens": max_new_tokens}, callbacks)
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)
 
 
 def gspo() -> Preset:
@@ -124,7 +126,7 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
     options = {"advantages": RLOO(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    options |= {"max_new_tokens": max_new_tokens}
+    options |= {"sampling": Sampling(max_new_tokens=max_new_tokens)}
     return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
 
 
@@ -152,7 +154,7 @@ def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Li et al. 2023, arXiv:2310.10505.
     """
     options = {"advantages": ReMax(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    return Preset({**options, "max_new_tokens": max_new_tokens}, (ReferenceKL(beta),))
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, (ReferenceKL(beta),))
 
 
 def opo() -> Preset:
@@ -230,9 +232,5 @@ def lite_ppo() -> Preset:
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {
-    make.__name__: make
-    for make in (
-        ppo, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo,
-        maxrl, sapo, dppo, gmpo, m2po, clip_cov, kl_cov, lite_ppo,
-    )
-}  # fmt: skip
+    name: make for name, make in list(globals().items()) if inspect.isfunction(make) and make.__module__ == __name__
+}

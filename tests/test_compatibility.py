@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from kit.support import an_algorithm, callback_of
 
-from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, FakeEngine, Normalized, RawReward, Reinforce, RLCallback
-from lightning_rl.advantages import ESTIMATORS, Estimator, ReMax
+from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, FakeEngine, RawReward, Reinforce, RLCallback
+from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
 from lightning_rl.callbacks import (
     OPSM,
     DynamicSampling,

@@ -1,4 +1,4 @@
-"""What the critic minimises: a ValueLoss or a function of one's own, checked like the policy loss."""
+"""What the critic minimises: a ValueLoss or a subclass of one's own, checked like the policy loss."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from kit.support import fit, run_step, tiny_module, view_of, weights_of
 from torch import Tensor
 from torch.testing import assert_close
+from typing_extensions import override
 
 from lightning_rl import LossView, Reinforce, RLLightningModule, ValueLoss
 
@@ -49,32 +50,47 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         ValueLoss(**options)
 
 
-def test_a_function_of_ones_own_is_reduced_like_the_others() -> None:
-    def absolute(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-        return (values - returns).abs() + old_values
+def test_a_value_loss_of_ones_own_is_reduced_like_the_others() -> None:
+    class Absolute(ValueLoss):
+        @override
+        def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+            return (values - returns).abs() + old_values
 
     seen = view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0])
-    step = run_step(seen, loss=Reinforce(), value_loss=absolute, value_coef=0.5)
+    step = run_step(seen, loss=Reinforce(), value_loss=Absolute(coef=0.5))
     assert step.metrics["loss/value"] == pytest.approx((0.6 + 2.3) / 2)
     assert float(step.loss) == pytest.approx(0.5 * (0.6 + 2.3) / 2)
 
 
-def flattening(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-    return (values - returns).square().mean()
+def test_a_plain_function_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match=r"expected value_loss to be a ValueLoss, such as ValueLoss\(coef=0.5\)"):
+        tiny_module(value_loss=lambda values, _, returns: values - returns)
 
 
-def writing(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-    return (values - returns.mul_(2.0)).square()
+class Flattening(ValueLoss):
+    """Is not per token."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return (values - returns).square().mean()
+
+
+class Writing(ValueLoss):
+    """Writes to what it is given."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return (values - returns.mul_(2.0)).square()
 
 
 def test_a_value_loss_that_is_not_per_token_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match=r"the value loss flattening to return a value per token \[1, 2\], got \[\]"):
-        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=flattening)
+    with pytest.raises(ValueError, match=r"the value loss Flattening to return a value per token \[1, 2\], got \[\]"):
+        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=Flattening())
 
 
 def test_a_value_loss_that_writes_in_place_is_refused_by_its_name() -> None:
-    with pytest.raises(RuntimeError, match="the value loss writing wrote in place to returns: a loss returns a new"):
-        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=writing)
+    with pytest.raises(RuntimeError, match="the value loss Writing wrote in place to returns: a loss returns a new"):
+        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=Writing())
 
 
 def trained(**options: Any) -> RLLightningModule:
@@ -84,10 +100,12 @@ def trained(**options: Any) -> RLLightningModule:
 
 
 def test_in_a_fit_the_loss_that_was_passed_is_the_one_that_trains() -> None:
-    def plain(values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-        return ValueLoss(clip=0.01)(values, old_values, returns)
+    class Plain(ValueLoss):
+        @override
+        def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+            return ValueLoss(clip=0.01)(values, old_values, returns)
 
-    expected, default, function = trained(value_loss=ValueLoss(clip=0.01)), trained(), trained(value_loss=plain)
+    expected, default, function = trained(value_loss=ValueLoss(clip=0.01)), trained(), trained(value_loss=Plain())
     for name, weight in weights_of(expected).items():
         assert_close(weights_of(function)[name], weight, atol=0, rtol=0)
     head = "policy.value_head.weight"

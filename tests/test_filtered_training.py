@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, Request, Rollout, Sampling, TransformersEngine
-from lightning_rl.callbacks import ReferenceKL, TeacherKL
+from lightning_rl.callbacks import EntropyBonus, ReferenceKL, TeacherKL
 from lightning_rl.generation.sampling import RowFilters
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.packing import pack
@@ -85,9 +85,9 @@ def test_a_filter_is_of_one_request_alone() -> None:
 def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
     seen: list[Rollout] = []
     figures = Figures()
-    module = tiny_module(minibatches=2, epochs=2, entropy_coef=0.01, **options_of(keep))
-    callbacks = [ReferenceKL(0.1, as_loss=True), TeacherKL(tiny_policy, 0.1, as_loss=True), recorder(seen)("seen")]
-    fit(module, callbacks=[*callbacks, figures])
+    module = tiny_module(minibatches=2, epochs=2, **options_of(keep))
+    terms = [ReferenceKL(0.1, as_loss=True), TeacherKL(tiny_policy, 0.1, as_loss=True), EntropyBonus(0.01)]
+    fit(module, callbacks=[*terms, recorder(seen)("seen"), figures])
     assert module.global_step == len(figures.rows) == 16
     assert all(math.isfinite(value) for row in figures.rows for value in row.values())
     assert figures.rows[0]["policy/ratio_max"] == 1.0 and figures.rows[-1]["kl/old"] > 1e-6

@@ -24,7 +24,8 @@ from lightning_rl.metrics import MetricLog, RunningStats, global_values
 CORE = {
     "reward/task", "reward/parity_reward", "reward/shaped", "kl/ref", "kl/rollout", "kl/penalty", "optim/grad_norm",
     "optim/skipped", "policy/entropy", "policy/ratio_max", "policy/clip_low", "policy/clip_high", "length/mean",
-    "length/truncated", "groups/zero_variance", "time/draw", "time/score", "time/sync", "time/update",
+    "length/truncated", "groups/zero_variance", "time/generate", "time/reward", "time/score", "time/signal",
+    "time/sync", "time/update",
     "tokens_per_second", "staleness/mean", "staleness/max", "loss/total", "loss/policy",
 }  # fmt: skip
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_policy, weights_of
 
-from lightning_rl import RLLightningModule, presets
+from lightning_rl import RLLightningModule, Sampling, presets
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
 from lightning_rl.presets import PRESETS, Preset
 from lightning_rl.signal.reductions import SequenceSumNorm
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.py"
-SWITCHES_ENGINE_LOGPROBS_ON = {"dppo", "m2po"}
 LONGEST = 8
 each = pytest.mark.parametrize("name", PRESETS)
 
@@ -45,13 +44,12 @@ def equal(one: RLLightningModule, other: RLLightningModule) -> bool:
 
 @each
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_it_fits_and_warns_of_nothing_but_the_engines_log_probabilities(name: str, epochs: int) -> None:
+def test_it_fits_and_warns_of_nothing(name: str, epochs: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "`isinstance|Found .* in eval mode|The .* does not have many workers")
         module = run(small(name), epochs=epochs)
-    expected = ["engine_logprobs switched on"] if name in SWITCHES_ENGINE_LOGPROBS_ON else []
-    assert [str(warning.message)[:27] for warning in caught] == expected
+    assert [str(warning.message) for warning in caught] == []
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 
 
@@ -121,11 +119,11 @@ def test_beta_is_that_of_the_reference_kl(name: str) -> None:
 def test_the_longest_response_reaches_everything_that_depends_on_it() -> None:
     (sampling, penalty), options = presets.dapo(max_new_tokens=50).callbacks, presets.dapo(max_new_tokens=50).options
     assert isinstance(sampling, DynamicSampling) and isinstance(penalty, OverlongPenalty)
-    assert (penalty.longest, penalty.cache, options["max_new_tokens"]) == (50, 10, 50)
+    assert (penalty.max_length, penalty.cache, options["sampling"]) == (50, 10, Sampling(max_new_tokens=50))
     shortest = presets.dapo(max_new_tokens=3).callbacks[1]
     assert isinstance(shortest, OverlongPenalty) and shortest.cache == 1
     dr_grpo = presets.dr_grpo(max_new_tokens=50).options
-    assert (dr_grpo["reduction"], dr_grpo["max_new_tokens"]) == (SequenceSumNorm(50), 50)
+    assert (dr_grpo["reduction"], dr_grpo["sampling"]) == (SequenceSumNorm(50), Sampling(max_new_tokens=50))
 
 
 def test_the_page_is_what_the_presets_say() -> None:

@@ -13,7 +13,7 @@ from kit.support import ragged_rollout, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import LossView, Rollout
+from lightning_rl import Finish, LossView, Rollout
 from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate
 
 
@@ -235,3 +235,43 @@ def test_replace_leaves_the_original_alone() -> None:
     rollout = whole_rollout()
     assert rollout.replace(values=None).values is None and rollout.values is not None
     assert math.isclose(float(rollout.rewards.sum()), float(whole_rollout().rewards.sum()))
+
+
+def test_samples_become_padded_rows_that_nobody_has_scored() -> None:
+    rollout = Rollout.of_samples([(2, 3), [4]], [[5, 6, 1], (7,)], groups=[3, 9], dtype=torch.float64)
+    assert rollout.prompt_ids.tolist() == [[2, 3], [4, 0]] and rollout.prompt_lengths.tolist() == [2, 1]
+    assert rollout.response_ids.tolist() == [[5, 6, 1], [7, 0, 0]] and rollout.response_lengths.tolist() == [3, 1]
+    sampled = [[True] * 3, [True, False, False]]
+    assert rollout.action_mask.tolist() == rollout.valid_tokens.tolist() == sampled
+    assert rollout.policy_version.tolist() == [[0, 0, 0], [0, -1, -1]]
+    assert rollout.groups.tolist() == [3, 9] and rollout.sample_ids.tolist() == [0, 1]
+    assert rollout.finish.tolist() == [Finish.STOP] * 2
+    assert rollout.trained.all() and rollout.rewarded.all()
+    assert rollout.rewards.tolist() == [0.0, 0.0] and rollout.rewards.dtype == torch.float64
+    integers = ("prompt_ids", "prompt_lengths", "response_ids", "response_lengths", "groups", "sample_ids")
+    assert {getattr(rollout, name).dtype for name in integers} == {torch.int64} and not rollout.task_rewards
+
+
+def test_samples_keep_identities_versions_and_what_nobody_drew() -> None:
+    rollout = Rollout.of_samples(
+        [[2], [3]], [[5, 6, 7, 1], [8, 9]], groups=[0, 0], sample_ids=[40, 41], finish=[Finish.STOP, Finish.LENGTH],
+        versions=[[3, 3, 4, 4], [5, 5]], actions=[[True, False, False, True], [True, True]],
+    )  # fmt: skip
+    assert rollout.response_lengths.tolist() == [4, 2], "holes belong to the response"
+    assert rollout.action_mask.tolist() == [[True, False, False, True], [True, True, False, False]]
+    assert rollout.policy_version.tolist() == [[3, -1, -1, 4], [5, 5, -1, -1]]
+    assert rollout.sample_ids.tolist() == [40, 41] and rollout.finish.tolist() == [Finish.STOP, Finish.LENGTH]
+
+
+def test_an_aborted_sample_does_not_train() -> None:
+    finish = [Finish.STOP, Finish.ABORT, Finish.LENGTH]
+    rollout = Rollout.of_samples([[2]] * 3, [[5], [], [6]], groups=[0, 0, 0], finish=finish)
+    assert rollout.trained.tolist() == rollout.rewarded.tolist() == [True, False, True]
+    assert rollout.response_lengths.tolist() == [1, 0, 1] and rollout.response_ids.shape == (3, 1)
+
+
+def test_no_samples_are_no_rows_with_the_same_fields() -> None:
+    nobody = Rollout.of_samples([], [], groups=[])
+    some = Rollout.of_samples([[2]], [[3]], groups=[0])
+    assert len(nobody) == 0 and [name for name, _ in nobody.tensors()] == [name for name, _ in some.tensors()]
+    assert len(concatenate([nobody, some])) == 1

@@ -86,7 +86,7 @@ class Estimator(ABC):
         scores = torch.linspace(-1.0, 2.0, WITNESSES)
         valid = torch.ones(WITNESSES, 2, dtype=torch.bool)
         shaped, nothing = shaped_rewards(scores, None, valid), torch.zeros(WITNESSES, 2)
-        found = self(
+        advantages, _ = self(
             RewardSignal(
                 scores=scores,
                 rewarded=valid[:, 0],
@@ -98,7 +98,7 @@ class Estimator(ABC):
                 greedy=nothing[:, 0],
             )
         )
-        return not bool((found.advantages.isfinite() & (found.advantages != 0)).any())
+        return not bool((advantages.isfinite() & (advantages != 0)).any())
 
     @abstractmethod
     def __call__(self, signal: RewardSignal) -> Advantages:

@@ -2,52 +2,102 @@
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl import distributed
-from lightning_rl.cli.fingerprints import KINDS, Fingerprint, Fingerprints
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import check_launch, load_recipe
+from lightning_rl.corrections import RLCallback
 from lightning_rl.metrics import callbacks_of
+from lightning_rl.module import RLLightningModule
+from lightning_rl.policy.fingerprint import fingerprint
+from lightning_rl.rollout import Rollout
 
-Taken = dict[int, Fingerprint]
+KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in the order in which they come to be
+
+
+class StepPrint(NamedTuple):
+    """What has to be equal after an optimizer step of two equal runs: a hash for each of :data:`KINDS`."""
+
+    hashes: dict[str, str]
+    metrics: dict[str, float]
+
+
+class Difference(NamedTuple):
+    """The first step, counted from 0, in which a kind differs; they sort in the order in which they come to be."""
+
+    step: int
+    place: int
+    text: str
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds ``lightning-rl resume-check`` to the command line."""
-    checking = commands.add_parser(
+    parser = commands.add_parser(
         "resume-check", help="interrupt a recipe after every optimizer step, resume it, and compare"
     )
-    checking.add_argument("recipe", type=Path, help="a script that calls Trainer.fit")
-    checking.add_argument("--steps", type=int, default=8, help="optimizer steps of the whole run")
-    checking.add_argument("--first", type=int, default=1, help="first step to interrupt after")
-    checking.epilog = "What stands after -- is passed on to the recipe."
-    checking.set_defaults(
-        run=lambda given, options: resume_check(given.recipe, options, steps=given.steps, first=given.first)
+    parser.add_argument("recipe", type=Path, help="a script that calls Trainer.fit")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the whole run")
+    parser.add_argument("--first", type=int, default=1, help="first step to interrupt after")
+    parser.epilog = "What stands after -- is passed on to the recipe."
+    parser.set_defaults(
+        run=lambda asked, options: resume_check(asked.recipe, options, steps=asked.steps, first=asked.first)
     )
 
 
-class _SaveEach(Callback):
-    """A checkpoint after every optimizer step, in the folder of rank 0."""
+class StepPrints(RLCallback):
+    """Takes the prints of this rank, by number of the ticket, and changes nothing; saves a checkpoint after each step.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of rank 0, where the checkpoints go; None for none.
+    """
+
+    name = "step_prints"
+
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self.steps: dict[int, StepPrint] = {}
+        self._rollout = {"prompts": "", "rollout": ""}
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        prompts = [("prompt_ids", rollout.prompt_ids), ("sample_ids", rollout.sample_ids)]
+        self._rollout = {"prompts": fingerprint(prompts), "rollout": fingerprint(rollout.tensors())}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.folder = _from_first(self.folder)
+        current = cast(RLLightningModule, pl_module).run.current
+        if current is not None:
+            self.observe(current.rollout)
+        self.folder = None if self.folder is None else _of_first_rank(self.folder)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        trainer.save_checkpoint(self.folder / f"{batch.index + 1}.ckpt")
+        module = cast(RLLightningModule, pl_module)
+        metrics = {
+            name: value
+            for name, value in module.run.metrics.values().items()
+            if not name.startswith("time/") and name != "tokens_per_second"
+        }
+        hashes = {
+            "metrics": fingerprint((name, torch.tensor(value, dtype=torch.float64)) for name, value in metrics.items()),
+            "weights": fingerprint(module.parallel.full_parameters(module.required_policy)),
+            "optimizer": fingerprint(_states(trainer.optimizers)),
+        }
+        self.steps[batch.index] = StepPrint({**self._rollout, **hashes}, metrics)
+        if self.folder is not None:
+            trainer.save_checkpoint(self.folder / f"{batch.index + 1}.ckpt")
 
 
 def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int = 1) -> int:
@@ -64,20 +114,22 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
     Returns:
         The exit code: 0 if everything was bitwise equal, 1 otherwise.
     """
-    with tempfile.TemporaryDirectory() as own:
-        whole = _run(recipe, options, steps, save_to=Path(own))
-        folder = _from_first(Path(own))
+    with tempfile.TemporaryDirectory() as temporary:
+        whole = _run(recipe, options, steps, save_to=Path(temporary))
+        folder = _of_first_rank(Path(temporary))
         say(f"{len(whole)} optimizer steps, then interrupted after each and resumed\n")
         say("after step  " + "".join(f"{kind:<12}" for kind in KINDS))
         equal = True
         for step in range(first, len(whole)):
             resumed = _run(recipe, options, steps, resume_from=folder / f"{step}.ckpt")
-            differences = _of_all_ranks(_difference(whole, resumed, step))
+            differences = _of_all_ranks(_differences(whole, resumed, step))
             equal = equal and not differences
-            marks = [min((d[1] for d in differences if d[0] == kind), default=None) for kind in KINDS]
+            marks = [
+                min((d.step for d in differences if d.place == place), default=None) for place in range(len(KINDS))
+            ]
             say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
             if differences:
-                say("            first difference: " + min(differences, key=lambda d: (d[1], KINDS.index(d[0])))[2])
+                say(f"            first difference: {min(differences).text}")
         if distributed.process_count() > 1:
             dist.barrier()
     say("\nbitwise equal" if equal else "\nNOT EQUAL")
@@ -86,44 +138,55 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
 
 def _run(
     recipe: Path, options: Sequence[str], steps: int, *, save_to: Path | None = None, resume_from: Path | None = None
-) -> Taken:
-    loaded, fingerprints = load_recipe(recipe, options), Fingerprints()
+) -> dict[int, StepPrint]:
+    loaded, prints = load_recipe(recipe, options), StepPrints(save_to)
     trainer = loaded.trainer
     check_launch(trainer)
-    callbacks_of(trainer).extend([fingerprints] if save_to is None else [fingerprints, _SaveEach(save_to)])
+    callbacks_of(trainer).append(prints)
     trainer.fit_loop.epoch_loop.max_steps = steps
     trainer.fit_loop.max_epochs = -1
     trainer.fit(loaded.module, loaded.data, ckpt_path=resume_from)
-    return fingerprints.taken
+    return prints.steps
 
 
-def _difference(whole: Taken, resumed: Taken, step: int) -> list[tuple[str, int, str]]:
-    found = []
+def _differences(whole: dict[int, StepPrint], resumed: dict[int, StepPrint], step: int) -> list[Difference]:
+    """The first difference of each kind from a step on."""
+    differences: dict[str, Difference] = {}
     for index in range(step, len(whole)):
         if index not in resumed:
-            return [*found, ("prompts", index, f"step {index + 1} is missing in the resumed run")]
-        ours, theirs = whole[index], resumed[index]
-        for kind in KINDS:
-            if ours.hashes[kind] != theirs.hashes[kind] and kind not in {known[0] for known in found}:
-                found.append((kind, index, f"{kind} of step {index + 1}{_detail(kind, ours, theirs)}"))
-    return found
+            missing = Difference(index, 0, f"step {index + 1} is missing in the resumed run")
+            return [*differences.values(), missing]
+        one, other = whole[index], resumed[index]
+        for place, kind in enumerate(KINDS):
+            if one.hashes[kind] != other.hashes[kind]:
+                detail = _metric_difference(one.metrics, other.metrics) if kind == "metrics" else ""
+                differences.setdefault(kind, Difference(index, place, f"{kind} of step {index + 1}{detail}"))
+    return list(differences.values())
 
 
-def _detail(kind: str, ours: Fingerprint, theirs: Fingerprint) -> str:
-    if kind != "metrics":
-        return ""
-    for name, value in ours.metrics.items():
-        other = theirs.metrics.get(name)
+def _metric_difference(whole: dict[str, float], resumed: dict[str, float]) -> str:
+    for name, value in whole.items():
+        other = resumed.get(name)
         if other != value and not (other is not None and other != other and value != value):
             return f": {name} is {value!r}, resumed {other!r}"
-    return f": other names, {sorted(ours.metrics.keys() ^ theirs.metrics.keys())}"
+    return f": other names, {sorted(whole.keys() ^ resumed.keys())}"
 
 
-def _of_all_ranks(differences: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    everyone = distributed.process_objects(differences)
-    return [tuple(found) for own in everyone for found in own]  # pyright: ignore[reportGeneralTypeIssues, reportReturnType]
+def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """States in the order of the parameters; that of the dictionaries is another after loading."""
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    yield f"{number}/{key}", value
 
 
-def _from_first(folder: Path) -> Path:
+def _of_all_ranks(differences: list[Difference]) -> list[Difference]:
+    everyone: Any = distributed.process_objects([tuple(difference) for difference in differences])
+    return [Difference(*difference) for rank in everyone for difference in rank]
+
+
+def _of_first_rank(folder: Path) -> Path:
     """Rank 0's folder on every rank, once the process group exists."""
     return Path(str(distributed.process_objects(str(folder))[0]))

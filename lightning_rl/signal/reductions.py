@@ -15,16 +15,15 @@ from torch import Tensor
 
 from lightning_rl.signal.masked import GlobalSum, group_index, own_sum
 
+Tokens = Bool[Tensor, "B T"]
+Rows = Bool[Tensor, " B"]
+Groups = Int[Tensor, " B"]
+Weights = Float[Tensor, "B T"]
 Reduction = Callable[[Tensor, Tensor, Tensor, GlobalSum], Tensor]
 """``(valid_tokens [B, T], trained [B], groups [B], global_sum) -> weights [B, T] float64``, 0 at invalid tokens."""
 
 
-def token_mean(
-    valid_tokens: Bool[Tensor, "B T"],
-    trained: Bool[Tensor, " B"],
-    groups: Int[Tensor, " B"],
-    global_sum: GlobalSum = own_sum,
-) -> Float[Tensor, "B T"]:
+def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
     """Every valid token of the step weighs the same.
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476.
@@ -34,12 +33,7 @@ def token_mean(
     return valid_tokens.double() / tokens.clamp(min=1)
 
 
-def sequence_mean(
-    valid_tokens: Bool[Tensor, "B T"],
-    trained: Bool[Tensor, " B"],
-    groups: Int[Tensor, " B"],
-    global_sum: GlobalSum = own_sum,
-) -> Float[Tensor, "B T"]:
+def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
     """Every trained row weighs the same, and so does every token within it. Rows without valid tokens count as rows.
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300.
@@ -70,25 +64,14 @@ class SequenceSumNorm:
         if self.length < 1:
             raise ValueError(f"expected length >= 1, got {self.length}")
 
-    def __call__(
-        self,
-        valid_tokens: Bool[Tensor, "B T"],
-        trained: Bool[Tensor, " B"],
-        groups: Int[Tensor, " B"],
-        global_sum: GlobalSum = own_sum,
-    ) -> Float[Tensor, "B T"]:
+    def __call__(self, valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
         """Weighs every valid token with ``1 / (length * rows)``."""
         del groups
         rows = global_sum(trained.sum().double())
         return valid_tokens.double() / self.length / rows.clamp(min=1)
 
 
-def prompt_mean(
-    valid_tokens: Bool[Tensor, "B T"],
-    trained: Bool[Tensor, " B"],
-    groups: Int[Tensor, " B"],
-    global_sum: GlobalSum = own_sum,
-) -> Float[Tensor, "B T"]:
+def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
     """Every prompt weighs the same, and so does every valid token of its responses. A group lies on one rank.
 
     Source: the SkyRL reduction of this name.
@@ -107,17 +90,18 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-def resolve_reduction(reduction: Reduction | str, longest: int) -> Reduction:
-    """A reduction from an object, a function or a known name; ``sequence_sum_norm`` divides by ``longest``.
+def resolve_reduction(reduction: Reduction | str, max_length: int) -> Reduction:
+    """A reduction from an object, a function or a known name; ``sequence_sum_norm`` divides by ``max_length``.
 
     Raises:
         ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
     """
-    known = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(longest)}
+    reductions = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(max_length)}
     if isinstance(reduction, type):
         raise ValueError(f"expected an object as reduction, got the class {reduction.__name__}: call it")
     if callable(reduction):
         return reduction
-    if reduction not in known:
-        raise ValueError(f"expected a reduction out of {', '.join(known)}, an object or a function, got {reduction!r}")
-    return known[reduction]
+    if reduction not in reductions:
+        names = ", ".join(reductions)
+        raise ValueError(f"expected a reduction out of {names}, an object or a function, got {reduction!r}")
+    return reductions[reduction]

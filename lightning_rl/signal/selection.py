@@ -32,11 +32,11 @@ def covariances(
     Source: Cui et al. 2025 (The entropy mechanism), arXiv:2505.22617, eq. 10.
     """
     exact = [
-        [masked_fill_invalid(one.detach(), valid).double() for one, valid in zip(values, valid_tokens, strict=True)]
+        [masked_fill_invalid(value.detach(), valid).double() for value, valid in zip(values, valid_tokens, strict=True)]
         for values in (logprobs, advantages)
     ]
     number = global_sum(torch.stack([valid.sum().double() for valid in valid_tokens]).sum()).clamp(min=1)
-    means = [global_sum(torch.stack([one.sum() for one in values]).sum()) / number for values in exact]
+    means = [global_sum(torch.stack([value.sum() for value in values]).sum()) / number for values in exact]
     return [
         torch.where(valid, (logprob - means[0]) * (advantage - means[1]), 0.0)
         for logprob, advantage, valid in zip(*exact, valid_tokens, strict=True)
@@ -50,8 +50,8 @@ def largest(
     global_concat: GlobalConcat = own_values,
 ) -> list[Bool[Tensor, "b T"]]:
     """The ``number`` candidates with the largest scores of all ranks, ties at the last place included."""
-    own = torch.cat([score[chosen].flatten() for score, chosen in zip(scores, candidates, strict=True)])
-    everyone = global_concat(own).sort(descending=True).values
+    local = torch.cat([score[chosen].flatten() for score, chosen in zip(scores, candidates, strict=True)])
+    everyone = global_concat(local).sort(descending=True).values
     threshold = everyone[min(number, len(everyone)) - 1] if number and len(everyone) else torch.inf
     return [chosen & (score >= threshold) for score, chosen in zip(scores, candidates, strict=True)]
 
@@ -68,8 +68,8 @@ def smallest_with_mean_below(
 
     Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, with squared log-ratios as scores.
     """
-    own = torch.cat([score[valid].flatten() for score, valid in zip(scores, valid_tokens, strict=True)])
-    everyone = global_concat(own.double()).sort().values
+    local = torch.cat([score[valid].flatten() for score, valid in zip(scores, valid_tokens, strict=True)])
+    everyone = global_concat(local.double()).sort().values
     means = everyone.cumsum(0) / torch.arange(1, len(everyone) + 1, device=everyone.device)
     kept = max(int((means < threshold).sum()), 1)
     bound = everyone[kept - 1] if len(everyone) else torch.inf
@@ -84,9 +84,9 @@ def shuffled_keys(sample_ids: Int[Tensor, " b"], width: int) -> Float[Tensor, "b
     positions = torch.arange(1, width + 1, device=sample_ids.device)  # not 0, which the finaliser leaves where it is
     mixed = sample_ids[:, None] * 0x9E3779B97F4A7C1 + positions * 0x2545F4914F6CDD1D
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        mixed = (mixed ^ _shifted(mixed, shift)) * factor
-    return _shifted(mixed ^ _shifted(mixed, 31), 11).double() / 2**53
+        mixed = (mixed ^ _logical_shift(mixed, shift)) * factor
+    return _logical_shift(mixed ^ _logical_shift(mixed, 31), 11).double() / 2**53
 
 
-def _shifted(values: Tensor, places: int) -> Tensor:
+def _logical_shift(values: Tensor, places: int) -> Tensor:
     return (values >> places) & (2 ** (64 - places) - 1)  # a logical shift; >> of a signed integer copies its sign

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import fit, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
@@ -210,18 +211,22 @@ SCORES, PAIR_AND_THREE = torch.tensor([1.0, 3.0, 0.0, 6.0, 0.0], dtype=torch.flo
         pytest.param("batch", "none", True, [-1.25, 1.25, -2.5, 5, -2.5], id="batch-mean-leave-one-out"),
         pytest.param("group", "group", False, [-HALF, HALF, -2 / 12**0.5, 4 / 12**0.5, -2 / 12**0.5], id="grpo"),
         pytest.param(
-            "group", "batch", False, [-1 / 6.5**0.5, 1 / 6.5**0.5, -2 / 6.5**0.5, 4 / 6.5**0.5, -2 / 6.5**0.5],
+            "group",
+            "batch",
+            False,
+            [-1 / 6.5**0.5, 1 / 6.5**0.5, -2 / 6.5**0.5, 4 / 6.5**0.5, -2 / 6.5**0.5],
             id="lite-ppo",
         ),
+        pytest.param("none", "group", False, [1 / 2**0.5, 3 / 2**0.5, 0, 6 / 12**0.5, 0], id="scaled-by-the-group"),
         pytest.param(
-            "none", "group", False, [1 / 2**0.5, 3 / 2**0.5, 0, 6 / 12**0.5, 0], id="scaled-by-the-group"
-        ),
-        pytest.param(
-            "batch", "group", True, [-1.25 / 2**0.5, 1.25 / 2**0.5, -2.5 / 12**0.5, 5 / 12**0.5, -2.5 / 12**0.5],
+            "batch",
+            "group",
+            True,
+            [-1.25 / 2**0.5, 1.25 / 2**0.5, -2.5 / 12**0.5, 5 / 12**0.5, -2.5 / 12**0.5],
             id="leave-one-out-over-the-deviation",
         ),
     ],
-)  # fmt: skip
+)
 def test_normalized_at_every_level(mean: Level, std: Level, expected: list[float], *, leave_one_out: bool) -> None:
     options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "epsilon": 0.0}
     found = Normalized(**options).per_row(SCORES, PAIR_AND_THREE, EVERYONE)
@@ -370,12 +375,23 @@ def test_whether_a_group_of_one_teaches_nothing_is_known_of_every_estimator() ->
 @pytest.mark.parametrize(
     ("estimator", "compares"),
     [
-        (by_group, True), (partial(by_group, scale=2.0), True), (over_deviation, True), (Leader(), True),
-        (centered, False), (lambda scores, *_: scores, False), (in_fours, False),
+        (by_group, True),
+        (partial(by_group, scale=2.0), True),
+        (over_deviation, True),
+        (Leader(), True),
+        (centered, False),
+        (lambda scores, *_: scores, False),
+        (in_fours, False),
     ],
-)  # fmt: skip
+)
 def test_so_it_is_of_a_users_function(estimator: Estimator | RowFunction, *, compares: bool) -> None:
     assert resolve_advantages(estimator).compares == compares
+
+
+def test_a_users_function_that_compares_refuses_groups_of_one() -> None:
+    with pytest.raises(ValueError, match="advantages=by_group compares the samples of a prompt, so group_size=1"):
+        fit(tiny_module(advantages=by_group, group_size=1))
+    assert fit(tiny_module(advantages=centered, group_size=1), max_steps=1).global_step == 1
 
 
 def test_a_function_is_called_by_its_own_name_whatever_is_bound_to_it() -> None:

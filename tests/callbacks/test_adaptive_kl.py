@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, in_lockstep, ragged_rollout, recorder, rollout_of, run_step, tiny_module, view_of
+from kit.support import SummedBy, fit, in_lockstep, ragged_rollout, recorder, rollout_of, run_step, tiny_module, view_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, GRPO, Rollout, distributed
+from lightning_rl import GAE, GRPO, Rollout
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
 from lightning_rl.compatibility import check_estimator
 from lightning_rl.corrections import Corrections
@@ -79,9 +79,8 @@ def test_ranks_agree_and_are_one_device_cut_in_two() -> None:
     def rank(rows: Rollout) -> Any:
         def observed(global_sum: GlobalSum) -> Tensor:
             callback = AdaptiveKL(0.5, target=0.14, horizon=10)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(distributed, "global_sum", global_sum)
-                callback.observe(rows)
+            callback.collectives = SummedBy(global_sum)
+            callback.observe(rows)
             return torch.tensor(callback.beta, dtype=torch.float64)
 
         return observed

@@ -46,9 +46,17 @@ def test_the_coefficient_moves_by_a_step_and_rests_above_the_target() -> None:
         callback.adapt(moments(mean)[None])
         trace.append((callback.coef, callback.alpha))
     assert trace == [
-        (0.75, 0.75), (1.0, 1.0), (0.75, 0.0), (0.5, 0.0), (0.75, 0.75), (0.5, 0.5), (0.25, 0.0), (0.0, 0.0),
-        (0.0, 0.0), (0.25, 0.25),
-    ]  # fmt: skip
+        (0.75, 0.75),
+        (1.0, 1.0),
+        (0.75, 0.0),
+        (0.5, 0.0),
+        (0.75, 0.75),
+        (0.5, 0.5),
+        (0.25, 0.0),
+        (0.0, 0.0),
+        (0.0, 0.0),
+        (0.25, 0.25),
+    ]
 
 
 def test_ranks_weigh_as_much_as_they_have_tokens() -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, in_lockstep, recorder, rollout_of, tiny_module
+from kit.support import SummedBy, fit, in_lockstep, recorder, rollout_of, tiny_module
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import RawReward, RLCallback, Rollout, distributed
+from lightning_rl import RawReward, RLCallback, Rollout
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollout import concatenate
@@ -112,9 +112,9 @@ def test_ranks_share_the_batch() -> None:
 
     def rank(rows: Rollout) -> Any:
         def bonus(global_sum: GlobalSum) -> Tensor:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(distributed, "global_sum", global_sum)
-                return RewardNormalization().reward_bonus(rows)
+            callback = RewardNormalization()
+            callback.collectives = SummedBy(global_sum)
+            return callback.reward_bonus(rows)
 
         return bonus
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from kit.engine_requests import with_sampling
 from torch import Tensor
 from typing_extensions import override
 
@@ -299,7 +300,7 @@ def without_eos(completion: Completion) -> Completion:
 
 def at_temperature_one(request: Request) -> Request:
     """Forgets the temperature."""
-    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, temperature=1.0))
+    return with_sampling(request, temperature=1.0)
 
 
 def a_version_late(completion: Completion) -> Completion:

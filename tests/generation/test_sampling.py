@@ -66,11 +66,16 @@ def test_greedy_rows_keep_every_token() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": -1}, "top_k"), ({"top_k": 0.5}, "top_k"), ({"top_k": True}, "top_k"), ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"), ({"top_p": float("nan")}, "top_p"), ({"min_p": 1.0}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 0.5}, "top_k"),
+        ({"top_k": True}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"min_p": 1.0}, "min_p"),
         ({"min_p": -0.1}, "min_p"),
     ],
-)  # fmt: skip
+)
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"expected {message}"):
         Sampling(**options)

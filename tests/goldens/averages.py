@@ -18,9 +18,15 @@ VALUE_CLIPS = ("value_eps_clip", "cliprange", "clip_eps", "value_clip", "clipran
 
 
 @replays(
-    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-    "seq-sum-token-mean", "group-sum-token-mean", "prompt-mean",
-)  # fmt: skip
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-sum-token-mean",
+    "group-sum-token-mean",
+    "prompt-mean",
+)
 def aggregated(case: Case) -> Outputs:
     """One number of a loss per token; SkyRL multiplies the advantages with the weights instead."""
     values = (case["loss_mat"] if "loss_mat" in case else case["adv"]).requires_grad_()

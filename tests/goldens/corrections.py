@@ -13,7 +13,7 @@ from torch import Tensor
 from goldens.cases import Case
 from lightning_rl import LossView, RLCallback
 from lightning_rl.callbacks import OPSM, IcePop, OutlierMask, SequenceRatioMask, TruncatedIS
-from lightning_rl.signal.corrections import clipped_weight
+from lightning_rl.corrections import Corrections as CombinedCorrections
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio
@@ -115,7 +115,7 @@ class Contribution:
     def __init__(self, view: LossView, corrections: Corrections) -> None:
         self.weight, self.kept = torch.ones_like(view.logprobs), torch.ones_like(view.valid_tokens)
         for callback in corrections:
-            offered = Corrections([callback])
+            offered = CombinedCorrections([callback])
             for name in ("token_mask", "sequence_mask", "token_weight"):
                 for one in offered.contributors(name):
                     self._take(name, getattr(one, name)(view))

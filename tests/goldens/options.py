@@ -96,8 +96,17 @@ KL_BOUND_NAMES = {
 
 ESTIMATOR_NAMES = ("kl_estimator", "kl_estimator_type", "kl_loss_type", "kl_type", "kl_penalty", "estimator", "kl")
 
-KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "linear": "k1", "quadratic": "k2", 0: "k1", 1: "k2", 2: "k3",
-            3: "k1"}  # fmt: skip
+KL_NAMES = {
+    "kl": "k1",
+    "mse": "k2",
+    "low_var_kl": "k3",
+    "linear": "k1",
+    "quadratic": "k2",
+    0: "k1",
+    1: "k2",
+    2: "k3",
+    3: "k1",
+}
 """What peers call an estimator, where that differs from our name; 3 is k1 times the importance ratio."""
 
 

@@ -71,9 +71,13 @@ def shown(case: Case, signal: RewardSignal, found: Tensor) -> Outputs:
 
 
 @replays(
-    "advantages_outcome/grpo", "advantages_outcome/dr_grpo", "advantages_outcome/rloo", "advantages_outcome/maxrl",
-    "advantages_outcome/opo", "advantages_outcome/reinforce",
-)  # fmt: skip
+    "advantages_outcome/grpo",
+    "advantages_outcome/dr_grpo",
+    "advantages_outcome/rloo",
+    "advantages_outcome/maxrl",
+    "advantages_outcome/opo",
+    "advantages_outcome/reinforce",
+)
 def outcome(case: Case) -> Outputs:
     """A named estimator."""
     if "beta" in case.params:

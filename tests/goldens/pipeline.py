@@ -20,8 +20,12 @@ from lightning_rl.losses import CISPO, GSPO
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import own_sum
 
-PER_TOKEN = {"old_logprobs": "old_logp", "rollout_logprobs": "rollout_logp", "ref_logprobs": "ref_logp",
-             "advantages": "advantages"}  # fmt: skip
+PER_TOKEN = {
+    "old_logprobs": "old_logp",
+    "rollout_logprobs": "rollout_logp",
+    "ref_logprobs": "ref_logp",
+    "advantages": "advantages",
+}
 
 
 @replays("policy_loss_pipeline")

@@ -28,13 +28,28 @@ from lightning_rl.losses import (
 from lightning_rl.signal.ratios import LOG_RATIO_BOUND, clipped_weight, sequence_log_ratio
 
 LOW = (
-    "eps_clip_low", "clip_ratio_low", "clip_eps_low", "epsilon_low", "ratio_clip_min", "clip_lower",
-    "cispo_eps_clip_low", "eps_clip", "cliprange", "clip_low",
-)  # fmt: skip
+    "eps_clip_low",
+    "clip_ratio_low",
+    "clip_eps_low",
+    "epsilon_low",
+    "ratio_clip_min",
+    "clip_lower",
+    "cispo_eps_clip_low",
+    "eps_clip",
+    "cliprange",
+    "clip_low",
+)
 HIGH = (
-    "eps_clip_high", "eps_clip_higher", "clip_ratio_high", "clip_eps_high", "epsilon_high", "ratio_clip_max",
-    "clip_higher", "cispo_eps_clip_high", "clip_high",
-)  # fmt: skip
+    "eps_clip_high",
+    "eps_clip_higher",
+    "clip_ratio_high",
+    "clip_eps_high",
+    "epsilon_high",
+    "ratio_clip_max",
+    "clip_higher",
+    "cispo_eps_clip_high",
+    "clip_high",
+)
 DUAL = ("clip_ratio_c", "eps_clip_c", "c_clip", "ratio_clip_c", "dual_clip", "delta")
 
 

@@ -81,8 +81,13 @@ def bypass(case: Case) -> Outputs:
     return objective(view, surrogate(case), average.reduction)  # its ratio is the weight already
 
 
-@replays("dppo_binary_tv_plus_squared_log_ratio", "ipo_symmetric_probability_mask", "reference_kl_policy_gradient",
-         "cross_entropy_weighted", "three_component_loss")  # fmt: skip
+@replays(
+    "dppo_binary_tv_plus_squared_log_ratio",
+    "ipo_symmetric_probability_mask",
+    "reference_kl_policy_gradient",
+    "cross_entropy_weighted",
+    "three_component_loss",
+)
 def components(case: Case) -> Outputs:
     """prime-rl: a trust region plus the squared log-ratio to the engine, cross entropy, and a pull to a reference."""
     view = view_of_case(case, old_logprobs=case["rollout_logp"])

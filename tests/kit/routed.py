@@ -16,9 +16,14 @@ from lightning_rl import RLCallback, Rollout
 def many_experts(dtype: torch.dtype, family: str = "qwen3_moe") -> PreTrainedModel:
     """A mixture whose routers choose among many experts, so that scores lie close, or a dense model of its size."""
     sizes: dict[str, Any] = {
-        "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 4, "vocab_size": 151,
-        "max_position_embeddings": 256, "initializer_range": 0.25,
-    }  # fmt: skip
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "vocab_size": 151,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.25,
+    }
     if family == "qwen3_moe":
         sizes |= {"num_experts": 32, "moe_intermediate_size": 64}
     return tiny_model(family, dtype=dtype, **sizes)
@@ -28,9 +33,12 @@ def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) 
     """|engine - trainer| of every token of four rollouts, each before it is trained on."""
     seen: list[Rollout] = []
     module = tiny_module(
-        policy=policy, minibatches=2, max_new_tokens=32, optimizer=partial(AdamW, lr=1e-4),
+        policy=policy,
+        minibatches=2,
+        max_new_tokens=32,
+        optimizer=partial(AdamW, lr=1e-4),
         **options,
-    )  # fmt: skip
+    )
     fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(32, 8))
     found = [
         (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]

@@ -19,9 +19,15 @@ from lightning_rl.generation.weights.files import read_weights
 KEY, VOCABULARY = "secret", 16
 Answer = dict[str, Any] | bytes | int
 HOLDS: dict[str, Any] = {
-    "architecture": "LlamaForCausalLM", "vocabulary": VOCABULARY, "max_length": 64, "block_size": 8, "dtype": "float32",
-    "has_tokenizer": False, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
-}  # fmt: skip
+    "architecture": "LlamaForCausalLM",
+    "vocabulary": VOCABULARY,
+    "max_length": 64,
+    "block_size": 8,
+    "dtype": "float32",
+    "has_tokenizer": False,
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+}
 
 
 class ScriptedServer:
@@ -45,9 +51,13 @@ class ScriptedServer:
     """
 
     def __init__(
-        self, script: Callable[[dict[str, Any], Answer], Answer] = lambda _, answer: answer, *, port: int = 0,
-        release: str = "0.32.0", **holds: Any,
-    ) -> None:  # fmt: skip
+        self,
+        script: Callable[[dict[str, Any], Answer], Answer] = lambda _, answer: answer,
+        *,
+        port: int = 0,
+        release: str = "0.32.0",
+        **holds: Any,
+    ) -> None:
         self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
         self.weights: dict[str, Tensor] = {}
@@ -119,14 +129,18 @@ class ScriptedServer:
         tokens = [(asked.get("seed", 0) + place) % VOCABULARY for place in range(number)]
         content = [{"token_id": token, "logprob": -1.0 - token / 100} for token in tokens]
         return {
-            "choices": [{
-                "token_ids": tokens, "finish_reason": "length", "stop_reason": None,
-                "logprobs": None if asked.get("logprobs") is None else {"content": content},
-                "weight_versions": [{"version": self.label, "start": 0, "end": number}],
-            }],
+            "choices": [
+                {
+                    "token_ids": tokens,
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                    "logprobs": None if asked.get("logprobs") is None else {"content": content},
+                    "weight_versions": [{"version": self.label, "start": 0, "end": number}],
+                }
+            ],
             "prompt_logprobs": [None, *({str(token): {"logprob": -token / 10}} for token in ids[1:])],
             "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
-        }  # fmt: skip
+        }
 
 
 def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:

@@ -15,9 +15,13 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Starter = Callable[..., VLLMEngine]
 EOS, VOCABULARY = 1, 151
 SHAPE: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256, "initializer_range": 0.15,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64},  # first: vLLM makes the group of the experts with its first engine
     "qwen2": {},

@@ -57,9 +57,13 @@ def main(folder: Path, strategy: str, ranks: int, shared: int) -> None:
     torch.set_num_threads(1)
     watch = Watch()
     module = tiny_module(
-        policy=partial(a_model, "qwen2"), engine=an_engine(tensor_parallel_size=shared),
-        minibatches=2, max_new_tokens=10, optimizer=partial(SGD, lr=0.05), max_grad_norm=None,
-    )  # fmt: skip
+        policy=partial(a_model, "qwen2"),
+        engine=an_engine(tensor_parallel_size=shared),
+        minibatches=2,
+        max_new_tokens=10,
+        optimizer=partial(SGD, lr=0.05),
+        max_grad_norm=None,
+    )
     options: dict[str, Any] = {"devices": ranks, "strategy": STRATEGIES[strategy]()} if ranks > 1 else {}
     fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(12, 4), **options)
     known: dict[str, Any] = {

@@ -19,8 +19,11 @@ from lightning_rl.signal.masked import GlobalSum, own_sum
 from lightning_rl.signal.selection import GlobalConcat, own_values
 
 LOSSES: list[PolicyLoss] = [
-    ClipCov(fraction=0.2, cov_low=-1.0), ClipCov(fraction=1.0, cov_low=0.0), KLCov(fraction=0.3), M2PO(threshold=0.01)
-]  # fmt: skip
+    ClipCov(fraction=0.2, cov_low=-1.0),
+    ClipCov(fraction=1.0, cov_low=0.0),
+    KLCov(fraction=0.3),
+    M2PO(threshold=0.01),
+]
 each = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 STEP = WITNESS.replace(
     advantages=WITNESS.required("advantages") + 2.0 * WITNESS.groups[:, None],

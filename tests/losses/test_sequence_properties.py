@@ -68,9 +68,12 @@ def test_a_response_knows_nothing_of_its_neighbours_or_its_padding(loss: GSPO | 
 
 def test_gmpo_gives_every_valid_token_of_a_row_the_same_value() -> None:
     view = view_of(
-        [[-1.0, -2.0, -3.0], [-1.0, -1.0, 0.0]], old_logprobs=[[-1.1, -2.2, -2.8], [-0.9, -1.3, 0.0]],
-        advantages=[[1.0, 2.0, 3.0], [-1.0, -1.0, 0.0]], valid=[[1, 1, 1], [1, 1, 0]], dtype=torch.float64,
-    )  # fmt: skip
+        [[-1.0, -2.0, -3.0], [-1.0, -1.0, 0.0]],
+        old_logprobs=[[-1.1, -2.2, -2.8], [-0.9, -1.3, 0.0]],
+        advantages=[[1.0, 2.0, 3.0], [-1.0, -1.0, 0.0]],
+        valid=[[1, 1, 1], [1, 1, 0]],
+        dtype=torch.float64,
+    )
     found = GMPO()(view).detach()
     assert found[0].unique().numel() == 1
     assert found[:, 0].tolist() == pytest.approx([-2 * math.exp(0.1 / 3), math.exp(0.2 / 2)])

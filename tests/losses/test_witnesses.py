@@ -53,20 +53,16 @@ def test_cispo_keeps_every_gradient_under_a_clipped_weight(anchor: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "total", "gradient"),
     [
-        pytest.param(
-            ClippedSurrogate(), -1.35757, [0, -0.60653, -1, -0.13534, 0.67493, 0.5, 0.40937, 0], id="ppo"
-        ),
+        pytest.param(ClippedSurrogate(), -1.35757, [0, -0.60653, -1, -0.13534, 0.67493, 0.5, 0.40937, 0], id="ppo"),
         pytest.param(GSPO(), -0.75696, [-0.57695] * 4 + [0.51695] * 3 + [0], id="gspo"),
         pytest.param(GSPO(per_token=True), -0.75696, [-0.57695] * 4 + [0.51695] * 3 + [0], id="gspo-per-token"),
         pytest.param(CISPO(), 0.72773, [-1.34986, None, -1, None, None, None, None, 0], id="cispo-old"),
         pytest.param(CISPO(anchor="rollout"), 0.27731, [-math.exp(0.4)] + [None] * 6 + [0], id="cispo-rollout"),
-        pytest.param(
-            DPPO(), 0.24198, [0, -0.67032, -0.81873, -0.16530, 0.61070, 0.61070, 0.67493, 0], id="dppo"
-        ),
+        pytest.param(DPPO(), 0.24198, [0, -0.67032, -0.81873, -0.16530, 0.61070, 0.61070, 0.67493, 0], id="dppo"),
         pytest.param(SAPO(), -4.20356, [None] * 7 + [0], id="sapo"),
         pytest.param(Reinforce(), 3.8, [-1, -1, -1, -1, 0.5, 0.5, 0.5, 0], id="reinforce"),
     ],
-)  # fmt: skip
+)
 def test_sums_and_gradients_of_a_peer(loss: PolicyLoss, total: float, gradient: list[float | None]) -> None:
     step = step_of(loss, peers_view())
     assert float(step.loss) == pytest.approx(total, abs=2e-5)

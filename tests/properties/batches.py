@@ -54,18 +54,32 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
     rewards = torch.randint(0, 3, (number,), generator=draw).double()
     greedy = torch.randn(4, generator=draw, dtype=torch.float64)[groups]
     return LossView(
-        prompt_ids=torch.full((number, 1), 2), prompt_lengths=torch.ones(number, dtype=torch.int64),
-        response_ids=torch.full((number, WIDEST), 3), response_lengths=torch.tensor(lengths),
-        action_mask=action_mask, valid_tokens=valid, groups=groups,
+        prompt_ids=torch.full((number, 1), 2),
+        prompt_lengths=torch.ones(number, dtype=torch.int64),
+        response_ids=torch.full((number, WIDEST), 3),
+        response_lengths=torch.tensor(lengths),
+        action_mask=action_mask,
+        valid_tokens=valid,
+        groups=groups,
         sample_ids=torch.where(real, torch.arange(number) + 7, -1),
         finish=torch.where(cut_off, Finish.LENGTH, Finish.STOP).byte(),
-        policy_version=torch.where(action_mask, 0, -1), trained=trained, rewarded=rewarded,
-        rewards=torch.where(real, rewards, 0.0), task_rewards={"task": rewards},
-        rollout_logprobs=rollout, old_logprobs=old, ref_logprobs=old + noise(0.3),
-        values=noise(0.5), advantages=noise(), returns=noise(), extras={GREEDY_SCORE: greedy},
+        policy_version=torch.where(action_mask, 0, -1),
+        trained=trained,
+        rewarded=rewarded,
+        rewards=torch.where(real, rewards, 0.0),
+        task_rewards={"task": rewards},
+        rollout_logprobs=rollout,
+        old_logprobs=old,
+        ref_logprobs=old + noise(0.3),
+        values=noise(0.5),
+        advantages=noise(),
+        returns=noise(),
+        extras={GREEDY_SCORE: greedy},
         token_extras={"teacher_logprobs": old + noise(0.3)},
-        logprobs=old + noise(0.25), entropy=noise().abs(), current_values=noise(0.5),
-    )  # fmt: skip
+        logprobs=old + noise(0.25),
+        entropy=noise().abs(),
+        current_values=noise(0.5),
+    )
 
 
 def _mask(kind: str, bits: int) -> tuple[int, list[bool]]:
@@ -75,10 +89,21 @@ def _mask(kind: str, bits: int) -> tuple[int, list[bool]]:
 
 
 WITNESS = view_of_rows(
-    [("full", 9, 0, True), ("holes", 45, 0, True), ("ragged", 4, 0, True), ("full", 2, 1, True), ("holes", 59, 1, True),
-     ("empty", 1, 1, True), ("ragged", 3, 1, False), ("masked", 4, 2, True), ("dropped", 5, 2, True),
-     ("full", 0, 2, True), ("padding", 0, 0, True)], seed=20,
-)  # fmt: skip
+    [
+        ("full", 9, 0, True),
+        ("holes", 45, 0, True),
+        ("ragged", 4, 0, True),
+        ("full", 2, 1, True),
+        ("holes", 59, 1, True),
+        ("empty", 1, 1, True),
+        ("ragged", 3, 1, False),
+        ("masked", 4, 2, True),
+        ("dropped", 5, 2, True),
+        ("full", 0, 2, True),
+        ("padding", 0, 0, True),
+    ],
+    seed=20,
+)
 """Eleven rows of every kind for what needs no search: two groups have a spread of rewards, one has none."""
 
 

@@ -120,9 +120,15 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = own_sum, **changes: Any)
     tokens = changes.pop("token_rewards", rollout.required("returns") / 10)
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0)
     known: dict[str, Any] = {
-        "scores": scores, "rewarded": rollout.rewarded, "groups": rollout.groups, "token_rewards": tokens,
-        "valid_tokens": rollout.valid_tokens, "values": rollout.values, "greedy": rollout.extras[GREEDY_SCORE],
-        "global_sum": global_sum, **changes,
-    }  # fmt: skip
+        "scores": scores,
+        "rewarded": rollout.rewarded,
+        "groups": rollout.groups,
+        "token_rewards": tokens,
+        "valid_tokens": rollout.valid_tokens,
+        "values": rollout.values,
+        "greedy": rollout.extras[GREEDY_SCORE],
+        "global_sum": global_sum,
+        **changes,
+    }
     known.setdefault("shaped", shaped_rewards(known["scores"], tokens, known["valid_tokens"]))
     return RewardSignal(**known)

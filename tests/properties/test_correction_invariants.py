@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit.support import callback_of
 from torch import Tensor
 
-from lightning_rl import LossTerm, LossView, RLCallback
+from lightning_rl import LossTerm, LossView, RLCallback, ValueLoss
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
 from properties.evaluation import agree, evaluate, same
@@ -176,23 +176,24 @@ def test_i_28_the_total_is_linear_in_each_coefficient_with_the_logged_part_as_sl
     correction: RLCallback, view: LossView
 ) -> None:
     coef = correction.loss_term(view).coef
-    plain = evaluate(view, callbacks=[correction], entropy_coef=0.3, value_coef=0.7)
+    plain = evaluate(view, callbacks=[correction], entropy_coef=0.3, value_loss=ValueLoss(coef=0.7))
     parts = plain.parts
     joint = parts["loss/policy"] + coef * parts[f"{correction.name}/loss"]
-    agree(plain.loss, joint + 0.3 * parts["loss/entropy"] + 0.7 * parts["loss/value"])
+    agree(plain.loss, joint + 0.3 * parts["entropy/loss"] + 0.7 * parts["loss/value"])
     doubled = copy.copy(correction)
     option = "coef" if hasattr(correction, "coef") else "beta"
     setattr(doubled, option, getattr(correction, option) * 2)
-    found = evaluate(view, callbacks=[doubled], entropy_coef=0.3, value_coef=0.7)
+    found = evaluate(view, callbacks=[doubled], entropy_coef=0.3, value_loss=ValueLoss(coef=0.7))
     agree(found.loss - plain.loss, coef * parts[f"{correction.name}/loss"])
-    agree(evaluate(view, entropy_coef=1.3).loss - evaluate(view, entropy_coef=0.3).loss, parts["loss/entropy"])
-    agree(evaluate(view, value_coef=1.7).loss - evaluate(view, value_coef=0.7).loss, parts["loss/value"])
+    agree(evaluate(view, entropy_coef=1.3).loss - evaluate(view, entropy_coef=0.3).loss, parts["entropy/loss"])
+    more, less = (evaluate(view, value_loss=ValueLoss(coef=coef)).loss for coef in (1.7, 0.7))
+    agree(more - less, parts["loss/value"])
 
 
 @each_term
 def test_i_10b_each_term_by_itself_has_a_gradient(correction: RLCallback) -> None:
     mute = WITNESS.replace(advantages=torch.zeros_like(WITNESS.logprobs))
-    found = evaluate(mute, callbacks=[correction], entropy_coef=0.0, value_coef=0.0)
+    found = evaluate(mute, callbacks=[correction], entropy_coef=0.0, value_loss=ValueLoss(coef=0.0))
     assert any(gradient[mute.valid_tokens].any() for gradient in found.gradients)
     assert found.parts[f"{correction.name}/loss"] != 0
 

@@ -33,8 +33,14 @@ from properties.exports import ESTIMATOR_EXAMPLES, corrections_with, name_of
 
 each = pytest.mark.parametrize("name", ESTIMATOR_EXAMPLES)
 BATCH_WIDE = {
-    "lite-ppo", "batch", "batch-rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rpp-discounted", "gae",
-}  # fmt: skip
+    "lite-ppo",
+    "batch",
+    "batch-rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rpp-discounted",
+    "gae",
+}
 """Have a statistic of the whole batch; that the others have none is tested, and that these have one."""
 WHITENED = {"batch", "batch-rloo", "reinforce_plus_plus"}  # do not compare groups, but the batch
 FOLLOW_A_SHIFT = {"reinforce", "remax", "raw", "scaled", "maxrl", "gae", "gae-raw", "rpp-discounted"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl import CISPO, DPPO, GSPO, LossView, PolicyLoss, Reinforce, RLCallback
+from lightning_rl import CISPO, DPPO, GSPO, LossView, PolicyLoss, Reinforce, RLCallback, ValueLoss
 from lightning_rl.corrections import Corrections
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.ratios import sequence_ratio
@@ -167,7 +167,7 @@ def test_i_10b_gradient_under_every_mask_and_weight_which_are_held_fixed(correct
         return found
 
     def analytic(point: Tensor) -> Tensor:
-        options: dict[str, Any] = {"entropy_coef": 0.0, "value_coef": 0.0}
+        options: dict[str, Any] = {"entropy_coef": 0.0, "value_loss": ValueLoss(coef=0.0)}
         options["reduction"] = lambda valid, *_: WEIGHTS * valid
         return evaluate(at(point), loss=loss, callbacks=[correction], **options).gradients[0]
 

@@ -46,7 +46,7 @@ BESIDE: dict[type, dict[str, dict[str, Any]]] = {
     ReferenceKL: AS_LOSS, TeacherKL: AS_LOSS, AdaptiveKL: AS_LOSS,
     EntropyBonus: {"step": {"target": 9.0}},
     SequenceRatioMask: {name: {"statistic": "mean"} for name in ("low", "high")},
-    OverlongPenalty: {"longest": {"cache": 2}, "cache": {"longest": 6}, "coef": {"longest": 6, "cache": 2}},
+    OverlongPenalty: {"max_length": {"cache": 2}, "cache": {"max_length": 6}, "coef": {"max_length": 6, "cache": 2}},
 }  # fmt: skip
 KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     NoEOSMask: {"action": ("zero_reward", "drop_tokens")},
@@ -56,7 +56,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     IcePop: BAND,
     SequenceRatioMask: {"statistic": ("mean", "product"), **BAND},
     OutlierMask: BAND,
-    OverlongPenalty: {"longest": (6, 5), "cache": (2, 4), "coef": (1.0, 0.5)},
+    OverlongPenalty: {"max_length": (6, 5), "cache": (2, 4), "coef": (1.0, 0.5)},
     ReferenceKL: {"beta": (0.05, 0.1), **KL},
     RolloutKL: {"coef": (0.1, 0.2), "estimator": ("k2", "k3")},
     AdaptiveKL: {"beta": (0.05, 0.1), "target": (0.1, 0.01), "horizon": (100, 10), **KL},

@@ -94,8 +94,11 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
     RawReward: Knobs(),
     Normalized: Knobs(
         {
-            "mean": ("group", "batch"), "std": ("group", "none"), "leave_one_out": (False, True),
-            "unbiased": (True, False), "epsilon": (1e-6, 0.1),
+            "mean": ("group", "batch"),
+            "std": ("group", "none"),
+            "leave_one_out": (False, True),
+            "unbiased": (True, False),
+            "epsilon": (1e-6, 0.1),
         }
     ),
     OPO: Knobs(),
@@ -103,7 +106,7 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
     ReinforcePlusPlus: Knobs({"gamma": (1.0, 0.5)}),
     ReinforcePlusPlusBaseline: Knobs(),
     GAE: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, 0.5), "whitened": (True, False)}),
-}  # fmt: skip
+}
 REDUCTION_KNOBS: dict[type, Knobs] = {SequenceSumNorm: Knobs({"length": (8, 9)})}
 VALUE_KNOBS: dict[type, Knobs] = {ValueLoss: Knobs({"coef": (1.0, 0.5), "clip": (0.2, 0.05), "huber": (math.inf, 0.2)})}
 KL_KNOBS: dict[type, Knobs] = {

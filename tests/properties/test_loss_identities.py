@@ -1,7 +1,6 @@
 """Every exported policy loss: what it must be on policy, under a scaled advantage, for rows that hold nothing."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from kit.support import callback_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import ClipCov, ClippedSurrogate, LossView, PolicyLoss, RLCallback
+from lightning_rl import ClipCov, ClippedSurrogate, LossView, PolicyLoss, RLCallback, ValueLoss
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import shown_value
 from lightning_rl.signal.masked import row_mean
@@ -147,7 +146,7 @@ def test_i_23_no_rows_at_all_are_no_error(name: str) -> None:
 @pytest.mark.parametrize("loss", VALUE_EXAMPLES.values(), ids=VALUE_EXAMPLES)
 @given(view=views(kinds=KINDS))
 @some
-def test_i_08_a_critic_that_is_right_has_no_loss(loss: Callable[..., Tensor], view: LossView) -> None:
+def test_i_08_a_critic_that_is_right_has_no_loss(loss: ValueLoss, view: LossView) -> None:
     right = view.replace(current_values=view.returns, values=view.returns)
     found = evaluate(right, value_loss=loss)
     assert found.parts["loss/value"] == 0 and not found.gradients[2].any()

@@ -126,9 +126,10 @@ def test_i_05_ranks_train_as_one_does(name: str, reduction: Reduction, view: Los
 @pytest.mark.parametrize("nothing", ["no-rows", "all-masked", "padding"])
 def test_i_15_a_rank_without_tokens_waits_for_nobody(name: str, nothing: str) -> None:
     idle = {
-        "no-rows": WITNESS.select(torch.arange(0)), "padding": WITNESS.padding_rows(2),
+        "no-rows": WITNESS.select(torch.arange(0)),
+        "padding": WITNESS.padding_rows(2),
         "all-masked": view_of_rows([("masked", 3, 0, False), ("empty", 3, 1, False)]),
-    }[nothing]  # fmt: skip
+    }[nothing]
     if name in ESTIMATOR_EXAMPLES:
         estimator = ESTIMATOR_EXAMPLES[name]
         ranks = in_lockstep(*[lambda t, _, own=own: estimator(signal_of(own, t)).advantages for own in (WITNESS, idle)])

@@ -209,8 +209,8 @@ def test_an_engine_that_takes_weights_while_it_generates_may_be_further_ahead() 
     rollouts, steps = list[Rollout](), Steps()
     fit(module_of(2, engine=Paused(steps)), callbacks=[TruncatedIS(), steps, recorder(rollouts)("seen")], max_epochs=2)
     assert len(rollouts) == 8 and versions_of(rollouts)[:2] == [[0], [0]]
-    for cycle, (version,) in enumerate(versions_of(rollouts)):
-        assert cycle - 2 <= version <= cycle
+    for number, (version,) in enumerate(versions_of(rollouts)):
+        assert number - 2 <= version <= number
     assert max(row["staleness/max"] for row in steps.rows) <= 2
 
 

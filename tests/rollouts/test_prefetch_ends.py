@@ -115,12 +115,12 @@ def test_a_checkpoint_waits_for_the_rollout_in_flight_and_holds_it(tmp_path: Pat
     engine, data = Gated(), tiny_prompts(8, 4)
     opening = hooked(on_save_checkpoint=lambda *_: engine.gate.set())
     run(tmp_path, opening, engine=engine, data=data)
-    for step, cycles in {1: [1], 4: [1], 5: [2], 8: [2], 9: []}.items():
+    for step, numbers in {1: [1], 4: [1], 5: [2], 8: [2], 9: []}.items():
         checkpoint = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
         (rank,) = checkpoint["lightning_rl"]["ranks"]
-        assert [found["cycle"] for found in rank["prefetched"]] == cycles, f"step {step}"
+        assert [found["rollout"] for found in rank["prefetched"]] == numbers, f"step {step}"
         places = [place for found in rank["prefetched"] for place in found["places"]]
-        assert places == [place for cycle in cycles for place in range(4 * cycle, 4 * cycle + 4)]
+        assert places == [place for number in numbers for place in range(4 * number, 4 * number + 4)]
         assert checkpoint["PromptDataModule"] == {"cursor": 12 if step > 4 else 8}
 
 
@@ -157,7 +157,7 @@ def test_an_error_of_the_engine_comes_with_the_traceback_of_its_thread(tmp_path:
     with pytest.raises(OSError, match="the engine is gone") as raised:
         run(None, opening, engine=engine, trainer={"default_root_dir": tmp_path})
     frames = {frame.name for frame in traceback.extract_tb(raised.value.__traceback__)}
-    assert {"_draw", "generate", "landed", "on_train_batch_start"} <= frames
+    assert {"_draw", "generate", "take", "on_train_batch_start"} <= frames
     assert engine.state is EngineState.ASLEEP and in_flight() == [] and not list(tmp_path.glob("*.ckpt"))
 
 
@@ -167,7 +167,7 @@ def test_a_rollout_that_failed_is_saved_as_its_prompts_and_drawn_anew(tmp_path: 
         run(tmp_path, hooked(on_save_checkpoint=lambda *_: engine.gate.set()), engine=engine)
     checkpoint = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     (lost,) = checkpoint["lightning_rl"]["ranks"][0]["prefetched"]
-    assert lost == {"cycle": 1, "places": [4, 5, 6, 7], "sampled": None}
+    assert lost == {"rollout": 1, "places": [4, 5, 6, 7], "samples": None}
     run(None, recorder(seen)("seen"), trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
     assert [rollout.groups.unique().tolist() for rollout in seen] == [[4, 5, 6, 7], [8, 9, 10, 11]]
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]

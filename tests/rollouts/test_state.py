@@ -1,4 +1,4 @@
-"""The held rollout: any write to it is found and named; its state brings it back."""
+"""The current rollout: any write to it is found and named; its state brings it back."""
 
 import io
 
@@ -11,7 +11,7 @@ from lightning_rl.policy import make_plan
 from lightning_rl.rollouts.state import CurrentRollout
 
 
-def held(*, packed: bool = True) -> CurrentRollout:
+def a_rollout(*, packed: bool = True) -> CurrentRollout:
     rollout = ragged_rollout(9).replace(
         extras={"weight": torch.ones(9)}, token_extras={"teacher": torch.zeros(9, 7, dtype=torch.float64)}
     )
@@ -23,12 +23,12 @@ def held(*, packed: bool = True) -> CurrentRollout:
 
 
 def names() -> list[str]:
-    return [name for name, _ in held().rollout.tensors()]
+    return [name for name, _ in a_rollout().rollout.tensors()]
 
 
 @pytest.mark.parametrize("name", names())
 def test_a_write_in_place_is_named(name: str) -> None:
-    kept = held()
+    kept = a_rollout()
     kept.check_untouched()
     dict(kept.rollout.tensors())[name].zero_()
     with pytest.raises(RuntimeError, match=rf"written to in place between optimizer steps: {name}; some callback"):
@@ -36,7 +36,7 @@ def test_a_write_in_place_is_named(name: str) -> None:
 
 
 def test_every_field_that_was_written_is_named() -> None:
-    kept = held()
+    kept = a_rollout()
     kept.rollout.rewards.add_(1)
     kept.rollout.task_rewards["task"].mul_(2)
     with pytest.raises(RuntimeError, match=": rewards, task_rewards/task; "):
@@ -44,7 +44,7 @@ def test_every_field_that_was_written_is_named() -> None:
 
 
 def test_reading_and_selecting_are_no_writes() -> None:
-    kept = held()
+    kept = a_rollout()
     for microbatch in kept.plan.microbatches():
         microbatch.rows_of(kept.rollout).rewards.add_(1)
     kept.rollout.to("cpu").replace(rewards=torch.zeros(9))
@@ -53,7 +53,7 @@ def test_reading_and_selecting_are_no_writes() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_its_state_brings_it_back_through_a_file(packed: bool) -> None:
-    kept, file = held(packed=packed), io.BytesIO()
+    kept, file = a_rollout(packed=packed), io.BytesIO()
     torch.save(kept.state(), file)
     file.seek(0)
     again = CurrentRollout.from_state(torch.load(file, weights_only=True), torch.device("cpu"), packed=packed)

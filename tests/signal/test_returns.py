@@ -70,10 +70,14 @@ def test_the_message_names_the_decay() -> None:
 def signal(**given: Any) -> RewardSignal:
     shaped = torch.tensor([[0.0, 5.0, 1.0], [0.5, 3.0, 5.0]], dtype=torch.float64)
     known: dict[str, Any] = {
-        "scores": torch.zeros(2), "rewarded": torch.ones(2).bool(), "groups": torch.zeros(2).long(),
-        "valid_tokens": torch.tensor([[1, 0, 1], [1, 1, 0]], dtype=torch.bool), "token_rewards": torch.zeros(2, 3),
-        "shaped": shaped, **given,
-    }  # fmt: skip
+        "scores": torch.zeros(2),
+        "rewarded": torch.ones(2).bool(),
+        "groups": torch.zeros(2).long(),
+        "valid_tokens": torch.tensor([[1, 0, 1], [1, 1, 0]], dtype=torch.bool),
+        "token_rewards": torch.zeros(2, 3),
+        "shaped": shaped,
+        **given,
+    }
     return RewardSignal(**known)
 
 

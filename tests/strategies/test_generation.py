@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from kit.engine_requests import with_sampling
 from kit.ranks import STRATEGIES, run_ranks
-from kit.requests import with_sampling
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 

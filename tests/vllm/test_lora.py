@@ -27,9 +27,13 @@ def with_adapter(name: str = "qwen2", **options: Any) -> nn.Module:
 
 def a_run() -> RLLightningModule:
     return tiny_module(
-        policy=with_adapter, engine=an_engine(lora="adapter"), minibatches=2, temperature=0.8, max_new_tokens=12,
+        policy=with_adapter,
+        engine=an_engine(lora="adapter"),
+        minibatches=2,
+        temperature=0.8,
+        max_new_tokens=12,
         eos_token_ids=[1, *range(20, 30)],
-    )  # fmt: skip
+    )
 
 
 def moved_adapter(model: PreTrainedModel, seed: int) -> None:

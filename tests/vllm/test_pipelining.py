@@ -22,9 +22,14 @@ TEMPERATURE = 0.8
 def ahead(**options: Any) -> RLLightningModule:
     """A module whose rollouts vLLM draws one ahead."""
     known: dict[str, Any] = {
-        "policy": a_model, "engine": an_engine(), "minibatches": 2, "temperature": TEMPERATURE, "max_new_tokens": 12,
-        "optimizer": partial(AdamW, lr=1e-3), "eos_token_ids": [1, *range(20, 30)],
-    }  # fmt: skip
+        "policy": a_model,
+        "engine": an_engine(),
+        "minibatches": 2,
+        "temperature": TEMPERATURE,
+        "max_new_tokens": 12,
+        "optimizer": partial(AdamW, lr=1e-3),
+        "eos_token_ids": [1, *range(20, 30)],
+    }
     return tiny_module(max_staleness=1, **{**known, **options})
 
 

@@ -144,10 +144,15 @@ def _cache_is_tried_at_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_run(server: Served, **options: Any) -> RLLightningModule:
     known: dict[str, Any] = {
-        "policy": MODEL, "tokenizer": None, "minibatches": 2, "temperature": 0.8, "max_new_tokens": 12,
-        "engine": an_engine(server), "optimizer": partial(AdamW, lr=1e-3),
+        "policy": MODEL,
+        "tokenizer": None,
+        "minibatches": 2,
+        "temperature": 0.8,
+        "max_new_tokens": 12,
+        "engine": an_engine(server),
+        "optimizer": partial(AdamW, lr=1e-3),
         "eos_token_ids": [EOS, *range(20, 30)],
-    }  # fmt: skip
+    }
     return tiny_module(**{**known, **options})
 
 

@@ -23,9 +23,14 @@ from lightning_rl.generation.vllm import internals
 
 def a_run(**options: Any) -> RLLightningModule:
     known: dict[str, Any] = {
-        "policy": a_model, "engine": an_engine(), "minibatches": 2, "temperature": 0.8, "max_new_tokens": 12,
-        "optimizer": partial(AdamW, lr=1e-3), "eos_token_ids": [1, *range(20, 30)],
-    }  # fmt: skip
+        "policy": a_model,
+        "engine": an_engine(),
+        "minibatches": 2,
+        "temperature": 0.8,
+        "max_new_tokens": 12,
+        "optimizer": partial(AdamW, lr=1e-3),
+        "eos_token_ids": [1, *range(20, 30)],
+    }
     return tiny_module(**{**known, **options})
 
 

@@ -1,11 +1,11 @@
 """Memory: what a run holds on a device in each phase, estimated from the configuration alone.
 
 =============  =====================================================================================
-weights        parameters x bytes, over the ranks that share them; the same again for an engine's copy
+weights        parameters x bytes, over the ranks that share them; the same again for an engine's ``copy``
 gradients      trained parameters x bytes
 optimizer      trained parameters x bytes x number of states (2 for Adam and its kin)
 reference      its parameters x bytes
-KV cache       2 x layers x key-value heads x head size x bytes x tokens of all samples of a rank
+cache          2 x layers x key-value heads x head size x bytes x tokens of all samples of a rank
 activations    34 x layers x hidden size x tokens of a microbatch x bytes / 2; with checkpointing 2 x,
                and one layer whole; without gradient one layer; and the logits of a chunk
 =============  =====================================================================================
@@ -23,7 +23,6 @@ from torch.optim import SGD, Optimizer
 
 from lightning_rl.cli.doctor.findings import error, fact
 from lightning_rl.finding import Finding
-from lightning_rl.generation import TransformersEngine
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Scorer
 from lightning_rl.policy.logprobs import CHUNK_ELEMENTS
@@ -34,18 +33,7 @@ FULL = 0.95  # of the device's memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on one device.
-
-    Attributes:
-        weights: of policy and critic.
-        gradients: of what trains.
-        optimizer: its states.
-        reference: the frozen policy, if there is one.
-        copy: the engine's own weights.
-        cache: keys and values of the samples that are drawn together.
-        activations: of one microbatch that trains.
-        forward: of one that is only scored.
-    """
+    """Bytes on one device, by what the table above says; ``forward`` are the activations of a pass that only scores."""
 
     weights: float
     gradients: float
@@ -56,17 +44,13 @@ class MemoryPlan:
     activations: float
     forward: float
 
-    @property
-    def resident(self) -> float:
-        """What lies there in every phase."""
-        return self.weights + self.optimizer + self.reference
-
     def phases(self) -> dict[str, float]:
         """Bytes at the height of each phase."""
+        resident = self.weights + self.optimizer + self.reference
         return {
-            "generate": self.resident + self.copy + self.cache,
-            "score": self.resident + self.forward,
-            "update": self.resident + self.gradients + self.activations,
+            "generate": resident + self.copy + self.cache,
+            "score": resident + self.forward,
+            "update": resident + self.gradients + self.activations,
         }
 
 
@@ -83,18 +67,24 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
     for name, weight in module.parallel.full_parameters(policy):
         weights += weight.numel() * weight.element_size() / shards
         trained += weight.numel() * weight.element_size() / shards * trains.get(name, True)
-    reference = module.run.reference
-    frozen = _bytes(reference) if type(reference) is Scorer else 0  # the other kind is the policy without its adapters
+    reference, shared = (
+        module.run.reference,
+        module.engine.capabilities.shares_policy and module.run.replica is None,
+    )
     text: Any = policy.model.config.get_text_config()
+    itemsize = 2 if "16" in str(module.trainer.precision) else policy.model.dtype.itemsize
+    layer = 34 * text.hidden_size * module.token_budget * itemsize / 2
+    layers = 2 / 34 * text.num_hidden_layers + 1 if module.activation_checkpointing else text.num_hidden_layers
+    logits = 2.0 * 4 * min(CHUNK_ELEMENTS, module.token_budget * text.vocab_size)
     return MemoryPlan(
         weights=weights,
         gradients=trained,
         optimizer=trained * _states(module.trainer.optimizers),
-        reference=frozen,
-        copy=0 if _shares_weights(module) else _bytes(policy),
-        cache=_cache(module, text, max_prompt_length),
-        activations=_layers(module, text) * _layer(module, text) + _logits(module, text),
-        forward=_layer(module, text) + _logits(module, text),
+        reference=_bytes(reference.model) if type(reference) is Scorer else 0,  # or the policy without its adapters
+        copy=0 if shared else _bytes(policy.model),
+        cache=_cache(module, text, max_prompt_length + module.sampling.max_new_tokens),
+        activations=layers * layer + logits,
+        forward=layer + logits,
     )
 
 
@@ -130,37 +120,17 @@ def _states(optimizers: list[Optimizer]) -> int:
     return int(bool(optimizer.defaults.get("momentum"))) if isinstance(optimizer, SGD) else 2
 
 
-def _shares_weights(module: RLLightningModule) -> bool:
-    return isinstance(module.engine, TransformersEngine) and module.run.replica is None
-
-
-def _cache(module: RLLightningModule, text: Any, max_prompt_length: int) -> float:
+def _cache(module: RLLightningModule, text: Any, max_tokens: int) -> float:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
-    engine = module.engine
-    rows = min(rows, engine.max_rows) if isinstance(engine, TransformersEngine) else rows
+    rows = min(rows, module.engine.capabilities.max_rows or rows)
     per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
-    return float(per_token * rows * (max_prompt_length + module.sampling.max_new_tokens))
+    return float(per_token * rows * max_tokens)
 
 
-def _layer(module: RLLightningModule, text: Any) -> float:
-    size = 2 if "16" in str(module.trainer.precision) else module.required_policy.model.dtype.itemsize
-    return 34 * text.hidden_size * module.token_budget * size / 2
-
-
-def _layers(module: RLLightningModule, text: Any) -> float:
-    """How many layers' activations are held at the height of a backward."""
-    return 2 / 34 * text.num_hidden_layers + 1 if module.activation_checkpointing else float(text.num_hidden_layers)
-
-
-def _logits(module: RLLightningModule, text: Any) -> float:
-    return 2.0 * 4 * min(CHUNK_ELEMENTS, module.token_budget * text.vocab_size)
-
-
-def _bytes(owner: Any) -> int:
-    model = getattr(owner, "model", None)
-    return sum(w.numel() * w.element_size() for w in model.parameters()) if isinstance(model, nn.Module) else 0
+def _bytes(model: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def _size(number: float) -> str:

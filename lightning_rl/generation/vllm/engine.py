@@ -32,7 +32,7 @@ from lightning_rl.generation.weights.stream import (
     add_aliases,
     aliases_of,
     copies,
-    merge_adapters,
+    merge_stream,
     verify,
 )
 
@@ -175,7 +175,7 @@ class VLLMEngine(Engine):
         self._weight_plan().compare(sent)
 
     def _outgoing(self, weights: Stream) -> Stream:
-        whole = merge_adapters(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
+        whole = merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
         return add_aliases(whole, self._aliases)
 
     def _weight_plan(self) -> WeightPlan:

@@ -30,7 +30,7 @@ from lightning_rl.generation.weights.stream import (
     add_aliases,
     aliases_of,
     copies,
-    merge_adapters,
+    merge_stream,
     verify,
 )
 
@@ -124,7 +124,7 @@ class VLLMServerEngine(Engine):
             server.endpoint.compare(pool.push.sent)
 
     def _outgoing(self, weights: Stream) -> Stream:
-        return add_aliases(merge_adapters(weights, self._scales), self._aliases)
+        return add_aliases(merge_stream(weights, self._scales), self._aliases)
 
     def _running(self) -> ServerPool:
         if self._pool is None:

@@ -58,7 +58,7 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
     return scales
 
 
-def merge_adapters(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+def merge_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
     """The stream with every adapter added to the weight that it belongs to, W + s B A, under the plain name.
 
     Of each layer the weight is held until its A and B have come, which in the order of the parameters is at once.

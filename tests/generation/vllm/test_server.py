@@ -68,10 +68,19 @@ def test_a_request_carries_the_key_and_every_parameter_and_its_answer_comes_back
     assert samples_in(one) == [request.sample_id for request in asked]
     assert len({body["request_id"] for body in one.requests}) == 20
     assert one.requests[0]["sampling_params"] == {
-        "temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 4, "ignore_eos": True,
-        "seed": one.requests[0]["sampling_params"]["seed"], "stop_token_ids": [14, 15], "stop": None,
-        "detokenize": False, "skip_special_tokens": False, "logprobs": 0,
-    }  # fmt: skip
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "seed": one.requests[0]["sampling_params"]["seed"],
+        "stop_token_ids": [14, 15],
+        "stop": None,
+        "detokenize": False,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
     assert engine.generate([]) == [] and engine.generate(asked[:1])[0].logprobs is None
     engine.close()
 
@@ -168,9 +177,12 @@ def test_a_sync_brings_every_tensor_and_leaves_nothing_behind(tmp_path: Path) ->
             assert torch.equal(server.weights[name], weight.bfloat16())
         order = [call for call in server.calls if call.startswith(("/pause", "/resume", "/reset", "/update"))]
         assert order[-5:] == [
-            "/pause?mode=keep&clear_cache=false", "/update_weight_version",
-            "/reset_prefix_cache?reset_running_requests=true", "/update_weight_version", "/resume",
-        ]  # fmt: skip
+            "/pause?mode=keep&clear_cache=false",
+            "/update_weight_version",
+            "/reset_prefix_cache?reset_running_requests=true",
+            "/update_weight_version",
+            "/resume",
+        ]
         engine.close()
         assert not list(tmp_path.iterdir())
 

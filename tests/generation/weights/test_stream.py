@@ -16,7 +16,7 @@ from lightning_rl.generation.weights.stream import (
     add_aliases,
     aliases_of,
     copies,
-    merge_adapters,
+    merge_stream,
     verify,
 )
 from lightning_rl.policy.lora import base_model_of, merge_adapters
@@ -35,7 +35,7 @@ def adapted(**options: Any) -> nn.Module:
 def test_merged_adapters_are_the_weights_that_peft_merges(options: dict[str, Any]) -> None:
     model = adapted(**options)
     inner = base_model_of(model)
-    found = {name: weight.clone() for name, weight in merge_adapters(inner.named_parameters(), adapter_scales(inner))}
+    found = {name: weight.clone() for name, weight in merge_stream(inner.named_parameters(), adapter_scales(inner))}
     expected = dict(merge_adapters(model).named_parameters())
     assert set(found) == set(expected)
     for name, weight in expected.items():
@@ -51,7 +51,7 @@ def test_a_merged_weight_is_emitted_at_the_place_of_its_layer() -> None:
             taken.append(name)
             yield name, weight
 
-    stream = merge_adapters(watched(), adapter_scales(inner))
+    stream = merge_stream(watched(), adapter_scales(inner))
     for name, _ in stream:
         layer = name.rpartition(".")[0]
         assert taken[-1].startswith(layer), "it was held longer than its own layer took"
@@ -61,7 +61,7 @@ def test_half_an_adapter_is_refused() -> None:
     inner = base_model_of(adapted())
     half = ((name, weight) for name, weight in inner.named_parameters() if "1.mlp.down_proj.lora_B" not in name)
     with pytest.raises(ValueError, match=r"A and B of every adapter, got \['A', 'weight'\] of model.layers.1.mlp.down"):
-        list(merge_adapters(half, adapter_scales(inner)))
+        list(merge_stream(half, adapter_scales(inner)))
 
 
 def test_adapters_of_other_kinds_are_refused() -> None:
