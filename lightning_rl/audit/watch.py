@@ -7,7 +7,6 @@ from typing import Any, cast
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_rl.audit.finding import bitwise_equal, differences
 from lightning_rl.corrections import RLCallback
@@ -26,30 +25,22 @@ HOOKS = (
 SOMEBODY = "a stage of the run, or whoever else writes to it"
 
 
-class HookProfiler(Profiler):
-    """Hands every action on to the run's own profiler, and says before and after it which one it is.
+class HookProfiler:
+    """The run's own profiler, and somebody who is told before and after each action which one it is.
 
     Args:
-        profiler: of the run.
+        profiler: of the run; everything is handed on to it.
         before: told the action.
         after: told the action, unless it raised.
     """
 
     def __init__(self, profiler: Profiler, before: Callable[[str], None], after: Callable[[str], None]) -> None:
-        super().__init__()
         self.profiler, self.before, self.after = profiler, before, after
 
-    @override
-    def start(self, action_name: str) -> None:
-        """Starts the run's own."""
-        self.profiler.start(action_name)
+    def __getattr__(self, name: str) -> Any:
+        """What the run's own has."""
+        return getattr(self.profiler, name)
 
-    @override
-    def stop(self, action_name: str) -> None:
-        """Stops the run's own."""
-        self.profiler.stop(action_name)
-
-    @override
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
         """Within the run's own, told on either side."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faults import __main__ as faults
-from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import an_algorithm, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.optim import AdamW
 from typing_extensions import override
@@ -18,15 +18,21 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
+    Completion,
+    Finish,
     KLCov,
     Normalized,
+    Request,
     RLCallback,
     RLLightningModule,
     Rollout,
+    Sampling,
     presets,
     warmup_then_linear,
 )
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -254,6 +260,25 @@ def test_who_edits_a_rollout_while_looking_at_it_is_named(tmp_path: Path) -> Non
     audit, message = SignalAudit(1, checks=["raw_fields"]), r"callback edit_in_observe\.observe: expected advantages as"
     with pytest.warns(UserWarning, match=message):
         fit(tiny_module(minibatches=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
+
+
+def test_tokens_that_came_back_from_a_tool_are_none_of_the_engine() -> None:
+    rollout = Rollout.of_samples([[2]], [[5, 6, 7]], groups=[0], actions=[[True, False, True]])
+    rollout = rollout.replace(rollout_logprobs=torch.tensor([[-1.0, 0.0, -2.0]]))
+    request = Request(prefix_ids=(2,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=()))
+    for ids, findings in (((5, 7), []), ((5, 8), ["the token ids"]), ((5, 6, 7), ["the sampled tokens as actions"])):
+        logprobs = torch.tensor([-1.0, -2.0, -3.0])[: len(ids)]
+        completion = Completion(token_ids=ids, logprobs=logprobs, finish=Finish.STOP, version=0)
+        evidence = Evidence(
+            algorithm=an_algorithm(),
+            facts=RunFacts(),
+            rollout=rollout,
+            groups=rollout,
+            rows=rollout,
+            batches=[[(request, completion)]],
+        )
+        expected = [f"{what} that the engine returned" for what in findings]
+        assert [finding.expected for finding in CHECKS["trained_tokens"](evidence)] == expected
 
 
 @pytest.mark.parametrize(
