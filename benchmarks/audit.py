@@ -63,16 +63,16 @@ def main() -> None:
         "every 10": lambda: SignalAudit(10, "raise"),
         "every 1": lambda: SignalAudit(1, "raise"),
     }
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+    times: dict[str, list[float]] = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(ROUNDS):
             for name, make in kinds.items():
-                found[name].append(seconds(make(), folder))
-    bare = median(found["off"])
+                times[name].append(seconds(make(), folder))
+    bare = median(times["off"])
     print(f"{ROLLOUTS} rollouts of {PROMPTS * 8} answers, one thread, medians of {ROUNDS} interleaved runs")
-    for name, values in found.items():
+    for name, values in times.items():
         print(f"audit {name:<9} {median(values):6.2f} s   {100 * (median(values) / bare - 1):+5.1f} %")
-    extra = (median(found["every 1"]) - bare) / ROLLOUTS
+    extra = (median(times["every 1"]) - bare) / ROLLOUTS
     print(f"one audited rollout: {1000 * extra:.0f} ms more than the {1000 * bare / ROLLOUTS:.0f} ms without")
 
 

@@ -9,7 +9,7 @@ Severity = Literal["fact", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One violated invariant, or one fact about a run.
+    """One violated invariant, or one fact about a run; what a check leaves out, whoever runs the checks fills in.
 
     Attributes:
         check: name of the check.
@@ -23,10 +23,10 @@ class Finding:
         severity: ``"error"`` spoils a run, it survives a ``"warning"``, and a ``"fact"`` is only good to know.
     """
 
-    check: str
+    check: str = ""
     culprit: str = ""
     expected: str = ""
-    observed: str
+    observed: str = ""
     cure: str = ""
     samples: Sequence[int] = ()
     positions: Sequence[int] = ()

@@ -2,8 +2,9 @@
 
 from lightning_rl.audit.audit import SignalAudit
 from lightning_rl.audit.checks import CHECKS, Check
-from lightning_rl.audit.finding import AuditError, Finding
+from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.ledger import SignalLedger
 from lightning_rl.audit.saved import recheck
+from lightning_rl.finding import Finding
 
 __all__ = ["CHECKS", "AuditError", "Check", "Finding", "SignalAudit", "SignalLedger", "recheck"]

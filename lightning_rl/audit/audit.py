@@ -19,29 +19,25 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import distributed
-from lightning_rl.audit.checks.registry import CHECKS, Check
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import AuditError, Finding
-from lightning_rl.audit.recompute import redone
-from lightning_rl.audit.recorded import (
-    RecordedEngine,
-    RecordedRewards,
-    forwards_plainly,
-    outputs_of,
-    plain_forwards,
-    reference_weights,
-)
-from lightning_rl.audit.run_checks import looked
+from lightning_rl.audit.checks import CHECKS, Check
+from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.finding import AuditError
+from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
+from lightning_rl.audit.recompute import recompute_step
+from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.subject import Subject, facts_of
+from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.trace import LiveWatch, LoggedStats
 from lightning_rl.audit.watch import FieldWatch
-from lightning_rl.corrections import RLCallback, Stat
+from lightning_rl.corrections import RLCallback, Stat, StepTrace
 from lightning_rl.data import Ticket
+from lightning_rl.distributed import process_objects
+from lightning_rl.finding import Finding
+from lightning_rl.generation import Completion, Request
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 
 FOLDER = "audit"
@@ -67,6 +63,7 @@ class SignalAudit(RLCallback):
     """
 
     name = "signal_audit"
+    traces_parameters = True
 
     def __init__(
         self, every_n_rollouts: int = 10, mode: Literal["warn", "raise"] = "warn", checks: Sequence[str] | None = None
@@ -80,13 +77,13 @@ class SignalAudit(RLCallback):
         self.mode = mode
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
         self.findings: list[Finding] = []
-        self.seconds = self._unlogged = 0.0
-        self._run: _Watched | None = None
+        self.seconds = self._spent = self._since_last = 0.0
+        self._run: _RunWatch | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, RLLightningModule):
-            self._run = _Watched(pl_module, self)
+            self._run = _RunWatch(pl_module, self)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,154 +95,161 @@ class SignalAudit(RLCallback):
 
     def _release(self) -> None:
         if self._run is not None:
-            self._run.release()
+            self._run.fields.release()
         self._run = None
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
         if self._run is not None:
-            self._run.begin(batch, audited=batch.cycle % self.every_n_rollouts == 0)
+            self._run.begin_step(batch, audited=batch.rollout % self.every_n_rollouts == 0)
+
+    @override
+    def observe_generated(self, pairs: Sequence[tuple[Request, Completion]]) -> None:
+        if self._run is not None and self._run.audited:
+            self._run.batches.append(pairs)
+
+    @override
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
+        if self._run is not None and self._run.audited:
+            self._run.calls += calls
 
     @override
     def observe(self, rollout: Rollout) -> None:
         begin, self.seconds = time.perf_counter(), 0.0
-        evidence = None if self._run is None else self._run.finished(rollout)
-        if evidence is not None:
-            self._report([c for c in self.checks if not c.of_step], evidence, begin)
+        if self._run is not None and self._run.audited:
+            self._report([c for c in self.checks if not c.of_step], self._run.look_at(rollout), begin)
+        self._since_last, self._spent = self._spent, 0.0
 
     @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        return self._run is not None and self._run.traces_step(step)
+
+    @override
+    def observe_step(self, trace: StepTrace) -> None:
         begin = time.perf_counter()
-        if self._run is not None:
-            self._run.stepping(optimizer)
+        if self._run is not None and trace.made:
+            self._run.look_at_step(trace)
         self._count(begin)
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
     ) -> None:
         begin = time.perf_counter()
-        evidence = None if self._run is None else self._run.stepped()
+        evidence = None if self._run is None else self._run.end_step()
         if evidence is not None:
             self._report([c for c in self.checks if c.of_step], evidence, begin)
 
     def _report(self, checks: Sequence[Check], evidence: Evidence, begin: float) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
-        run = cast(_Watched, self._run)
-        found = looked(checks, evidence)
-        self.findings += found
-        path = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{evidence.cycle}{run.suffix}.pt"
-        if found:
-            save(evidence, found, path)
-        text = "\n".join(str(finding) for finding in found) + (f"\nIt lies in {path}." if found else "")
-        said = [str(own) for own in distributed.process_objects(text) if own]
+        run, number = cast(_RunWatch, self._run), evidence.number
+        findings = run_checks(checks, evidence)
+        self.findings += findings
+        path = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt"
+        if findings:
+            save(evidence, findings, path)
+        text = "\n".join([*map(str, findings), *([f"It lies in {path}."] if findings else [])])
+        texts = [str(text) for text in process_objects(text) if text]
         self._count(begin)
-        if said and self.mode == "raise":
-            raise AuditError("\n".join(said))
-        if found:
-            warnings.warn(f"the audit of rollout {evidence.cycle} found\n{text}", stacklevel=2)
+        if texts and self.mode == "raise":
+            raise AuditError("\n".join(texts))
+        if findings:
+            warnings.warn(f"the audit of rollout {number} found\n{text}", stacklevel=2)
 
     def _count(self, begin: float) -> None:
         spent = time.perf_counter() - begin
-        self.seconds, self._unlogged = self.seconds + spent, self._unlogged + spent
+        self.seconds, self._spent = self.seconds + spent, self._spent + spent
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        spent, self._unlogged = self._unlogged, 0.0
         return {
             "signal_audit/findings": Stat.single(len(self.findings)).maximum(),
-            "signal_audit/seconds": Stat.single(spent).maximum(),
+            "signal_audit/seconds": Stat.single(self._since_last).maximum(),
         }
 
 
-class _Watched:
+class _RunWatch:
     """A run that is being audited, and what is known of its rollout in progress."""
 
     def __init__(self, module: RLLightningModule, audit: SignalAudit) -> None:
         self.module = module
         self.suffix = f"-rank-{module.global_rank}" if module.trainer.world_size > 1 else ""
-        self._engine, self._rewards = RecordedEngine(module.engine), RecordedRewards(module.rewards)
         others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
-        self._fields = FieldWatch(others, lambda: None if module.run.held is None else module.run.held.rollout)
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
+        self.fields = FieldWatch(module, others)
+        self.audited, self._turn, self._number = False, 0, 0
+        self.batches: list[Sequence[tuple[Request, Completion]]] = []
+        self.calls: list[RewardCall] = []
         self._reference: Tensor | None = None
         self._evidence: Evidence | None = None
-        self._logged: LoggedStats | None = None
-        self._live: LiveWatch | None = None
-        self._audited, self._turn, self._cycle = False, 0, 0
+        self._step: StepEvidence | None = None
+        self._scheduled: int | None = None
 
-    def begin(self, ticket: Ticket, *, audited: bool) -> None:
+    def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
-        module = self.module
+        self._scheduled = _epoch_of(self.module)
         if ticket.step == 0:
-            self.end()
-            self._rewards.take()
-            self._audited, self._cycle = audited, ticket.cycle
-            if audited:
-                self._fields.arm()
-                self._logged = LoggedStats(module.run.metrics)
-        scaled = getattr(module.trainer.precision_plugin, "scaler", None) is not None
-        if self._logged is not None and ticket.step == module.steps_per_rollout - 1 and not scaled:
-            self._logged.begin_step()
-            self._live = LiveWatch(module)
+            self.audited, self._number = audited, ticket.rollout
+            self.batches, self.calls, self._evidence, self._step = [], [], None, None
+            self.fields.arm() if audited else self.fields.end()
 
-    def finished(self, rollout: Rollout) -> Evidence | None:
-        """Evidence of a finished rollout, if it is audited. Every rank takes part."""
+    def look_at(self, rollout: Rollout) -> Evidence:
+        """Evidence of a finished rollout. Every rank takes part."""
         module = self.module
-        if not self._audited:
-            return None
-        if not self._fields.begun:
-            self._fields.begin(rollout)
-        facts = facts_of(module)
-        subject = Subject.of(module, self._corrections, facts).replaced(text=module.collector().drawer.text)
+        self.fields.begin(rollout)
         groups = some_groups(rollout, self._turn)
         rows = some_rows(groups, self._turn)
         self._turn += 1
-        outputs = outputs_of(module, rows)
-        critic = module.required_policy.value_head is not None
+        critic, weights = module.required_policy.value_head is not None, reference_weights(module)
         self._evidence = Evidence(
-            subject=subject, rollout=rollout, groups=groups, rows=rows, cycle=self._cycle, outputs=outputs,
-            apart=outputs_of(module, rows, reverse=True) if not forwards_plainly(module) else None,
-            hotter=outputs_of(module, rows, heat=2.0) if critic else None,
-            batches=self._engine.drawn_for(module.seed, self._cycle), calls=self._rewards.take(),
-            plain=plain_forwards(module, rows), remembered=self._remembered(),
-        )  # fmt: skip
+            algorithm=repeatable(module.algorithm, self._corrections),
+            facts=RunFacts.of(module),
+            rollout=rollout,
+            groups=groups,
+            rows=rows,
+            number=self._number,
+            outputs=policy_outputs(module, rows),
+            reversed=policy_outputs(module, rows, reverse=True) if not forwards_plainly(module) else None,
+            double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
+            batches=self.batches,
+            calls=self.calls,
+            text=module.sampler.text,
+            plain=plain_forwards(module, rows),
+            reference_weights=(weights if self._reference is None else self._reference, weights),
+        )
+        self._reference = weights
         return self._evidence
 
-    def _remembered(self) -> tuple[Tensor, ...]:
-        now = reference_weights(self.module)
-        then, self._reference = now if self._reference is None else self._reference, now
-        return then, now
+    def traces_step(self, step: int) -> bool:
+        """Whether it wants to see an optimizer step: the last one, of which a scaler does not hide the gradients."""
+        scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
+        return self.audited and step == self.module.steps_per_rollout - 1 and not scaled
 
-    def stepping(self, optimizer: Any) -> None:
-        """The gradient of a step is complete. Every rank takes part."""
-        if self._audited:
-            self._fields.look("a stage of the run, or whoever else writes to it")
-        if self._live is not None and self._evidence is not None:
-            step = self._live.stepping(optimizer)
-            if step is not None:
-                step.expected, step.parts = redone(self._evidence, step)
+    def look_at_step(self, trace: StepTrace) -> None:
+        """An optimizer step has been made. Every rank takes part."""
+        evidence, parallel = self._evidence, self.module.parallel
+        if evidence is None:
+            return
+        self.fields.look()
+        evidence = replace(evidence, algorithm=repeatable(self.module.algorithm, self._corrections))
+        rollout, reduction = evidence.rollout, evidence.algorithm.reduction
+        step = StepEvidence.of(trace, rollout, reduction, parallel.collectives, parallel.rank)
+        step.expected, step.parts = recompute_step(evidence, step)
+        if self.fields.edited:
+            step.logged = {}
+        self._evidence, self._step = evidence, step
 
-    def stepped(self) -> Evidence | None:
-        """Evidence of an optimizer step that is over, if it was watched, or of edits."""
-        if not self._audited or self._evidence is None:
+    def end_step(self) -> Evidence | None:
+        """Evidence of an optimizer step that is over, and of edits; None for a rollout that is not audited."""
+        if self._evidence is None:
             return None
-        self._fields.look("a stage of the run, or whoever else writes to it")
-        live, logged, self._live = self._live, self._logged, None
-        known = {} if logged is None or self._fields.edited else logged.moments
-        step = None if live is None else live.finish(known)
-        return replace(self._evidence, live=step, edits=self._fields.take())
+        self.fields.look()
+        before, after = self._scheduled, _epoch_of(self.module)
+        if self._step is not None and before is not None and after is not None:
+            self._step.scheduler_steps = after - before
+        return replace(self._evidence, step=self._step, edits=self.fields.take())
 
-    def end(self) -> None:
-        """Forgets the rollout."""
-        self._fields.end()
-        for watching in (self._live, self._logged):
-            if watching is not None:
-                watching.release()
-        self._evidence = self._live = self._logged = None
 
-    def release(self) -> None:
-        """Puts everything back."""
-        self.end()
-        for wrapped in (self._engine, self._rewards, self._fields):
-            wrapped.release()
+def _epoch_of(module: RLLightningModule) -> int | None:
+    scheduler: Any = module.lr_schedulers()
+    return None if scheduler is None else int(scheduler.last_epoch)

@@ -1,32 +1,65 @@
 """Evidence: what the checks look at, and the stages of the run repeated on changed copies of a small slice."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_rl import distributed
-from lightning_rl.advantages import RewardSignal
-from lightning_rl.audit.finding import Finding
-from lightning_rl.audit.recorded import Drawn, PlainForward, RewardCall
-from lightning_rl.audit.subject import Subject
-from lightning_rl.audit.trace import LiveStep
-from lightning_rl.corrections import Corrections, LossView
-from lightning_rl.policy import Outputs, PolicyModel
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.audit.step import StepEvidence
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
+from lightning_rl.finding import Finding
+from lightning_rl.generation import Completion, Request
+from lightning_rl.losses import FunctionLoss
+from lightning_rl.naming import name_of
+from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.signal import Spy, estimate_signal
+from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.selection import own_values
-from lightning_rl.update import accumulated, view_of
+from lightning_rl.update import accumulate_gradient, from_table, loss_view
+
+SHOWN_A_ROLLOUT = tuple(
+    name for name, entry in CONTRIBUTIONS.items() if entry.when in ("sampling", "signal") and entry.returns != "tensors"
+)
+SHOWN_A_VIEW = tuple(
+    name for name, entry in CONTRIBUTIONS.items() if entry.when == "update" and entry.returns != "context"
+)
 
 
-@dataclass(frozen=True)
-class StepFound:
+def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorithm:
+    """The same with copies of its corrections that wait for no other rank, without those that only look on."""
+    repeated = [
+        callback
+        for callback in callbacks
+        if any(CONTRIBUTIONS[method].bends or method == "metrics" for method in callback.contributes)
+    ]
+    return algorithm.replace(corrections=ReplayCorrections(repeated).alone())
+
+
+class Contribution(NamedTuple):
+    """A correction with one of the methods that it offers, as a culprit and as a function."""
+
+    callback: RLCallback
+    method: str
+
+    def __str__(self) -> str:
+        """How findings call it."""
+        return f"callback {self.callback.name}.{self.method}"
+
+    def __call__(self, rows: Rollout) -> Any:
+        """What it contributes to some rows."""
+        return getattr(self.callback, self.method)(rows)
+
+
+class TableStep(NamedTuple):
     """One optimizer step on a slice, with a table of log-probabilities in the place of the policy."""
 
     parts: dict[str, Tensor]
@@ -39,46 +72,85 @@ class Evidence:
     """A finished rollout, and everything that a check needs to judge it without the model.
 
     Attributes:
-        subject: what is checked.
+        algorithm: what is checked, without corrections that only look on.
+        facts: plain values of the run.
         rollout: finished, on this rank.
         groups: a few whole groups of it.
         rows: a few trained rows of those, cut to the longest.
+        number: of the rollout.
         outputs: what the policy says of ``rows`` now, before the first update; None where there is no policy.
-        apart: the same with the rows in reverse order, where there is no ``plain``.
-        hotter: the same at twice the temperature; None without a critic.
-        cycle: number of the rollout.
+        reversed: the same with the rows in reverse order, where there is no ``plain``.
+        double_temperature: the same at twice the temperature; None without a critic.
         batches: what the engine was asked for this rollout and returned, batch by batch.
-        calls: what the reward functions were given and said.
+        calls: what the reward functions were given and returned.
+        text: a completion as the rewards see it, from its token ids; None if unknown.
         plain: some of ``rows`` by a model's own plain forward.
-        remembered: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
-        live: one optimizer step as it was made; None before the first.
+        reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
+        step: one optimizer step as it was made; None before the first.
         edits: of fields of the rollout, by whatever way, with who made them.
     """
 
-    subject: Subject
+    algorithm: Algorithm
+    facts: RunFacts
     rollout: Rollout
     groups: Rollout
     rows: Rollout
+    number: int = 0
     outputs: Outputs | None = None
-    apart: Outputs | None = None
-    hotter: Outputs | None = None
-    cycle: int = 0
-    batches: Sequence[Sequence[Drawn]] = ()
+    reversed: Outputs | None = None
+    double_temperature: Outputs | None = None
+    batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()
+    text: Callable[[Sequence[int]], str] | None = None
     plain: Sequence[PlainForward] = ()
-    remembered: tuple[Tensor, ...] = ()
-    live: LiveStep | None = None
+    reference_weights: tuple[Tensor, ...] = ()
+    step: StepEvidence | None = None
     edits: Sequence[Finding] = ()
 
-    def signal(self, rollout: Rollout, contributions: Corrections | None = None) -> tuple[Rollout, RewardSignal]:
-        """The signal stage on another rollout of this run, on this rank alone."""
-        spy = Spy(self.subject.estimator)
-        with distributed.alone():
-            found, _ = estimate_signal(
-                rollout.replace(advantages=None, returns=None), spy, contributions or self.subject.contributions,
-                own_sum,
-            )  # fmt: skip
-        return found, cast(RewardSignal, spy.seen)
+    @property
+    def names(self) -> dict[str, str]:
+        """How findings call the parts of the run."""
+        loss, reduction = self.algorithm.loss, self.algorithm.reduction
+        return {
+            "estimator": self.algorithm.advantages.name,
+            "loss": name_of(loss.function if isinstance(loss, FunctionLoss) else loss),
+            "reduction": name_of(reduction),
+            "engine": self.facts.engine,
+        }
+
+    def contributions(self, *methods: str) -> list[Contribution]:
+        """Every correction with each of the methods that it offers."""
+        corrections = self.algorithm.corrections
+        return [Contribution(callback, method) for method in methods for callback in corrections.contributors(method)]
+
+    @cached_property
+    def completions(self) -> dict[int, Completion]:
+        """What the engine returned for each sample."""
+        return {request.sample_id: completion for batch in self.batches for request, completion in batch}
+
+    def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
+        """Another rollout of this run with its signal, on this rank alone, and its shaped reward."""
+        raw, algorithm = rollout.replace(advantages=None, returns=None), self.algorithm
+        rollout, rewards, _ = estimate_signal(raw, algorithm.advantages, algorithm.corrections)
+        return rollout, rewards.shaped
+
+    def advantages_of(self, rollout: Rollout) -> Tensor:
+        """The advantages that the signal stage makes of another rollout, [B, T]."""
+        return self.signal(rollout)[0].required("advantages")
+
+    @property
+    def advantages(self) -> Tensor:
+        """The advantages that the signal stage makes of :attr:`groups`, [B, T]."""
+        return self._signal[0].required("advantages")
+
+    @property
+    def shaped_reward(self) -> Tensor:
+        """The shaped reward of :attr:`groups`, [B, T]."""
+        return self._signal[1]
+
+    @cached_property
+    def _signal(self) -> tuple[Rollout, Tensor]:
+        return self.signal(self.groups)
 
     @property
     def logprobs(self) -> Tensor:
@@ -87,49 +159,6 @@ class Evidence:
             return self.outputs.logprobs
         return torch.where(self.rows.valid_tokens, self.rows.required("old_logprobs"), 0.0)
 
-    @cached_property
-    def drawn(self) -> dict[int, Drawn]:
-        """Request and completion of each sample."""
-        return {pair[0].sample_id: pair for batch in self.batches for pair in batch}
-
-    @property
-    def own_signal(self) -> Rollout:
-        """:attr:`groups` with the advantages that the signal stage makes of them."""
-        return self._own[0]
-
-    @property
-    def seen_signal(self) -> RewardSignal:
-        """What the estimator was given for :attr:`own_signal`."""
-        return self._own[1]
-
-    @cached_property
-    def _own(self) -> tuple[Rollout, RewardSignal]:
-        return self.signal(self.groups)
-
-    @cached_property
-    def pattern(self) -> Tensor:
-        """Numbers in [-1, 1] that depend on sample and position alone, shape [b, T]."""
-        return pattern_of(self.rows).to(self.logprobs.dtype)
-
-    @cached_property
-    def whole_step(self) -> StepFound:
-        """The update stage on :attr:`rows` in one microbatch, once the policy has moved."""
-        return self.step([list(range(len(self.rows)))])
-
-    @property
-    def has_critic(self) -> bool:
-        """Whether there are values to learn."""
-        return self.rows.values is not None
-
-    def prepared(self, view: LossView) -> LossView:
-        """The view with what the loss finds out from a whole step, which here is the view itself."""
-        loss = self.subject.loss
-        if not loss.prepares:
-            return view
-        with torch.no_grad():
-            found = loss.prepare([view], own_sum, own_values)
-        return view.replace(prepared=None if found is None else found[0])
-
     @property
     def on_policy(self) -> Rollout:
         """:attr:`rows` as if every policy were the current one."""
@@ -137,14 +166,10 @@ class Evidence:
         fields = ("old_logprobs", "rollout_logprobs")
         return self.rows.replace(**{name: now for name in fields if getattr(self.rows, name) is not None})
 
-    def table(self, drift: float = 0.0) -> Tensor:
-        """Log-probabilities of :attr:`rows`, moved by up to ``drift`` nats in a fixed pattern, as a leaf."""
-        moved = self.logprobs + drift * self.pattern
-        return torch.where(self.rows.valid_tokens, moved, 0.0).detach().requires_grad_()
-
-    def seen(self, drift: float = 0.0) -> Outputs:
-        """What a policy that moved by ``drift`` nats says of :attr:`rows`."""
-        table = self.table(drift)
+    def drift_outputs(self, drift: float) -> Outputs:
+        """What a policy that moved by up to ``drift`` nats, in a fixed pattern, says of :attr:`rows`: a leaf."""
+        moved = self.logprobs + drift * pattern_of(self.rows).to(self.logprobs.dtype)
+        table = torch.where(self.rows.valid_tokens, moved, 0.0).detach().requires_grad_()
         if self.outputs is not None:
             return self.outputs._replace(logprobs=table)
         values = self.rows.values
@@ -152,42 +177,48 @@ class Evidence:
 
     def view(self, rows: Rollout | None = None, drift: float = 0.3, *, entropy_gradient: bool = False) -> LossView:
         """What losses and corrections see of :attr:`rows`, or of a changed copy, once the policy has moved."""
-        outputs = self.seen(drift)
+        outputs = self.drift_outputs(drift)
         outputs = outputs._replace(entropy=outputs.entropy.detach().requires_grad_(entropy_gradient))
-        return view_of(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
+        return loss_view(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
 
-    def step(
-        self, partition: Sequence[Sequence[int]], rows: Rollout | None = None, *, drift: float = 0.3,
-        contributions: Corrections | None = None,
-    ) -> StepFound:  # fmt: skip
-        """The update stage on :attr:`rows`, cut into microbatches, without a model."""
-        rollout, seen = self.rows if rows is None else rows, self.seen(drift)
-        table = seen.logprobs
-        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in partition]], packed=self.subject.facts.packing)
+    def prepare(self, view: LossView) -> LossView:
+        """The view with what the loss finds out from a whole step, which here is the view itself."""
+        loss = self.algorithm.loss
+        if not loss.prepares:
+            return view
+        with torch.no_grad():
+            prepared = loss.prepare([view], own_sum, own_values)
+        return view.replace(prepared=None if prepared is None else prepared[0])
+
+    @cached_property
+    def whole_step(self) -> TableStep:
+        """The update stage on :attr:`rows` in one microbatch, once the policy has moved."""
+        return self.table_step()
+
+    def table_step(
+        self,
+        rows: Rollout | None = None,
+        *,
+        partition: Sequence[Sequence[int]] | None = None,
+        corrections: Corrections | None = None,
+    ) -> TableStep:
+        """The update stage on :attr:`rows` or a changed copy, without a model; in one microbatch, or cut into some."""
+        rollout, outputs = self.rows if rows is None else rows, self.drift_outputs(0.3)
+        table = outputs.logprobs
+        microbatch_rows = [list(range(len(rollout)))] if partition is None else [list(part) for part in partition]
+        plan = plan_of_rows(rollout.to("cpu"), [microbatch_rows], packed=self.facts.packing)
         microbatches = plan.to(rollout.groups.device).step(0)
-        tables = {id(microbatch.layout): microbatch.index for microbatch in microbatches}
-
-        def policy(layout: Any) -> Outputs:
-            index, (number, width) = tables[id(layout)], layout.shape
-            if not len(index):
-                nothing = table.sum() * 0 + table.new_zeros(number, width)
-                return Outputs(nothing, nothing.detach(), None if seen.values is None else nothing)
-            return Outputs(*(None if part is None else part[index, :width] for part in seen))  # pyright: ignore[reportArgumentType]
-
-        totals = list[float]()
+        algorithm, totals = self.algorithm, list[float]()
+        if corrections is not None:
+            algorithm = algorithm.replace(corrections=corrections)
 
         def backward(loss: Tensor) -> None:
             totals.append(float(loss.detach()))
             if loss.requires_grad:
                 loss.backward()
 
-        with distributed.alone():
-            found = accumulated(
-                rollout, microbatches, cast(PolicyModel, policy), self.subject.objective(contributions),
-                global_sum=own_sum, global_concat=own_values, around=lambda _last: nullcontext(), backward=backward,
-            )  # fmt: skip
-        gradient = torch.zeros_like(table) if table.grad is None else table.grad
-        return StepFound(found.parts, gradient, sum(totals))
+        gradient = accumulate_gradient(rollout, microbatches, from_table(outputs), algorithm, backward=backward)
+        return TableStep(gradient.parts, torch.zeros_like(table) if table.grad is None else table.grad, sum(totals))
 
 
 def pattern_of(rows: Rollout) -> Tensor:

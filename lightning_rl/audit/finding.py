@@ -1,23 +1,43 @@
 """What a finding needs: the error that carries it, and the places where two tensors differ."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from lightning_rl.finding import Finding
-
-__all__ = ["AuditError", "Finding", "differing"]
 
 
 class AuditError(RuntimeError):
     """Raised by ``SignalAudit(mode="raise")``; the message holds every finding."""
 
 
-def differing(
-    ours: Tensor, theirs: Tensor, sample_ids: Tensor, *, rtol: float = 1e-4, atol: float = 1e-6
-) -> tuple[list[int], list[int]]:
-    """Samples and positions at which two tensors [B] or [B, T] differ, a few of each; both empty if nowhere."""
+def differences(
+    ours: Tensor,
+    theirs: Tensor,
+    sample_ids: Tensor,
+    *,
+    culprit: str = "",
+    expected: str = "",
+    observed: str = "",
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> Iterator[Finding]:
+    """One finding with a few samples and positions at which two tensors [B] or [B, T] differ; none if nowhere."""
     close = torch.isclose(ours.double(), theirs.double(), rtol=rtol, atol=atol, equal_nan=True)
     places = (~close).nonzero()[:8]
-    samples = [int(sample_ids[row]) for row in places[:, 0].unique()] if len(places) else []
-    positions = sorted({int(place[1]) for place in places}) if places.shape[-1] > 1 else []
-    return samples, positions
+    if len(places):
+        yield Finding(
+            culprit=culprit,
+            expected=expected,
+            observed=observed,
+            samples=[int(sample_ids[row]) for row in places[:, 0].unique()],
+            positions=sorted({int(place[1]) for place in places}) if places.shape[-1] > 1 else (),
+        )
+
+
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN at the same places."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(torch.isclose(one.double(), other.double(), 0, 0, equal_nan=True).all())

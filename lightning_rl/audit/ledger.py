@@ -7,6 +7,7 @@ what was used plus what each stage took. Before the update every token weighs th
 its advantage times its weights.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,24 +17,24 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import distributed
 from lightning_rl.audit.accounting import (
     Charges,
-    charged_at_draw,
-    charged_at_signal,
-    charged_at_update,
-    drawn_stages,
+    sampling_charges,
+    sampling_stages,
+    signal_charges,
+    update_charges,
     update_stages,
 )
-from lightning_rl.corrections import LossView, RLCallback, Stat
+from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Ticket
 from lightning_rl.metrics import RunningStats
 from lightning_rl.module import RLLightningModule
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout, concatenate
 
 UNITS = ("sequences", "tokens", "weight")
 SAMPLED, USED = "sampled", "used"
-SHOWN = 0.05  # per cent
+MIN_SHARE = 0.05  # per cent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,74 +78,83 @@ class SignalLedger(RLCallback):
         self.every_n_rollouts = every_n_rollouts
         self.totals = Totals()
         self._module: RLLightningModule | None = None
-        self._drawn: list[tuple[Charges, Rollout]] = []
-        self._found: dict[str, Stat] = {}
-        self._updated: dict[str, Stat] = {}
-        self._shown: tuple[RunningStats, RunningStats] | None = None
+        self._samples: list[tuple[Charges, Rollout]] = []
+        self._stats: dict[str, Stat] = {}
+        self._table: tuple[RunningStats, RunningStats] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._module = pl_module if isinstance(pl_module, RLLightningModule) else None
-        self._drawn, self._shown = [], None
+        self._samples, self._table = [], None
 
     @override
-    def observe_drawn(self, rollout: Rollout) -> None:
-        self._drawn.append(charged_at_draw(rollout, self._own.run.contributions))
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
+        self._samples.append(sampling_charges(rollout, self._corrections))
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        contributions, (drawn, self._drawn) = self._own.run.contributions, (self._drawn, [])
-        charges = charged_at_signal(rollout, concatenate([part for _, part in drawn]), contributions)
-        taken = _added([own.taken for own, _ in drawn] + [charges.taken], rollout.groups.device)
-        sampled = charges.left() + torch.stack(list(taken.values())).sum(0)
+        samples, self._samples = self._samples, []
+        charges = signal_charges(rollout, concatenate([part for _, part in samples]), self._corrections)
+        taken = _sums([part.taken for part, _ in samples] + [charges.taken], rollout.groups.device)
+        sampled = charges.remainder() + torch.stack(list(taken.values())).sum(0)
         size = torch.where(rollout.valid_tokens, rollout.required("advantages").double().abs(), 0.0).sum()
-        own = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.left()[1], size]
-        self.totals = Totals(*distributed.global_sum(torch.stack(own)).tolist())
+        amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
+        self.totals = Totals(*self.collectives.sum(torch.stack(amounts)).tolist())
         counts = {f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])}
         shares = {
             f"ledger/{unit}/{stage}": _share(taken[stage][place] / sampled[place].clamp(min=1), sampled[place])
-            for stage in drawn_stages(contributions)
+            for stage in sampling_stages(self._corrections)
             for place, unit in enumerate(UNITS)
         }
-        self._found = {**counts, **shares}
-        self._shown = RunningStats().to(rollout.groups.device), RunningStats().to(rollout.groups.device)
-        self._shown[0].update(self._found)
+        self._stats = {**counts, **shares}
+        at_sampling, at_update = (RunningStats(self.collectives).to(rollout.groups.device) for _ in range(2))
+        at_sampling.update(self._stats)
+        self._table = at_sampling, at_update
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        return self._found
+        return self._stats
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        contributions, totals = self._own.run.contributions, self.totals
-        charges, valid = charged_at_update(view, contributions, self._own.loss), view.valid_tokens.sum().double()
+        corrections, totals = self._corrections, self.totals
+        charges, valid = update_charges(view, corrections, self._run.loss), view.valid_tokens.sum().double()
         left = totals.carrying / max(totals.tokens, 1.0) / max(totals.advantage, 1e-300)
         scales = valid.new_tensor([1 / max(totals.sequences, 1.0), 1 / max(totals.tokens, 1.0), left])
         scales = scales * totals.valid / valid.clamp(min=1)  # so that the mean over valid tokens is the share
-        amounts = {**charges.taken, USED: charges.left()}
-        self._updated = {
+        amounts = {**charges.taken, USED: charges.remainder()}
+        return {
             f"ledger/{unit}/{stage}": _share((amounts[stage] * scales)[place], valid)
-            for stage in (*update_stages(contributions), USED)
+            for stage in (*update_stages(corrections), USED)
             for place, unit in enumerate(UNITS)
         }
-        return self._updated
 
     @override
-    def observe_update(self, view: LossView) -> None:
-        if self._shown is not None and self._own.run.held is not None:
-            self._shown[1].update(self._updated)
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        return self._table is not None and rollout_number % self.every_n_rollouts == 0
+
+    @override
+    def observe_step(self, trace: StepTrace) -> None:
+        if self._table is None:
+            return
+        stages = [*update_stages(self._corrections), USED]
+        names = [f"{unit}/{stage}" for stage in stages for unit in UNITS]
+        logged = [trace.logged.get(f"{self.name}/{name}", ()) for name in names]
+        for moments in zip(*logged, strict=True):  # of each microbatch
+            stats = {f"ledger/{name}": Stat(row) for name, row in zip(names, moments, strict=True)}
+            self._table[1].update(stats)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
     ) -> None:
-        if self._shown is None or batch.step < self._own.steps_per_rollout - 1:
+        if self._table is None or batch.step < self._run.steps_per_rollout - 1:
             return
-        if batch.cycle % self.every_n_rollouts == 0:
-            figures = {name: value for stats in self._shown if stats.keys for name, value in stats.figures().items()}
-            contributions = self._own.run.contributions
-            rank_zero_info(table(batch.cycle, [*drawn_stages(contributions), *update_stages(contributions)], figures))
-        self._shown = None
+        if batch.rollout % self.every_n_rollouts == 0:
+            figures = {name: value for stats in self._table if stats.keys for name, value in stats.figures().items()}
+            stages = [*sampling_stages(self._corrections), *update_stages(self._corrections)]
+            rank_zero_info(table(batch.rollout, stages, figures))
+        self._table = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -155,31 +165,35 @@ class SignalLedger(RLCallback):
         self.totals = Totals(**state_dict)
 
     @property
-    def _own(self) -> RLLightningModule:
+    def _run(self) -> RLLightningModule:
         if self._module is None:
             raise RuntimeError("expected SignalLedger to have a module, but no fit has begun: pass it to a Trainer")
         return self._module
 
+    @property
+    def _corrections(self) -> Corrections:
+        return self._run.run.corrections
 
-def table(cycle: int, stages: list[str], figures: dict[str, float]) -> str:
+
+def table(number: int, stages: list[str], figures: dict[str, float]) -> str:
     """The ledger of a rollout as text, a line for each stage that took something."""
-    width = max(len(stage) for stage in (*stages, f"rollout {cycle}"))
+    width = max(len(stage) for stage in (*stages, f"rollout {number}"))
     counts = [f"{figures[f'ledger/{unit}/{SAMPLED}']:>11.0f}" for unit in UNITS[:2]]
     lines = [
-        f"{f'rollout {cycle}':<{width}}" + "".join(f"{unit:>11}" for unit in UNITS),
+        f"{f'rollout {number}':<{width}}" + "".join(f"{unit:>11}" for unit in UNITS),
         f"{SAMPLED:<{width}}" + "".join(counts) + f"{'100.0 %':>11}",
     ]
     for stage in (*stages, USED):
         shares = [100 * figures.get(f"ledger/{unit}/{stage}", 0.0) for unit in UNITS]
         if stage == USED:
             lines.append(f"{USED:<{width}}" + "".join(f"{share:>9.1f} %" for share in shares))
-        elif any(abs(share) >= SHOWN for share in shares):
-            cells = [f"{-share:>+9.1f} %" if abs(share) >= SHOWN else " " * 11 for share in shares]
+        elif any(abs(share) >= MIN_SHARE for share in shares):
+            cells = [f"{-share:>+9.1f} %" if abs(share) >= MIN_SHARE else " " * 11 for share in shares]
             lines.append(f"{stage:<{width}}" + "".join(cells))
     return "\n".join(lines)
 
 
-def _added(parts: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+def _sums(parts: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for part in parts:
         for stage, amount in part.items():

@@ -7,21 +7,23 @@ from typing import Any
 
 import torch
 
-from lightning_rl.audit.checks.registry import CHECKS
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding
-from lightning_rl.audit.recompute import redone
-from lightning_rl.audit.recorded import PlainForward, RewardCall
-from lightning_rl.audit.run_checks import looked
-from lightning_rl.audit.subject import Facts, Subject
-from lightning_rl.audit.trace import LiveStep, ParameterStep
-from lightning_rl.corrections import RLCallback
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit.checks import CHECKS
+from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.audit.recompute import recompute_step
+from lightning_rl.audit.run_checks import run_checks
+from lightning_rl.audit.step import StepEvidence
+from lightning_rl.corrections import ParameterTrace, RLCallback
+from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request, Sampling
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
-ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "apart", "hotter")
+ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
 
 
 def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
@@ -30,15 +32,18 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     It holds the whole rollout, the rows that were looked at with what the models said of them, what the engine and the
     reward functions returned, the optimizer step, and the plain values of the run; neither weights nor code.
     """
-    state: dict[str, Any] = {name: getattr(evidence, name).to("cpu").state() for name in ROLLOUTS}
-    state |= {name: _tuple_of(getattr(evidence, name)) for name in OUTPUTS}
-    state |= {"cycle": evidence.cycle, "facts": asdict(evidence.subject.facts), "remembered": evidence.remembered}
-    state["batches"] = [[_drawn_state(*pair) for pair in batch] for batch in evidence.batches]
+    state: dict[str, Any] = {name: getattr(evidence, name).state() for name in ROLLOUTS}
+    for name in OUTPUTS:
+        outputs = getattr(evidence, name)
+        state[name] = None if outputs is None else tuple(outputs)
+    state |= {"number": evidence.number, "facts": asdict(evidence.facts)}
+    state |= {"reference_weights": evidence.reference_weights, "plain": [tuple(plain) for plain in evidence.plain]}
+    state["batches"] = [[_sample_state(*sample) for sample in batch] for batch in evidence.batches]
     state["calls"] = [
-        (c.name, [list(ids) for ids in c.completion_ids], list(c.values), c.seconds) for c in evidence.calls
+        (call.name, [list(ids) for ids in call.completion_ids], list(call.values), call.seconds)
+        for call in evidence.calls
     ]
-    state["plain"] = [tuple(plain) for plain in evidence.plain]
-    state["live"] = None if evidence.live is None else _live_state(evidence.live)
+    state["step"] = None if evidence.step is None else _step_state(evidence.step)
     state["edits"] = [asdict(finding) for finding in evidence.edits]
     state["findings"] = [asdict(finding) for finding in findings]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,54 +71,58 @@ def recheck(
         ValueError: if a check is unknown; the message lists the known ones.
     """
     state = torch.load(path, weights_only=True)
-    names = list(dict.fromkeys(one["check"] for one in state["findings"])) if checks is None else list(checks)
+    names = list(dict.fromkeys(finding["check"] for finding in state["findings"]) if checks is None else checks)
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")
-    facts = Facts(**{**state["facts"], "eos_ids": tuple(state["facts"]["eos_ids"])})
-    evidence = _evidence(state, Subject.of(module, callbacks, facts))
-    if evidence.live is not None:
-        evidence.live.expected, evidence.live.parts = redone(evidence, evidence.live)
-    return looked([CHECKS[name] for name in names], evidence)
+    evidence = _evidence(state, repeatable(module.algorithm, callbacks))
+    if evidence.step is not None:
+        evidence.step.expected, evidence.step.parts = recompute_step(evidence, evidence.step)
+    return run_checks([CHECKS[name] for name in names], evidence)
 
 
-def _evidence(state: Mapping[str, Any], subject: Subject) -> Evidence:
-    known: dict[str, Any] = {name: Rollout.from_state(state[name]) for name in ROLLOUTS}
-    known |= {name: None if state[name] is None else Outputs(*state[name]) for name in OUTPUTS}
+def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
+    facts = {**state["facts"], "eos_ids": tuple(state["facts"]["eos_ids"])}
+    rollouts: dict[str, Any] = {name: Rollout.from_state(state[name]) for name in ROLLOUTS}
+    outputs: dict[str, Any] = {name: None if state[name] is None else Outputs(*state[name]) for name in OUTPUTS}
     return Evidence(
-        subject=subject, **known, cycle=state["cycle"], remembered=tuple(state["remembered"]),
-        batches=[[_drawn(*pair) for pair in batch] for batch in state["batches"]],
-        calls=[RewardCall(*call) for call in state["calls"]], plain=[PlainForward(*one) for one in state["plain"]],
-        live=None if state["live"] is None else _live(state["live"]),
-        edits=[Finding(**one) for one in state["edits"]],
-    )  # fmt: skip
+        algorithm=algorithm,
+        facts=RunFacts(**facts),
+        number=state["number"],
+        **rollouts,
+        **outputs,
+        batches=[[_sample(*sample) for sample in batch] for batch in state["batches"]],
+        calls=[RewardCall(*call) for call in state["calls"]],
+        plain=[PlainForward(*plain) for plain in state["plain"]],
+        reference_weights=tuple(state["reference_weights"]),
+        step=None if state["step"] is None else _step(state["step"]),
+        edits=[Finding(**edit) for edit in state["edits"]],
+    )
 
 
-def _drawn_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sample_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
     asked = {spec.name: getattr(request, spec.name) for spec in fields(request)}
-    given = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
-    return {**asked, "sampling": asdict(request.sampling)}, {**given, "finish": int(completion.finish)}
+    returned = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
+    asked |= {"sampling": asdict(request.sampling)}
+    return asked, {**returned, "finish": int(completion.finish)}
 
 
-def _drawn(asked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Request, Completion]:
+def _sample(asked: Mapping[str, Any], returned: Mapping[str, Any]) -> tuple[Request, Completion]:
     request = Request(**{**asked, "sampling": Sampling(**asked["sampling"])})
-    return request, Completion(**{**given, "finish": Finish(given["finish"])})
+    return request, Completion(**{**returned, "finish": Finish(returned["finish"])})
 
 
-def _live_state(step: LiveStep) -> dict[str, Any]:
-    known = {spec.name: getattr(step, spec.name) for spec in fields(step) if spec.name not in ("expected", "parts")}
+def _step_state(step: StepEvidence) -> dict[str, Any]:
+    recomputed = ("expected", "parts")
+    state = {spec.name: getattr(step, spec.name) for spec in fields(step) if spec.name not in recomputed}
     parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
-    return {**known, "rows": step.rows.to("cpu").state(), "outputs": tuple(step.outputs), "parameters": parameters}
+    return {**state, "rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
 
 
-def _live(state: Mapping[str, Any]) -> LiveStep:
-    parameters = {name: ParameterStep(**own) for name, own in state["parameters"].items()}
+def _step(state: Mapping[str, Any]) -> StepEvidence:
+    parameters = {name: ParameterTrace(**parameter) for name, parameter in state["parameters"].items()}
     rows, outputs = Rollout.from_state(state["rows"]), Outputs(*state["outputs"])
-    return LiveStep(**{**state, "rows": rows, "outputs": outputs, "parameters": parameters})
-
-
-def _tuple_of(outputs: Outputs | None) -> tuple[Any, ...] | None:
-    return None if outputs is None else tuple(outputs)
+    return StepEvidence(**{**state, "rows": rows, "outputs": outputs, "parameters": parameters})
 
 
 def _on_cpu(value: Any) -> Any:
@@ -121,5 +130,5 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):
-        return {key: _on_cpu(own) for key, own in value.items()}
+        return {key: _on_cpu(item) for key, item in value.items()}
     return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value

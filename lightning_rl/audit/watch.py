@@ -1,121 +1,156 @@
 """Watch: whose hook edits the fields of a finished rollout, by whatever way they are written."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
-from lightning_rl.audit.finding import Finding, differing
+from lightning_rl.audit.finding import bitwise_equal, differences
 from lightning_rl.corrections import RLCallback
+from lightning_rl.finding import Finding
+from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 
 HOOKS = (
-    "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward", "on_before_zero_grad",
-    "on_before_optimizer_step", "rollout_metrics", "observe",
-)  # fmt: skip
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
+SOMEBODY = "a stage of the run, or whoever else writes to it"
+
+
+class HookProfiler:
+    """The run's own profiler, and somebody who is told before and after each action which one it is.
+
+    Args:
+        profiler: of the run; everything is handed on to it.
+        before: told the action.
+        after: told the action, unless it raised.
+    """
+
+    def __init__(self, profiler: Profiler, before: Callable[[str], None], after: Callable[[str], None]) -> None:
+        self.profiler, self.before, self.after = profiler, before, after
+
+    def __getattr__(self, name: str) -> Any:
+        """What the run's own has."""
+        return getattr(self.profiler, name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Within the run's own, told on either side."""
+        self.before(action_name)
+        with self.profiler.profile(action_name):
+            yield action_name
+        self.after(action_name)
 
 
 class FieldWatch:
-    """Compares the fields of a finished rollout after every hook of a callback that could have edited them.
+    """Compares the fields of a finished rollout before and after every hook of a callback that could edit them.
+
+    Lightning runs each hook as an action of the Trainer's profiler, and the corrections tell of each contribution, so
+    nothing of a callback has to be touched.
 
     Args:
-        callbacks: whose hooks are wrapped until :meth:`release`, where their class has one.
-        rollout_of: the rollout as the run holds it now, if it does.
+        module: the run; the profiler of its Trainer is another until :meth:`release`.
+        callbacks: whose hooks are looked at.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], rollout_of: Callable[[], Rollout | None]) -> None:
-        self._rollout_of, self._raw = rollout_of, dict[str, Tensor]()
-        self._wrapped: list[tuple[Callback, str]] = []
-        self.findings: list[Finding] = []
-        self._edits = 0
-        self.armed, self._finished = False, cast(Rollout | None, None)
-        for callback in callbacks:
-            base = RLCallback if isinstance(callback, RLCallback) else Callback
-            for hook in HOOKS:
-                if getattr(type(callback), hook, None) is not getattr(base, hook, None):
-                    self._wrap(callback, hook)
+    def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
+        self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
+        self._culprits = {
+            f"[Callback]{callback.state_key}.{hook}": f"callback {_name_of(callback)}.{hook}"
+            for callback in callbacks
+            for hook in HOOKS
+            if getattr(type(callback), hook) is not getattr(Callback, hook)
+        }
+        self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
+        self._edits: list[Finding] = []
+        self.edited = False
+        self._profiler = HookProfiler(self._trainer.profiler, self._before_action, self._after_action)
+        self._trainer.profiler = self._profiler
+        module.run.corrections.before_each = self._before_contribution
+        module.run.corrections.after_each = self._after_contribution
 
-    def _wrap(self, callback: Callback, hook: str) -> None:
-        own = getattr(callback, hook)
-
-        @functools.wraps(own)
-        def called(*arguments: Any, **keywords: Any) -> Any:
-            seen = arguments[0] if hook in ("observe", "rollout_metrics") else None
-            if hook == "observe" and self.armed and not self._raw:
-                self.begin(arguments[0])
-            if seen is not None and seen is not self._finished:
-                return own(*arguments, **keywords)  # a copy that a check shows it
-            self.look("a stage of the run, or whoever else writes to it", seen)
-            given = own(*arguments, **keywords)
-            self.look(f"callback {getattr(callback, 'name', '') or type(callback).__name__}.{hook}", seen)
-            return given
-
-        setattr(callback, hook, called)
-        self._wrapped.append((callback, hook))
+    def release(self) -> None:
+        """Puts everything back."""
+        if self._trainer.profiler is self._profiler:
+            self._trainer.profiler = self._profiler.profiler
+        self._module.run.corrections.before_each = self._module.run.corrections.after_each = None
 
     def arm(self) -> None:
         """Takes the next finished rollout as the truth, as soon as a callback observes it."""
-        self._raw, self.armed, self.findings, self._edits = {}, True, [], 0
-
-    @property
-    def begun(self) -> bool:
-        """Whether it knows the truth."""
-        return bool(self._raw)
+        self.end()
+        self._armed, self.edited, self._edits = True, False, []
 
     def begin(self, rollout: Rollout) -> None:
-        """Takes the fields of a rollout as they are for the truth."""
-        self._finished, self._raw = rollout, {name: tensor.clone() for name, tensor in rollout.tensors()}
+        """Takes the fields of a rollout as they are for the truth, if it has none."""
+        if not self._raw:
+            self._finished, self._raw = rollout, {name: tensor.clone() for name, tensor in rollout.tensors()}
 
     def end(self) -> None:
         """Looks no more until it is armed again."""
-        self._finished, self._raw, self.armed = None, {}, False
+        self._armed, self._finished, self._raw = False, None, {}
 
-    def look(self, culprit: str, seen: Rollout | None = None) -> None:
+    def _before_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
+        del callback
+        if method == "observe" and self._armed:
+            self.begin(rollout)
+        if rollout is self._finished:
+            self.look(rollout=rollout)
+
+    def _after_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
+        if rollout is self._finished:
+            self.look(f"callback {callback.name}.{method}", rollout)
+
+    def _before_action(self, action: str) -> None:
+        if action in self._culprits:
+            self.look()
+
+    def _after_action(self, action: str) -> None:
+        if action in self._culprits:
+            self.look(self._culprits[action])
+
+    def look(self, culprit: str = SOMEBODY, rollout: Rollout | None = None) -> None:
         """Compares, and notes what differs together with who did it; what was noted once becomes the truth."""
-        rollout = self._rollout_of() if seen is None else seen
+        current = self._module.run.current
+        if rollout is None and current is not None:
+            rollout = current.rollout
         if not self._raw or rollout is None:
             return
-        own = dict(rollout.tensors())
+        tensors = dict(rollout.tensors())
         for name, raw in list(self._raw.items()):
-            tensor = own.get(name)
-            if tensor is not None and _equal(raw, tensor):
-                continue
-            samples, positions = list[int](), list[int]()
-            if tensor is None:
+            if name not in tensors:
                 del self._raw[name]
-            else:
-                self._raw[name] = tensor.clone()
-                samples, positions = differing(raw, tensor, rollout.sample_ids, rtol=0.0, atol=0.0)
-            self._edits += 1
-            self.findings.append(
-                Finding(
-                    check="raw_fields", culprit=culprit, expected=f"{name} as it was in the finished rollout",
-                    observed="other values" if tensor is not None else "none", samples=samples, positions=positions,
-                    cure="return new tensors from every contribution, and keep no reference to edit later",
-                )
-            )  # fmt: skip
-
-    @property
-    def edited(self) -> bool:
-        """Whether anybody wrote to the rollout since it was finished."""
-        return self._edits > 0
+                self._edits.append(_edit(culprit, name, "none"))
+            elif not bitwise_equal(raw, tensors[name]):
+                self._raw[name] = tensors[name].clone()
+                (places,) = differences(raw, tensors[name], rollout.sample_ids, rtol=0.0, atol=0.0)
+                self._edits.append(_edit(culprit, name, "other values", places))
+        self.edited = self.edited or bool(self._edits)
 
     def take(self) -> list[Finding]:
         """Edits since the last time."""
-        found, self.findings = self.findings, []
-        return found
-
-    def release(self) -> None:
-        """Puts every hook back."""
-        for callback, hook in self._wrapped:
-            vars(callback).pop(hook, None)
-        self._wrapped = []
+        edits, self._edits = self._edits, []
+        return edits
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return torch.equal(one, other) or bool(torch.isclose(one.double(), other.double(), 0, 0, equal_nan=True).all())
+def _name_of(callback: Callback) -> str:
+    return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
+
+
+def _edit(culprit: str, field: str, observed: str, places: Finding | None = None) -> Finding:
+    return Finding(
+        check="raw_fields",
+        culprit=culprit,
+        expected=f"{field} as it was in the finished rollout",
+        observed=observed,
+        cure="return new tensors from every contribution, and keep no reference to edit later",
+        samples=places.samples if places else (),
+        positions=places.positions if places else (),
+    )

@@ -49,8 +49,9 @@ class Corrections:
         collectives: what the ranks of the run do together, for the callbacks.
 
     Attributes:
-        after_each: called with (callback, method, rollout or view) after each contribution and observation of the run;
-            None for nobody.
+        before_each: called with (callback, method, rollout or view) before each contribution and observation of the
+            run; None for nobody.
+        after_each: the same after it.
 
     Raises:
         ValueError: if a name is empty or used twice.
@@ -58,6 +59,7 @@ class Corrections:
 
     def __init__(self, callbacks: Sequence[RLCallback] = (), collectives: Collectives | None = None) -> None:
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.name))
+        self.before_each: Callable[[RLCallback, str, Rollout], None] | None = None
         self.after_each: Callable[[RLCallback, str, Rollout], None] | None = None
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
@@ -203,6 +205,8 @@ class Corrections:
 
     def _each(self, method: str, seen: Rollout, *further: Any) -> Iterator[tuple[RLCallback, Any]]:
         for callback in self._contributors[method]:
+            if self.before_each is not None:
+                self.before_each(callback, method, seen)
             before = seen.versions()
             contribution = getattr(callback, method)(seen, *further)
             edited = [name for name, version in seen.versions().items() if version != before[name]]

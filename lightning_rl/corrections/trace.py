@@ -57,7 +57,6 @@ class StepTrace:
         clipped_norm: of the gradient that the optimizer got; None on several devices.
         made: whether the optimizer moved.
         parameters: by name; none on several devices, or if nobody asked for them.
-        scheduler_steps: how often the scheduler stepped; None without one.
         logged: statistics by metric, of the rollout, the step and its microbatches, as they were handed to the log.
     """
 
@@ -69,7 +68,6 @@ class StepTrace:
     clipped_norm: float | None = None
     made: bool = False
     parameters: dict[str, ParameterTrace] = field(default_factory=dict)
-    scheduler_steps: int | None = None
     logged: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def follow(self, view: LossView) -> MicrobatchTrace:

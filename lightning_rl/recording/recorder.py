@@ -5,7 +5,7 @@ it wrote, on any machine and without the model.
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -15,22 +15,30 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import distributed
-from lightning_rl.corrections import LossView, RLCallback
+from lightning_rl.corrections import RLCallback, StepTrace
 from lightning_rl.data import Ticket
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.fingerprint import fingerprint
-from lightning_rl.recording.configuration import Configuration
+from lightning_rl.recording.algorithm import algorithm_to_json, replayable
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.serialize import described
+from lightning_rl.recording.serialize import to_json
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 OPTIONS = (
-    "group_size", "minibatches", "epochs", "temperature", "keep", "max_new_tokens", "eos_token_ids", "stop",
-    "token_budget", "packing", "activation_checkpointing", "max_staleness", "max_grad_norm", "seed",
-)  # fmt: skip
+    "group_size",
+    "minibatches",
+    "epochs",
+    "sampling",
+    "token_budget",
+    "packing",
+    "activation_checkpointing",
+    "max_staleness",
+    "max_grad_norm",
+    "seed",
+)
 
 
 class RolloutRecorder(RLCallback):
@@ -57,39 +65,48 @@ class RolloutRecorder(RLCallback):
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep
         self.written: list[Path] = []
-        self._open: _Open | None = None
+        self._draft: _Draft | None = None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
         module = cast(RLLightningModule, pl_module)
         if batch.step == 0:
-            self._open = _Open(module, batch.cycle) if batch.cycle % self.every_n_rollouts == 0 else None
-        if self._open is not None:
-            self._open.begin_step(batch)
+            self._draft = _Draft(module, batch.rollout) if batch.rollout % self.every_n_rollouts == 0 else None
+        if self._draft is not None:
+            self._draft.begin_step(batch)
 
     @override
-    def observe_drawn(self, rollout: Rollout) -> None:
-        if self._open is not None:
-            self._open.scored.update(zip(rollout.sample_ids.tolist(), rollout.rewarded.tolist(), strict=True))
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
+        if self._draft is not None:
+            self._draft.scored.update(zip(rollout.sample_ids.tolist(), rollout.rewarded.tolist(), strict=True))
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        if self._open is not None:
-            self._open.rollout = rollout
+        if self._draft is not None:
+            self._draft.rollout = rollout
 
     @override
-    def observe_update(self, view: LossView) -> None:
-        if self._open is not None:
-            self._open.keep(view)
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._draft is not None:
+            self._draft.keep_states()
+
+    @override
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        return self._draft is not None
+
+    @override
+    def observe_step(self, trace: StepTrace) -> None:
+        if self._draft is not None:
+            self._draft.keep_step(trace)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
     ) -> None:
-        if self._open is None:
+        if self._draft is None:
             return
-        self._open.end_step(outputs if isinstance(outputs, Mapping) else {})
-        if batch.step == self._open.module.steps_per_rollout - 1:
+        self._draft.end_step(outputs if isinstance(outputs, Mapping) else {})
+        if batch.step == self._draft.module.steps_per_rollout - 1:
             self._write()
 
     @override
@@ -101,34 +118,33 @@ class RolloutRecorder(RLCallback):
         self._write()
 
     def _write(self) -> None:
-        own, self._open = self._open, None
-        if own is None or own.rollout is None or not own.tensors or not distributed.draws():
+        draft, self._draft = self._draft, None
+        if draft is None or draft.rollout is None or not draft.tensors or not self.collectives.generates:
             return  # of the processes that work on the same rows one is enough
-        self.written.append(own.recording().save(self.folder))
+        self.written.append(draft.recording().save(self.folder))
         while self.keep is not None and len(self.written) > self.keep:
             oldest = self.written.pop(0)
             oldest.unlink(missing_ok=True)
             oldest.with_suffix(".safetensors").unlink(missing_ok=True)
 
 
-class _Open:
+class _Draft:
     """A recording that is being made."""
 
-    def __init__(self, module: RLLightningModule, cycle: int) -> None:
+    def __init__(self, module: RLLightningModule, number: int) -> None:
         trainer = module.trainer
-        self.module, self.cycle = module, cycle
-        self.configuration = Configuration.of(module, callbacks_of(trainer))
+        self.module, self.algorithm = module, replayable(module.algorithm, callbacks_of(trainer))
         self.header = {
-            "cycle": cycle,
+            "rollout": number,
             "rank": module.parallel.rank,
-            "world_size": module.parallel.ranks,
+            "ranks": module.parallel.ranks,
             "device": module.device.type,
             "precision": str(trainer.precision),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-            "options": {name: described(getattr(module, name)) for name in OPTIONS},
-            "callbacks": [type(callback).__name__ for callback in callbacks_of(trainer)],
-            "configuration": self.configuration.described(),
+            "options": {name: to_json(getattr(module, name)) for name in OPTIONS},
+            "trainer_callbacks": [type(callback).__name__ for callback in callbacks_of(trainer)],
+            "algorithm": algorithm_to_json(self.algorithm),
             "states": self._states(),
         }
         self.scored: dict[int, bool] = {}
@@ -138,7 +154,8 @@ class _Open:
         self.tensors: dict[str, Tensor] = {}
 
     def _states(self) -> dict[str, Any]:
-        return {one.name: described(one.state_dict()) for one in self.configuration.callbacks if one.state_dict()}
+        callbacks = self.algorithm.corrections.callbacks
+        return {callback.name: to_json(state) for callback in callbacks if (state := callback.state_dict())}
 
     def begin_step(self, ticket: Ticket) -> None:
         """Notes what the weights are before a step."""
@@ -146,40 +163,37 @@ class _Open:
         empty = {"states": None, "scale": 1.0, "parts": {}, "grad_norm": None, "made": False}
         self.steps.append({"ticket": ticket.index, "weights": weights, **empty})
 
-    def keep(self, view: LossView) -> None:
-        """Takes a microbatch's outputs now and its gradient when the backward comes by."""
-        held, step = self.module.run.held, self.steps[-1]
-        if held is None or self.rollout is None:
-            return
-        if step["states"] is None:
-            scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)  # under 16-mixed
-            scale = self.module.parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
-            step |= {"states": self._states(), "scale": scale}
-            self.plan = held.plan.rows()
-        if not view.real.any():
-            return
-        prefix = f"pass/{(len(self.steps) - 1) // self.module.minibatches}"
-        rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)
-        self._put(f"{prefix}/logprobs", rows, view.logprobs)
-        self._put(f"{prefix}/entropy", rows, view.entropy)
-        self._put(f"{prefix}/gradient", rows, torch.zeros_like(view.logprobs))
-        if view.current_values is not None:
-            self._put(f"{prefix}/values", rows, view.current_values)
-        if view.logprobs.requires_grad:
-            view.logprobs.register_hook(lambda gradient: self._put(f"{prefix}/gradient", rows, gradient))
+    def keep_states(self) -> None:
+        """Notes the states of the callbacks that the loss of a step was made with."""
+        if self.steps[-1]["states"] is None:
+            self.steps[-1]["states"] = self._states()
 
-    def _put(self, name: str, rows: Tensor, values: Tensor) -> None:
+    def keep_step(self, trace: StepTrace) -> None:
+        """Takes the outputs and gradients of a step."""
+        current = self.module.run.current
+        if current is None or self.rollout is None:
+            return
+        self.plan = current.plan.rows()
+        self.steps[-1] |= {"scale": trace.scale, "made": trace.made}
+        prefix = f"pass/{trace.step // self.module.minibatches}"
+        for microbatch in trace.microbatches:
+            view = microbatch.view.sanitize()
+            values = {"logprobs": view.logprobs, "entropy": view.entropy, "gradient": microbatch.gradient}
+            values |= {} if view.current_values is None else {"values": view.current_values}
+            rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)[view.real]
+            for name, tensor in values.items() if len(rows) else ():
+                self._write_rows(f"{prefix}/{name}", rows, tensor[view.real])
+
+    def _write_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
         shape = cast(Rollout, self.rollout).response_ids.shape
-        kept = self.tensors.setdefault(name, torch.zeros(shape, dtype=values.dtype))
-        kept[rows.cpu(), : values.shape[1]] = values.detach().cpu()
+        table = self.tensors.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+        table[rows.cpu(), : values.shape[1]] = values.detach().cpu()
 
     def end_step(self, outputs: Mapping[str, Tensor]) -> None:
         """Notes this rank's share of the loss, and the gradient norm of all ranks before clipping."""
-        figures = {name: described(float(value)) for name, value in outputs.items() if value.numel() == 1}
-        norm = outputs.get("optim/grad_norm")
+        figures = {name: to_json(float(value)) for name, value in outputs.items() if value.numel() == 1}
         parts = {name: value for name, value in figures.items() if name != "optim/grad_norm"}
         self.steps[-1] |= {"parts": parts, "grad_norm": figures.get("optim/grad_norm")}
-        self.steps[-1] |= {"made": norm is not None and bool(torch.isfinite(norm))}
 
     def recording(self) -> Recording:
         """All of it; steps that the run did not come to are missing."""
@@ -188,7 +202,7 @@ class _Open:
         tensors = {f"rollout/{name}": tensor for name, tensor in rollout.tensors()}
         return Recording(
             header={**self.header, "plan": self.plan, "steps": self.steps, "samples": self._samples(rollout)},
-            tensors={**tensors, "drawn/scored": scored, **self.tensors},
+            tensors={**tensors, "sampled/scored": scored, **self.tensors},
         )
 
     def _samples(self, rollout: Rollout) -> list[dict[str, Any]]:
@@ -202,7 +216,7 @@ class _Open:
                 "sample": int(rollout.sample_ids[row]),
                 "group": int(rollout.groups[row]),
                 "finish": Finish(int(rollout.finish[row])).name.lower(),
-                "reward": described(float(rollout.rewards[row])),
+                "reward": to_json(float(rollout.rewards[row])),
                 "prompt": text(rollout.prompt_ids[row, : rollout.prompt_lengths[row]]),
                 "response": text(rollout.response_ids[row, : rollout.response_lengths[row]]),
             }

@@ -1,9 +1,10 @@
 """Recording: the two files of a recorded rollout, tensors as safetensors and everything else as JSON.
 
-``rollout-000012.safetensors`` holds ``rollout/<field>`` (every field of the Rollout), ``drawn/scored`` ([B] bool, rows
-with a reward before any mask) and, for each pass over the rollout, ``pass/<number>/`` with ``logprobs``, ``entropy``,
-``values`` (with a critic) and ``gradient``, each [B, T]: what the policy said in the step that trained the row, and the
-gradient of the loss with respect to ``logprobs``. ``rollout-000012.json`` holds the rest; see :class:`Recording`.
+``rollout-000012.safetensors`` holds ``rollout/<field>`` (every field of the Rollout), ``sampled/scored`` ([B] bool,
+rows with a reward before any mask) and, for each pass over the rollout, ``pass/<number>/`` with ``logprobs``,
+``entropy``, ``values`` (with a critic) and ``gradient``, each [B, T]: what the policy said in the step that trained the
+row, and the gradient of the loss with respect to ``logprobs``. ``rollout-000012.json`` holds the rest; see
+:class:`Recording`.
 """
 
 import json
@@ -14,7 +15,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.files import write_atomically
+from lightning_rl.recording.algorithm import algorithm_from_json
 from lightning_rl.rollout import Rollout
 
 FORMAT = 1
@@ -25,11 +28,11 @@ class Recording:
     """A rollout with all that is needed to compute its signal, loss and gradient again.
 
     Attributes:
-        header: JSON values: ``cycle``, ``rank``, ``world_size``, ``device``, ``threads``, ``versions``, ``options`` of
-            the module, ``configuration`` (see :mod:`lightning_rl.recording.serialize`), ``states`` of the callbacks
-            before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (one entry for each
-            optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the callbacks),
-            and ``samples`` as text.
+        header: JSON values: ``rollout`` (its number), ``rank``, ``ranks``, ``device``, ``threads``, ``versions``,
+            ``options`` of the module, ``algorithm`` (see :mod:`lightning_rl.recording.algorithm`), ``states`` of the
+            callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (one entry for
+            each optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the
+            callbacks), and ``samples`` as text.
         tensors: by name, on the CPU.
     """
 
@@ -41,8 +44,12 @@ class Recording:
         """The finished rollout."""
         prefix = "rollout/"
         return Rollout.from_state(
-            {name.removeprefix(prefix): own for name, own in self.tensors.items() if name.startswith(prefix)}
+            {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
         )
+
+    def algorithm(self) -> Algorithm:
+        """What turned the rollout into advantages, a loss and its gradient, made anew at every call."""
+        return algorithm_from_json(self.header["algorithm"])
 
     @property
     def minibatches(self) -> int:
@@ -56,7 +63,8 @@ class Recording:
     def save(self, folder: Path) -> Path:
         """Writes both files, each whole or not at all; returns the path of the JSON, which comes last."""
         folder.mkdir(parents=True, exist_ok=True)
-        header, stem = self.header, stem_of(self.header["cycle"], self.header["rank"], self.header["world_size"])
+        header = self.header
+        stem = stem_of(header["rollout"], header["rank"], header["ranks"])
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         text = json.dumps({"format": FORMAT, **header}, indent=1, allow_nan=False)
         write_atomically(folder / f"{stem}.safetensors", lambda part: save_file(tensors, part))
@@ -82,12 +90,12 @@ class Recording:
         Raises:
             FileNotFoundError: if one is missing.
         """
-        given = Recording.load(path)
-        world = given.header["world_size"]
-        names = [f"{stem_of(given.header['cycle'], rank, world)}.json" for rank in range(world)]
-        return [given] if world == 1 else [Recording.load(Path(path).with_name(name)) for name in names]
+        recording = Recording.load(path)
+        number, ranks = recording.header["rollout"], recording.header["ranks"]
+        names = [f"{stem_of(number, rank, ranks)}.json" for rank in range(ranks)]
+        return [recording] if ranks == 1 else [Recording.load(Path(path).with_name(name)) for name in names]
 
 
-def stem_of(cycle: int, rank: int, world_size: int) -> str:
+def stem_of(number: int, rank: int, ranks: int) -> str:
     """Name of a recording's files without the suffix."""
-    return f"rollout-{cycle:06d}" + (f"-rank{rank}" if world_size > 1 else "")
+    return f"rollout-{number:06d}" + (f"-rank{rank}" if ranks > 1 else "")

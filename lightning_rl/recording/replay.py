@@ -4,33 +4,29 @@ The stages are those of the run, from the same functions; recorded log-probabili
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_rl import distributed
-from lightning_rl.advantages import RewardSignal
-from lightning_rl.corrections import Corrections, LossView, RLCallback
-from lightning_rl.corrections.provided import Provided
-from lightning_rl.policy import Layout, Outputs, PolicyModel
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.corrections import ReplayCorrections, StepTrace
+from lightning_rl.distributed import Collectives
+from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import Plan, plan_of_rows
-from lightning_rl.recording.configuration import Configuration
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.serialize import rebuilt
-from lightning_rl.recording.threaded_ranks import Lockstep
+from lightning_rl.recording.serialize import from_json
+from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.rollouts.signal import Spy, estimate_signal, exclude_rows
-from lightning_rl.update import accumulated
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.update import accumulate_gradient, from_table
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a configuration makes of a recorded rollout.
+    """What an algorithm makes of a recorded rollout.
 
     Attributes:
         rollout: with its masks, advantages and returns.
@@ -47,111 +43,95 @@ class Replayed:
     rejected: list[Tensor] = field(default_factory=list)
 
 
-def replay(
-    recordings: Sequence[Recording], configurations: Sequence[Configuration], *, restored: bool = True
-) -> list[Replayed]:
+def replay(recordings: Sequence[Recording], algorithms: Sequence[Algorithm], *, restore: bool = True) -> list[Replayed]:
     """Computes a rollout again, bitwise as it was if recorded on a CPU.
 
     Args:
         recordings: of all ranks.
-        configurations: one for each rank, of objects of its own.
-        restored: whether the corrections get the state back that they had; False for those of another configuration.
+        algorithms: one for each rank, of objects of its own.
+        restore: whether the corrections get the state back that they had; False for those of another algorithm.
     """
-    threads = recordings[0].header["threads"]
+    ranks = ThreadedRanks(len(recordings))
     jobs = [
-        partial(_replayed, recording, own, restored=restored)
-        for recording, own in zip(recordings, configurations, strict=True)
+        partial(_replay, recording, algorithm, ranks, restore=restore)
+        for recording, algorithm in zip(recordings, algorithms, strict=True)
     ]
-    return Lockstep(len(jobs)).run(jobs, threads=threads)
+    return ranks.run(jobs, threads=recordings[0].header["threads"])
 
 
-class _Rejections(RLCallback):
-    """Keeps which tokens the masks and weights of others leave nothing of."""
-
-    name = "rejections"
-
-    def __init__(self, contributions: Corrections) -> None:
-        self.contributions = contributions
-        self.found: dict[int, Tensor] = {}  # by sample
-
-    @override
-    def observe_update(self, view: LossView) -> None:
-        factor = self.contributions.policy_factor(view).factor
-        gone = torch.zeros_like(view.valid_tokens) if factor is None else (factor == 0) & view.valid_tokens
-        self.found.update(zip(view.sample_ids.tolist(), gone, strict=True))
-
-
-def _replayed(recording: Recording, configuration: Configuration, *, restored: bool) -> Replayed:
-    restore = partial(_restore, configuration) if restored else lambda _states: None
-    restore(recording.header["states"])
-    contributions = Provided(configuration.callbacks)
-    signalled, shaped = _signal(recording, configuration, contributions)
-    found = Replayed(signalled, shaped)
-    plan = plan_of_rows(
-        signalled, _trained_plan(recording, signalled), packed=rebuilt(recording.header["options"])["packing"]
-    )
+def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives, *, restore: bool) -> Replayed:
+    algorithm = algorithm.replace(corrections=ReplayCorrections(algorithm.corrections.callbacks, collectives))
+    if restore:
+        load_states(algorithm, recording.header["states"])
+    replayed = _replay_signal(recording, algorithm, collectives)
+    rollout, packed = replayed.rollout, from_json(recording.header["options"])["packing"]
+    plan = plan_of_rows(rollout, _trained_rows(recording, rollout), packed=packed)
     for number, step in enumerate(recording.header["steps"]):
         if number % recording.minibatches == 0:
-            found.gradients.append(torch.zeros_like(shaped))
-            found.rejected.append(torch.zeros_like(signalled.valid_tokens))
-        restore(step["states"] or {})
-        found.parts.append(_step(recording, number, plan, found, configuration) if step["states"] is not None else {})
-    return found
+            replayed.gradients.append(torch.zeros_like(replayed.shaped))
+            replayed.rejected.append(torch.zeros_like(rollout.valid_tokens))
+        if restore:
+            load_states(algorithm, step["states"] or {})
+        made = step["states"] is not None
+        parts = _replay_step(recording, number, plan, replayed, algorithm, collectives) if made else {}
+        replayed.parts.append(parts)
+    return replayed
 
 
-def _restore(configuration: Configuration, states: Mapping[str, Any]) -> None:
-    for callback in configuration.callbacks:
+def load_states(algorithm: Algorithm, states: Mapping[str, Any]) -> None:
+    """Gives the corrections the states that they had."""
+    for callback in algorithm.corrections.callbacks:
         if callback.name in states:
-            callback.load_state_dict(rebuilt(states[callback.name]))
+            callback.load_state_dict(from_json(states[callback.name]))
 
 
-def _signal(recording: Recording, configuration: Configuration, contributions: Corrections) -> tuple[Rollout, Tensor]:
+def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Collectives) -> Replayed:
     """The masks, then the signal, as the stages make them."""
-    rollout = recording.rollout
-    drawn = rollout.replace(
-        trained=rollout.real & (rollout.finish != Finish.ABORT), rewarded=recording.tensors["drawn/scored"],
-        valid_tokens=rollout.action_mask, advantages=None, returns=None,
-    )  # fmt: skip
-    drawn = drawn.replace(rewarded=drawn.rewarded & contributions.reward_mask(drawn))
-    witness = Spy(configuration.estimator)
-    masked, _ = exclude_rows(drawn, contributions)
-    found, _ = estimate_signal(masked, witness, contributions, distributed.global_sum)
-    return found, cast(RewardSignal, witness.seen).shaped
+    rollout, corrections = recording.rollout, algorithm.corrections
+    sampled = rollout.replace(
+        trained=rollout.real & (rollout.finish != Finish.ABORT),
+        rewarded=recording.tensors["sampled/scored"],
+        valid_tokens=rollout.action_mask,
+        advantages=None,
+        returns=None,
+    )
+    sampled = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
+    masked, _ = exclude_rows(sampled, corrections)
+    signalled, rewards, _ = estimate_signal(masked, algorithm.advantages, corrections, collectives.sum)
+    return Replayed(signalled, rewards.shaped)
 
 
-def _trained_plan(recording: Recording, rollout: Rollout) -> list[list[list[int]]]:
-    """The recorded plan without rows that this configuration excludes."""
+def _trained_rows(recording: Recording, rollout: Rollout) -> list[list[list[int]]]:
+    """The recorded plan without rows that this algorithm excludes."""
     trained = rollout.trained.tolist()
     return [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
 
 
-def _step(
-    recording: Recording, number: int, plan: Plan, found: Replayed, configuration: Configuration
+def _replay_step(
+    recording: Recording,
+    number: int,
+    plan: Plan,
+    replayed: Replayed,
+    algorithm: Algorithm,
+    collectives: Collectives,
 ) -> dict[str, Tensor]:
-    microbatches = plan.step(number)
     logprobs, entropy = (cast(Tensor, recording.of_step(number, what)) for what in ("logprobs", "entropy"))
-    table, values = logprobs.clone().requires_grad_(), recording.of_step(number, "values")
-    index_of = {id(microbatch.layout): microbatch.index for microbatch in microbatches}
-
-    def policy(layout: Layout) -> Outputs:
-        index, (rows, width) = index_of[id(layout)], layout.shape
-        if not len(index):
-            nothing = table.sum() * 0 + table.new_zeros(rows, width)
-            return Outputs(nothing, nothing.detach(), None if values is None else nothing.detach())
-        own = None if values is None else values[index, :width]
-        return Outputs(table[index, :width], entropy[index, :width], own)
-
-    rejections = _Rejections(Provided(configuration.callbacks))
-    objective = configuration.objective(Provided([*configuration.callbacks, rejections]))
-    scale = recording.header["steps"][number]["scale"]
-    step = accumulated(
-        found.rollout, microbatches, cast(PolicyModel, policy), objective, global_sum=distributed.global_sum,
-        global_concat=distributed.global_concat, around=lambda _last: nullcontext(),
+    table, scale = logprobs.clone().requires_grad_(), recording.header["steps"][number]["scale"]
+    trace = StepTrace(rollout_number=recording.header["rollout"], step=number)
+    gradient = accumulate_gradient(
+        replayed.rollout,
+        plan.step(number),
+        from_table(Outputs(table, entropy, recording.of_step(number, "values"))),
+        algorithm,
         backward=lambda loss: (loss * scale).backward() if loss.requires_grad else None,
-    )  # fmt: skip
+        collectives=collectives,
+        trace=trace,
+    )
     if table.grad is not None:
-        found.gradients[-1].add_(table.grad)
-    for row, sample in enumerate(found.rollout.sample_ids.tolist()):
-        if sample in rejections.found:
-            found.rejected[-1][row, : len(rejections.found[sample])] = rejections.found[sample]
-    return step.parts
+        replayed.gradients[-1].add_(table.grad)
+    for microbatch, seen in zip(plan.step(number), trace.microbatches, strict=True):
+        view = seen.view.sanitize()
+        factor = algorithm.corrections.policy_factor(view).factor
+        if factor is not None and len(microbatch.index):
+            replayed.rejected[-1][microbatch.index, : view.width] = (factor == 0) & view.valid_tokens
+    return gradient.parts

@@ -1,4 +1,4 @@
-"""Described: objects as plain JSON values, by the place they are imported from and what they hold, and back again.
+"""Serialize: objects as plain JSON values, by the place they are imported from and what they hold, and back again.
 
 What no other process could import (a function of a script, a lambda, a model) is kept as text, for a person; it comes
 back as an :class:`Opaque`, which says so as soon as it is used.
@@ -6,7 +6,6 @@ back as an :class:`Opaque`, which says so as soon as it is used.
 
 import dataclasses
 import importlib
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 OBJECT, NAME, PARTIAL, TUPLE, NUMBER, OPAQUE = "$object", "$name", "$partial", "$tuple", "$number", "$opaque"
 PLAIN = (type(None), bool, int, str)
-LENT = ("log", "log_dict")  # what Lightning puts on every callback
+LENT = ("log", "log_dict", "collectives")  # what Lightning and the core put on every callback
 
 
 class Opaque:
@@ -37,55 +36,57 @@ class Opaque:
         )
 
 
-def described(value: Any, around: tuple[int, ...] = ()) -> Any:
+def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
     """A value as plain JSON; ``around`` holds the identities of the objects that it lies in."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {NUMBER: repr(value)}
     if isinstance(value, list):
-        return [described(item, around) for item in value]
+        return [to_json(item, around) for item in value]
     if isinstance(value, tuple):
-        return {TUPLE: [described(item, around) for item in value]}
+        return {TUPLE: [to_json(item, around) for item in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: described(item, around) for key, item in value.items()}
+        return {key: to_json(item, around) for key, item in value.items()}
     if isinstance(value, partial):
-        bound = {"args": described(list(value.args), around), "keywords": described(value.keywords, around)}
-        return {PARTIAL: described(value.func, around), **bound}
-    if (name := _importable(value)) is not None:
+        bound = {"args": to_json(list(value.args), around), "keywords": to_json(value.keywords, around)}
+        return {PARTIAL: to_json(value.func, around), **bound}
+    if (name := _import_path(value)) is not None:
         return {NAME: name}
-    kind = _importable(type(value))
+    kind = _import_path(type(value))
     if kind is None or id(value) in around or isinstance(value, Tensor | nn.Module):
         return {OPAQUE: _text(value)}
     state = _state(value)
     if state is None:
         return {OPAQUE: _text(value)}
-    return {OBJECT: kind, "state": {key: described(item, (*around, id(value))) for key, item in state.items()}}
+    return {OBJECT: kind, "state": {key: to_json(item, (*around, id(value))) for key, item in state.items()}}
 
 
-def rebuilt(description: Any) -> Any:
+def from_json(description: Any) -> Any:
     """The value that was described. Imports what the description names; nothing of it is called."""
     if isinstance(description, list):
-        return [rebuilt(item) for item in description]
+        return [from_json(item) for item in description]
     if not isinstance(description, dict):
         return description
     if NUMBER in description:
         return float(description[NUMBER])
     if TUPLE in description:
-        return tuple(rebuilt(item) for item in description[TUPLE])
+        return tuple(from_json(item) for item in description[TUPLE])
     if NAME in description:
-        return _imported(description[NAME])
+        return _import(description[NAME])
     if OPAQUE in description:
         return Opaque(description[OPAQUE])
     if PARTIAL in description:
-        return partial(rebuilt(description[PARTIAL]), *rebuilt(description["args"]), **rebuilt(description["keywords"]))
+        return partial(
+            from_json(description[PARTIAL]), *from_json(description["args"]), **from_json(description["keywords"])
+        )
     if OBJECT in description:
-        kind = _imported(description[OBJECT])
-        made = object.__new__(kind)
+        kind = _import(description[OBJECT])
+        instance = object.__new__(kind)
         for key, item in description["state"].items():
-            object.__setattr__(made, key, rebuilt(item))  # frozen dataclasses as well
-        return made
-    return {key: rebuilt(item) for key, item in description.items()}
+            object.__setattr__(instance, key, from_json(item))  # frozen dataclasses as well
+        return instance
+    return {key: from_json(item) for key, item in description.items()}
 
 
 def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]]:
@@ -102,23 +103,23 @@ def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]
             yield from opaque_places(item, inner)
 
 
-def _importable(value: Any) -> str | None:
+def _import_path(value: Any) -> str | None:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or "<" in name:
         return None
     path = f"{module}:{name}"
     try:
-        return path if _imported(path) is value else None
+        return path if _import(path) is value else None
     except (ImportError, AttributeError):
         return None
 
 
-def _imported(path: str) -> Any:
+def _import(path: str) -> Any:
     module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _state(value: Any) -> dict[str, Any] | None:
@@ -126,12 +127,7 @@ def _state(value: Any) -> dict[str, Any] | None:
         return {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
     if not hasattr(value, "__dict__"):
         return None
-    return {key: item for key, item in vars(value).items() if key not in LENT and not _wraps_method(item, value)}
-
-
-def _wraps_method(item: Any, owner: Any) -> bool:
-    """Whether an attribute is a method of its owner that somebody has wrapped, as the audit does for a while."""
-    return callable(item) and getattr(inspect.unwrap(item), "__self__", None) is owner
+    return {key: item for key, item in vars(value).items() if key not in LENT}
 
 
 def _text(value: Any) -> str:

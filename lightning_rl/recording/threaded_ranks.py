@@ -1,61 +1,65 @@
-"""Lockstep: the ranks of a recorded run as threads of one process, so that sums over ranks come out as they did."""
+"""ThreadedRanks: the ranks of a recorded run as threads of one process, so that sums over ranks are as they were."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import TypeVar
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_rl import distributed
+from lightning_rl.distributed import Collectives
 
 ResultT = TypeVar("ResultT")
 
 
-class Lockstep:
-    """Runs one function per rank; whatever they sum or join is exchanged between them, in rank order.
+class ThreadedRanks(Collectives):
+    """Collectives of functions that run beside each other, one per rank; what they exchange is in rank order.
 
     Args:
-        ranks: how many.
+        number: of ranks.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
-        self.given: list[Tensor] = [torch.empty(0)] * ranks
-        self.own = threading.local()
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number, self._barrier, self._local = number, threading.Barrier(number), threading.local()
+        self._values: list[Any] = [None] * number
 
     def run(self, functions: Sequence[Callable[[], ResultT]], *, threads: int) -> list[ResultT]:
         """What each function returns, with ``threads`` of torch to compute it; an error of one ends all."""
-        with self._collectives(), ThreadPoolExecutor(len(functions)) as pool:
-            futures = [pool.submit(self._as_rank, rank, own, threads) for rank, own in enumerate(functions)]
+        with ThreadPoolExecutor(len(functions)) as pool:
+            futures = [pool.submit(self._run_as, rank, job, threads) for rank, job in enumerate(functions)]
             errors = [error for future in futures if (error := future.exception()) is not None]
-            for error in sorted(errors, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+            for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
                 raise error
             return [future.result() for future in futures]
 
-    def _as_rank(self, rank: int, function: Callable[[], ResultT], threads: int) -> ResultT:
-        self.own.rank = rank
+    def _run_as(self, rank: int, function: Callable[[], ResultT], threads: int) -> ResultT:
+        self._local.rank = rank
         torch.set_num_threads(threads)
         try:
             return function()
         except BaseException:
-            self.barrier.abort()
+            self._barrier.abort()
             raise
 
-    @contextmanager
-    def _collectives(self) -> Iterator[None]:
-        with (
-            patch.object(distributed, "global_sum", lambda values: torch.stack(self._gathered(values)).sum(0)),
-            patch.object(distributed, "global_concat", lambda values: torch.cat(self._gathered(values))),
-        ):
-            yield
+    @property
+    @override
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._number
 
-    def _gathered(self, values: Tensor) -> list[Tensor]:
-        self.given[self.own.rank] = values
-        self.barrier.wait()
-        everyone = list(self.given)
-        self.barrier.wait()
+    @override
+    def objects(self, value: ResultT) -> list[ResultT]:
+        """One object of every rank, in rank order."""
+        self._values[self._local.rank] = value
+        self._barrier.wait()
+        everyone = list(self._values)
+        self._barrier.wait()
         return everyone
+
+    @override
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in rank order."""
+        return self.objects(values)

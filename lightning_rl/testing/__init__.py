@@ -15,5 +15,11 @@ from lightning_rl.testing.signals import check_advantage, check_callback, check_
 from lightning_rl.testing.smallest import PropertyError
 
 __all__ = [
-    "PropertyError", "Row", "check_advantage", "check_callback", "check_loss", "check_reward", "rollout_of_rows",
-]  # fmt: skip
+    "PropertyError",
+    "Row",
+    "check_advantage",
+    "check_callback",
+    "check_loss",
+    "check_reward",
+    "rollout_of_rows",
+]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
 
-LONGEST, PROMPTS, SAMPLES = 5, 3, 7
+MAX_LENGTH, PROMPTS, MAX_ROWS = 5, 3, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,24 @@ class Row:
     def __str__(self) -> str:
         """One line of a table: ``x`` for a sampled token, ``.`` for another one."""
         states = {"not rewarded": not self.rewarded, "not trained": not self.trained, "cut off": self.cut_off}
-        said = "".join(f", {what}" for what, holds in states.items() if holds)
+        states_text = "".join(f", {what}" for what, holds in states.items() if holds)
         tokens = "".join("x" if sampled else "." for sampled in self.tokens) or "(none)"
-        return f"prompt {self.prompt}  tokens {tokens:<{LONGEST + 1}} reward {self.reward}{said}"
+        return f"prompt {self.prompt}  tokens {tokens:<{MAX_LENGTH + 1}} reward {self.reward}{states_text}"
 
 
-def batches(fewest: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
-    """Batches of ``fewest`` to seven rows; the simplest has rows of one token, the same prompt and reward 0."""
+def batches(min_rows: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
+    """Batches of ``min_rows`` to seven rows; the simplest has rows of one token, the same prompt and reward 0."""
     rarely = st.sampled_from((False, False, False, True))
     row = st.builds(
-        Row, tokens=st.lists(st.booleans().map(lambda hole: not hole), min_size=1, max_size=LONGEST).map(tuple),
-        prompt=st.integers(0, PROMPTS - 1), reward=st.integers(0, 3), rewarded=rarely.map(lambda no: not no),
-        trained=rarely.map(lambda no: not no), cut_off=rarely,
-    )  # fmt: skip
-    return st.lists(row, min_size=fewest, max_size=SAMPLES).map(tuple)
+        Row,
+        tokens=st.lists(st.booleans().map(lambda hole: not hole), min_size=1, max_size=MAX_LENGTH).map(tuple),
+        prompt=st.integers(0, PROMPTS - 1),
+        reward=st.integers(0, 3),
+        rewarded=rarely.map(lambda sampled: not sampled),
+        trained=rarely.map(lambda sampled: not sampled),
+        cut_off=rarely,
+    )
+    return st.lists(row, min_size=min_rows, max_size=MAX_ROWS).map(tuple)
 
 
 def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
@@ -72,16 +76,29 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
     old = rollout_logprobs + noise(0.15)
     rewards = torch.tensor([float(row.reward) for row in rows], dtype=torch.float64)
     per_token: dict[str, Any] = {
-        "rollout_logprobs": rollout_logprobs, "old_logprobs": old, "ref_logprobs": old + noise(0.3),
-        "values": noise(0.5), "advantages": noise(1.0), "returns": noise(1.0),
-    }  # fmt: skip
+        "rollout_logprobs": rollout_logprobs,
+        "old_logprobs": old,
+        "ref_logprobs": old + noise(0.3),
+        "values": noise(0.5),
+        "advantages": noise(1.0),
+        "returns": noise(1.0),
+    }
     return Rollout(
-        prompt_ids=torch.full((number, 1), 2), prompt_lengths=torch.ones(number, dtype=torch.int64),
-        response_ids=torch.full((number, width), 3), action_mask=actions, valid_tokens=valid, groups=groups,
-        response_lengths=torch.tensor([len(row.tokens) for row in rows]), sample_ids=torch.arange(number) + 7,
+        prompt_ids=torch.full((number, 1), 2),
+        prompt_lengths=torch.ones(number, dtype=torch.int64),
+        response_ids=torch.full((number, width), 3),
+        action_mask=actions,
+        valid_tokens=valid,
+        groups=groups,
+        response_lengths=torch.tensor([len(row.tokens) for row in rows]),
+        sample_ids=torch.arange(number) + 7,
         finish=torch.tensor([Finish.LENGTH if row.cut_off else Finish.STOP for row in rows], dtype=torch.uint8),
-        policy_version=torch.where(actions, 0, -1), trained=trained, rewards=rewards, task_rewards={"task": rewards},
+        policy_version=torch.where(actions, 0, -1),
+        trained=trained,
+        rewards=rewards,
+        task_rewards={"task": rewards},
         rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
         extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=draw, dtype=torch.float64)[groups]},
-        token_extras={"teacher_logprobs": old + noise(0.3)}, **per_token,
-    )  # fmt: skip
+        token_extras={"teacher_logprobs": old + noise(0.3)},
+        **per_token,
+    )

@@ -2,15 +2,16 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from hypothesis import strategies as st
 
 from lightning_rl.audit import Finding
-from lightning_rl.audit.checks.rewards import others_among
-from lightning_rl.audit.recorded import RewardCall
-from lightning_rl.rewards import Reward
+from lightning_rl.audit.checks.rewards import rows_valued_otherwise
+from lightning_rl.naming import name_of
+from lightning_rl.rewards import Reward, RewardCall
 from lightning_rl.testing.smallest import PropertyError, smallest
 
 MEANINGS = {
@@ -24,9 +25,12 @@ COMPLETIONS = ("", " ", "4", "4\n", "The answer is 4.", r"\boxed{4}", "a " * 40)
 
 
 def check_reward(
-    reward: Reward, *, prompts: Sequence[Any] = ("What is 2 + 2?", "Say a word."),
-    completions: Sequence[str] = COMPLETIONS, **columns: Sequence[Any],
-) -> None:  # fmt: skip
+    reward: Reward,
+    *,
+    prompts: Sequence[Any] = ("What is 2 + 2?", "Say a word."),
+    completions: Sequence[str] = COMPLETIONS,
+    **columns: Sequence[Any],
+) -> None:
     """Checks what would be passed as ``rewards=``, on batches that mix the given examples with arbitrary text.
 
     Args:
@@ -43,62 +47,49 @@ def check_reward(
         {"prompt": st.sampled_from(list(prompts)), "completion": text}
         | {name: st.sampled_from(list(examples)) for name, examples in columns.items()}
     )
-    broken = smallest(st.lists(row, min_size=1, max_size=5), lambda rows, wanted: _found(reward, rows, wanted))
+
+    def look(rows: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Finding]:
+        first = list(islice(_findings(reward, rows), 1))
+        return [finding for finding in first if wanted in (None, finding.check)]
+
+    broken = smallest(st.lists(row, min_size=1, max_size=5), look)
     if broken is not None:
         rows, finding = broken
-        name = getattr(reward, "__name__", type(reward).__name__)
-        raise PropertyError(f"reward {name}", finding, [str(one) for one in rows], MEANINGS[finding.check])
+        raise PropertyError(f"reward {name_of(reward)}", finding, [str(row) for row in rows], MEANINGS[finding.check])
 
 
-def _found(reward: Reward, rows: Sequence[Mapping[str, Any]], wanted: str | None = None) -> list[Finding]:
-    """The first property that some rows show to be broken, if it is the wanted one."""
-    return [one for one in _first(reward, rows) if wanted in (None, one.check)]
-
-
-def _first(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    given = _Given(rows)
-    before = copy.deepcopy(vars(given))
+def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """The properties that some rows show to be broken, until one makes the next senseless."""
+    call, number = _call_of(reward, rows), len(rows)
+    arguments = [*call[1:2], *call[4:7]]
+    before = copy.deepcopy(arguments)
     try:
-        said = given.asked(reward)
+        values: Any = reward(call.prompts, call.completions, completion_ids=call.completion_ids, **call.columns)  # pyright: ignore[reportArgumentType]
     except Exception as raised:  # noqa: BLE001  user code: what it raises is the finding
-        return [
-            _finding(
-                "reward_accepts", "values", f"{type(raised).__name__}: {raised}", "return None where it does not apply"
-            )
-        ]
-    if vars(given) != before:
-        return [_finding("reward_inputs", "lists as they were", "edits of its arguments", "work on copies")]
-    values = list(said) if isinstance(said, Sequence) or hasattr(said, "__iter__") else None
-    if values is None or len(values) != len(rows) or not all(_is_value(value) for value in values):
+        cure = "return None where it does not apply"
+        yield _finding("reward_accepts", "values", f"{type(raised).__name__}: {raised}", cure)
+        return
+    if arguments != before:
+        yield _finding("reward_inputs", "lists as they were", "edits of its arguments", "work on copies")
+    listed = list(values) if hasattr(values, "__iter__") else []
+    if len(listed) != number or not all(map(_is_value, listed)):
         cure = "return one float or None for each completion, never NaN"
-        return [_finding("reward_values", f"{len(rows)} finite numbers or None", f"{said!r}", cure)]
-    plain = [None if value is None else float(value) for value in values]
-    call = RewardCall("reward", given.ids, plain, 0.0, given.prompts, given.completions, given.columns, reward)
-    whole = range(len(rows))
-    if others_among(call, whole):
-        return [_finding("reward_repeats", "the same values again", "others", "seed or drop its random numbers")]
-    for order in (list(whole)[::-1], *([row] for row in whole)):
-        if len(rows) > 1 and others_among(call, order):
-            cure = "score each row by itself, by its own arguments"
-            return [
-                _finding("reward_order", "the same value for a completion", f"another one among rows {order}", cure)
-            ]
-    return []
+        yield _finding("reward_values", f"{number} finite numbers or None", f"{values!r}", cure)
+        return
+    call = call._replace(values=[None if value is None else float(value) for value in listed])
+    if rows_valued_otherwise(call, range(number)):
+        yield _finding("reward_repeats", "the same values again", "others", "seed or drop its random numbers")
+    for order in (range(number)[::-1], *([row] for row in range(number))) if number > 1 else ():
+        if rows_valued_otherwise(call, order):
+            observed, cure = f"another one among rows {list(order)}", "score each row by itself, by its own arguments"
+            yield _finding("reward_order", "the same value for a completion", observed, cure)
 
 
-class _Given:
-    """The arguments of a reward."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.prompts = [row["prompt"] for row in rows]
-        self.completions: list[str] = [row["completion"] for row in rows]
-        self.ids = [[ord(letter) for letter in completion] for completion in self.completions]
-        names = [name for name in rows[0] if name not in ("prompt", "completion")]
-        self.columns = {name: [row[name] for row in rows] for name in names}
-
-    def asked(self, reward: Callable[..., Any]) -> Any:
-        """What the reward says."""
-        return reward(self.prompts, self.completions, completion_ids=self.ids, **self.columns)
+def _call_of(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> RewardCall:
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    prompts, completions = columns.pop("prompt"), columns.pop("completion")
+    ids = [[ord(letter) for letter in completion] for completion in completions]
+    return RewardCall("reward", ids, (), 0.0, prompts, completions, columns, reward)
 
 
 def _is_value(value: Any) -> bool:

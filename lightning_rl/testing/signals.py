@@ -6,32 +6,60 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.advantages import DrGRPO, Estimator, ReinforcePlusPlus, RowFunction, resolve_advantages
+from lightning_rl.advantages import DrGRPO, Estimator, RawReward, ReinforcePlusPlus, RowFunction, resolve_advantages
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit import CHECKS, Finding
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.run_checks import looked
-from lightning_rl.audit.subject import Facts, Subject
+from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.corrections import LossView, RLCallback
-from lightning_rl.corrections.provided import Provided
-from lightning_rl.losses import PolicyLoss, resolve_loss
+from lightning_rl.corrections.replay import ReplayCorrections
+from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
+from lightning_rl.naming import name_of
 from lightning_rl.rollout import Rollout
+from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
 
+FACTS = RunFacts(tolerance=1e-6)
 ADVANTAGE = (
-    "masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order",
-    "advantage_support", "knob_liveness",
-)  # fmt: skip
-LOSS = (
-    "loss_fits", "gradient_liveness", "loss_direction", "partition", "loss_padding_width", "loss_masked_values",
+    "masked_values",
+    "excluded_rows",
+    "padding_width",
+    "group_isolation",
+    "reward_shift",
+    "row_order",
+    "advantage_support",
     "knob_liveness",
-)  # fmt: skip
+)
+LOSS = (
+    "loss_fits",
+    "gradient_liveness",
+    "loss_direction",
+    "partition",
+    "loss_padding_width",
+    "loss_masked_values",
+    "knob_liveness",
+)
 CALLBACK = (
-    "pure_contributions", "contributions_fit", "masked_values", "padding_width", "row_order", "reward_conservation",
-    "partition", "loss_padding_width", "loss_masked_values", "denominators", "sequence_decisions",
-    "gradient_liveness", "distances_pull_back", "terms_add_up", "metric_populations", "knob_liveness",
-)  # fmt: skip
+    "pure_contributions",
+    "contributions_fit",
+    "masked_values",
+    "padding_width",
+    "row_order",
+    "reward_conservation",
+    "partition",
+    "loss_padding_width",
+    "loss_masked_values",
+    "denominators",
+    "sequence_decisions",
+    "gradient_liveness",
+    "distances_pull_back",
+    "terms_add_up",
+    "metric_populations",
+    "knob_liveness",
+)
 
 
 def check_advantage(advantages: Estimator | RowFunction | str) -> None:
@@ -44,7 +72,7 @@ def check_advantage(advantages: Estimator | RowFunction | str) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     estimator = resolve_advantages(advantages)
-    _check(f"advantages={estimator.name}", Subject(estimator=estimator, facts=FACTS), ADVANTAGE)
+    _check(f"advantages={estimator.name}", _algorithm(advantages=estimator), ADVANTAGE)
 
 
 def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
@@ -56,8 +84,8 @@ def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
     Raises:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
-    subject = Subject(loss=resolve_loss(loss), facts=FACTS)
-    _check(f"loss={subject.loss_name}", subject, LOSS)
+    resolved = resolve_loss(loss)
+    _check(f"loss={name_of(resolved if isinstance(loss, str) else loss)}", _algorithm(loss=resolved), LOSS)
 
 
 def check_callback(callback: RLCallback) -> None:
@@ -69,34 +97,49 @@ def check_callback(callback: RLCallback) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else DrGRPO()
-    subject = Subject(estimator=estimator, contributions=Provided([callback]), facts=FACTS)
-    _check(f"callback {callback.name}", subject, CALLBACK)
+    _check(
+        f"callback {callback.name}",
+        _algorithm(advantages=estimator, corrections=ReplayCorrections([callback])),
+        CALLBACK,
+    )
 
 
-FACTS = Facts(tolerance=1e-6, packing=True)
+def _algorithm(
+    *,
+    loss: PolicyLoss | None = None,
+    advantages: Estimator | None = None,
+    corrections: ReplayCorrections | None = None,
+) -> Algorithm:
+    return Algorithm(
+        loss=loss or ClippedSurrogate(),
+        advantages=advantages or RawReward(),
+        reduction=token_mean,
+        corrections=corrections or ReplayCorrections(),
+    )
 
 
-def _check(what: str, subject: Subject, names: Sequence[str]) -> None:
+def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
-        return _found(subject, names if wanted is None else [wanted], rollout_of_rows(*example))
+        return _findings(algorithm, names if wanted is None else [wanted], rollout_of_rows(*example))
 
-    broken = smallest(st.tuples(batches(fewest=2), st.integers(0, 9)), look)
+    broken = smallest(st.tuples(batches(min_rows=2), st.integers(0, 9)), look)
     if broken is not None:
         (rows, _), finding = broken
         raise PropertyError(what, finding, [str(row) for row in rows])
 
 
-def _found(subject: Subject, names: Sequence[str], rollout: Rollout) -> list[Finding]:
-    """Findings about one rollout, the first check that finds something first and alone."""
+def _findings(algorithm: Algorithm, names: Sequence[str], rollout: Rollout) -> list[Finding]:
+    """Findings about one rollout, of the first check that finds something."""
     groups = some_groups(rollout, 0)
-    evidence = Evidence(subject=subject, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
+    rows = some_rows(groups, 0)
+    evidence = Evidence(algorithm=algorithm, facts=FACTS, rollout=rollout, groups=groups, rows=rows)
     for name in names:
         if name == "advantage_support":
             try:
                 evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
             except ValueError:  # masked_values and excluded_rows say so
                 continue
-        found = looked([CHECKS[name]], evidence)
-        if found:
-            return found
+        findings = run_checks([CHECKS[name]], evidence)
+        if findings:
+            return findings
     return []

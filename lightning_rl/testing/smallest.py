@@ -12,9 +12,12 @@ from lightning_rl.audit import CHECKS, Finding
 Example = TypeVar("Example")
 EXAMPLES = 20
 HOW = settings(
-    max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
-)  # fmt: skip
+)
 
 
 class PropertyError(AssertionError):
@@ -34,17 +37,19 @@ class PropertyError(AssertionError):
     def __init__(self, what: str, finding: Finding, batch: Sequence[str], meaning: str = "") -> None:
         self.property, self.finding = finding.check, finding
         lines = [
-            f"{what} breaks the property {finding.check}.", meaning or CHECKS[finding.check].meaning,
+            f"{what} breaks the property {finding.check}.",
+            meaning or CHECKS[finding.check].meaning,
             f"Expected {finding.expected}, observed {finding.observed} ({finding.culprit}).",
-            "The smallest batch that shows it:", *(f"  {line}" for line in batch),
+            "The smallest batch that shows it:",
+            *(f"  {line}" for line in batch),
             *([f"At positions {list(finding.positions)}."] if finding.positions else []),
             f"What to do: {finding.cure}.",
-        ]  # fmt: skip
+        ]
         super().__init__("\n".join(lines))
 
 
 def smallest(
-    strategy: SearchStrategy[Example], looked: Callable[[Example, str | None], list[Finding]]
+    strategy: SearchStrategy[Example], look: Callable[[Example, str | None], list[Finding]]
 ) -> tuple[Example, Finding] | None:
     """The simplest example with a finding, and the finding; None if there is none among so many examples.
 
@@ -52,18 +57,18 @@ def smallest(
 
     Args:
         strategy: of examples.
-        looked: findings about an example, of all properties or of the one that is named.
+        look: findings about an example, of all properties or of the one that is named.
     """
     wanted: list[str] = []
 
-    def broken(example: Example) -> bool:
-        found = looked(example, wanted[0] if wanted else None)
-        if found and not wanted:
-            wanted.append(found[0].check)
-        return bool(found)
+    def breaks(example: Example) -> bool:
+        findings = look(example, wanted[0] if wanted else None)
+        if findings and not wanted:
+            wanted.append(findings[0].check)
+        return bool(findings)
 
     try:
-        example = find(strategy, broken, settings=HOW)
+        example = find(strategy, breaks, settings=HOW)
     except NoSuchExample:
         return None
-    return example, looked(example, wanted[0])[0]
+    return example, look(example, wanted[0])[0]

@@ -9,21 +9,30 @@ from typing import Any
 import pytest
 import torch
 from faults import __main__ as faults
-from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import an_algorithm, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from lightning.pytorch.profilers import SimpleProfiler
 from torch.optim import AdamW
+from typing_extensions import override
 
 from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
+    Completion,
+    Finish,
     KLCov,
     Normalized,
+    Request,
     RLCallback,
-    TransformersEngine,
+    RLLightningModule,
+    Rollout,
+    Sampling,
     presets,
     warmup_then_linear,
 )
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -44,21 +53,20 @@ from lightning_rl.callbacks import (
 from lightning_rl.corrections import Corrections
 
 RECIPES = {
-    "grpo": presets.grpo, "ppo": presets.ppo, "gspo": presets.gspo, "cispo": presets.cispo,
-    "rloo": partial(presets.rloo, max_new_tokens=8), "reinforce_plus_plus": presets.reinforce_plus_plus,
-}  # fmt: skip
+    "grpo": presets.grpo,
+    "ppo": presets.ppo,
+    "gspo": presets.gspo,
+    "cispo": presets.cispo,
+    "rloo": partial(presets.rloo, max_new_tokens=8),
+    "reinforce_plus_plus": presets.reinforce_plus_plus,
+}
 
 
 def largest_legal_set(recipe: str) -> list[RLCallback]:
     """Every correction that goes with a recipe."""
     per_token, ratio = recipe in ("ppo", "reinforce_plus_plus"), recipe != "rloo"
-    masks = [
-        SequenceRatioMask("mean", 0.5, 2.0),
-        SequenceRatioMask("product", 0.0, 9.0).named("product"),
-        OutlierMask(),
-        IcePop(),
-        OPSM(against="rollout"),
-    ]
+    ratios = [SequenceRatioMask("mean", 0.5, 2.0), SequenceRatioMask("product", 0.0, 9.0).named("product")]
+    masks = [*ratios, OutlierMask(), IcePop(), OPSM(against="rollout")]
     terms = [RolloutKL(), EntropyBonus(0.001, target=1.0), OverlongPenalty(8, 4), NoEOSMask()]
     references = [AdaptiveKL(0.01)] if per_token else [ReferenceKL(0.01, as_loss=True)]
     weights = [TruncatedIS()] if ratio else [OffPolicyIS()]
@@ -110,12 +118,15 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], list[RLCallback]]]] = {
     "teacher as a reward": ({"advantages": "reinforce_plus_plus"}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)]),
     "batch normalisation": ({"advantages": Normalized(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
     "group and batch": ({"advantages": Normalized(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
-    "rows without reward": ({"rewards": [sparse, parity_reward], "reward_weights": [1.0, 0.0]}, list),
+    "rows without reward": ({"rewards": {"sparse": sparse, "parity_reward": (parity_reward, 0.0)}}, list),
     "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches": 2}, list),
     "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches": 2}, list),
     "kl-cov": ({"loss": KLCov(fraction=0.3, coef=0.5), "minibatches": 2, "token_budget": 24}, list),
     "m2po": ({"loss": "m2po", "minibatches": 2}, lambda: [EntropyBonus(0.01, target=1.0)]),
-    "entropy and dual clip": ({"loss": ClippedSurrogate(dual_clip=3.0), "entropy_coef": 0.01, "epochs": 2}, list),
+    "entropy and dual clip": (
+        {"loss": ClippedSurrogate(dual_clip=3.0), "epochs": 2},
+        lambda: [EntropyBonus(0.01)],
+    ),
     "top-k": ({"top_k": 6, "top_p": 0.9, "temperature": 0.8, "minibatches": 2}, lambda: [TruncatedIS()]),
     "no clipping, a schedule": ({"max_grad_norm": None, "lr_scheduler": warmup_then_linear(2, 10)}, list),
     "cold": ({"temperature": 0.3, "epochs": 2, "eos_token_ids": [1, 5]}, lambda: [ReferenceKL(0.1, as_loss=True)]),
@@ -147,12 +158,12 @@ def test_the_runs_of_the_faults_are_clean_without_them() -> None:
 
 
 def test_watching_changes_nothing() -> None:
-    found = []
-    for watching in ([], [SignalAudit(1, "raise")]):
+    weights = []
+    for audits in ([], [SignalAudit(1, "raise")]):
         module = tiny_module(minibatches=2, epochs=2)
-        fit(module, callbacks=[OPSM(1e-3), ReferenceKL(0.1, as_loss=True), *watching])
-        found.append(weights_of(module))
-    assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
+        fit(module, callbacks=[OPSM(1e-3), ReferenceKL(0.1, as_loss=True), *audits])
+        weights.append(weights_of(module))
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
 def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Path) -> None:
@@ -211,10 +222,63 @@ def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Pa
     assert not other.findings
 
 
-def test_the_engine_is_as_before_once_a_fit_is_over() -> None:
-    engine = TransformersEngine()
-    fit(tiny_module(engine=engine), callbacks=[SignalAudit(1, "raise")])
-    assert "generate" not in vars(engine)
+class Methods(RLCallback):
+    """Looks whether anything of a run stands in the place of a method while it is audited."""
+
+    name = "methods"
+
+    def __init__(self, module: RLLightningModule) -> None:
+        self.module, self.replaced = module, set[str]()
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        parts = (self, self.module, self.module.engine, self.module.rewards, self.module.run.metrics)
+        self.replaced |= {name for part in parts for name in vars(part) if callable(getattr(type(part), name, None))}
+
+
+def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is_over() -> None:
+    profiler, module = SimpleProfiler(), tiny_module()
+    methods, functions = Methods(module), dict(module.rewards.functions)
+    trainer: Any = fit(module, callbacks=[methods, SignalAudit(1, "raise")], profiler=profiler)
+    assert not methods.replaced
+    assert module.rewards.functions == functions
+    assert trainer.profiler is profiler
+    assert "[Callback]signal_audit.on_train_batch_end" in profiler.recorded_durations, "it still measures every hook"
+
+
+class EditInObserve(RLCallback):
+    """Edits the finished rollout while it looks at it, past the version counters."""
+
+    name = "edit_in_observe"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        rollout.required("advantages").data.mul_(0.5)
+
+
+def test_who_edits_a_rollout_while_looking_at_it_is_named(tmp_path: Path) -> None:
+    audit, message = SignalAudit(1, checks=["raw_fields"]), r"callback edit_in_observe\.observe: expected advantages as"
+    with pytest.warns(UserWarning, match=message):
+        fit(tiny_module(minibatches=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
+
+
+def test_tokens_that_came_back_from_a_tool_are_none_of_the_engine() -> None:
+    rollout = Rollout.of_samples([[2]], [[5, 6, 7]], groups=[0], actions=[[True, False, True]])
+    rollout = rollout.replace(rollout_logprobs=torch.tensor([[-1.0, 0.0, -2.0]]))
+    request = Request(prefix_ids=(2,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=()))
+    for ids, findings in (((5, 7), []), ((5, 8), ["the token ids"]), ((5, 6, 7), ["the sampled tokens as actions"])):
+        logprobs = torch.tensor([-1.0, -2.0, -3.0])[: len(ids)]
+        completion = Completion(token_ids=ids, logprobs=logprobs, finish=Finish.STOP, version=0)
+        evidence = Evidence(
+            algorithm=an_algorithm(),
+            facts=RunFacts(),
+            rollout=rollout,
+            groups=rollout,
+            rows=rollout,
+            batches=[[(request, completion)]],
+        )
+        expected = [f"{what} that the engine returned" for what in findings]
+        assert [finding.expected for finding in CHECKS["trained_tokens"](evidence)] == expected
 
 
 @pytest.mark.parametrize(
@@ -222,7 +286,7 @@ def test_the_engine_is_as_before_once_a_fit_is_over() -> None:
     [
         ({"every_n_rollouts": 0}, "every_n_rollouts >= 1"),
         ({"mode": "print"}, "mode warn or raise"),
-        ({"checks": ["nothing"]}, "expected checks out of .*sampled_is_trained, .* got 'nothing'"),
+        ({"checks": ["nothing"]}, "expected checks out of .*trained_tokens, .* got 'nothing'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

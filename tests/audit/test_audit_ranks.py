@@ -7,15 +7,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from faults.faulty import DetachedKL
+from faults.parts import DetachedKL
 from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import LossTerm, LossView, RLCallback, distributed
+from lightning_rl import LossTerm, LossView, RLCallback
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask, ReferenceKL, RewardNormalization
+from lightning_rl.distributed import Collectives
 
 
 class DetachedOnOneRank(DetachedKL):
@@ -26,7 +27,7 @@ class DetachedOnOneRank(DetachedKL):
         return super().loss_term(view) if torch.distributed.get_rank() else ReferenceKL.loss_term(self, view)
 
 
-def forgetting_ranks(values: Tensor) -> Tensor:
+def sum_of_this_rank(self: Collectives, values: Tensor) -> Tensor:
     """A sum over all ranks that is one of this rank alone."""
     return values
 
@@ -39,17 +40,24 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         corrections = [AdaptiveKL(0.1, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
     corrections += [DetachedOnOneRank(0.1, as_loss=True)] if kind == "on one rank" else []
     module = tiny_module(
-        minibatches=2, epochs=2, token_budget=20, temperature=0.7,
+        minibatches=2,
+        epochs=2,
+        token_budget=20,
+        temperature=0.7,
         advantages="reinforce_plus_plus" if kind == "adaptive" else "grpo",
-    )  # fmt: skip
-    said, sums = "", forgetting_ranks if kind == "own denominators" else distributed.global_sum
-    with warnings.catch_warnings(), patch.object(distributed, "global_sum", sums):
+    )
+    said, sums = "", sum_of_this_rank if kind == "own denominators" else Collectives.sum
+    with warnings.catch_warnings(), patch.object(Collectives, "sum", sums):
         warnings.simplefilter("ignore")
         try:
             fit(
-                module, callbacks=[*corrections, SignalAudit(1, "raise")], data=tiny_prompts(8, 4),
-                default_root_dir=folder, strategy=STRATEGIES[strategy](), devices=2,
-            )  # fmt: skip
+                module,
+                callbacks=[*corrections, SignalAudit(1, "raise")],
+                data=tiny_prompts(8, 4),
+                default_root_dir=folder,
+                strategy=STRATEGIES[strategy](),
+                devices=2,
+            )
         except RuntimeError as raised:
             said = str(raised)
     (folder / f"rank-{module.global_rank}.txt").write_text(said)

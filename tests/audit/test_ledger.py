@@ -27,11 +27,11 @@ from torch.optim import AdamW
 
 from lightning_rl import GRPO, Finish, RLCallback, Rollout
 from lightning_rl.audit import SignalAudit, SignalLedger
-from lightning_rl.audit.accounting import drawn_stages, update_stages
+from lightning_rl.audit.accounting import sampling_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merged_moments
-from lightning_rl.recording.threaded_ranks import Lockstep
+from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.signal.masked import own_sum
 
@@ -63,7 +63,7 @@ def everyone(odds: int = 0) -> list[RLCallback]:
     ]
 
 
-def drawn_rollout(seed: int = 0, rows: int = 24) -> Rollout:
+def sampled_rollout(seed: int = 0, rows: int = 24) -> Rollout:
     """Scored samples as a round of the draw gives them, a few of them aborted or without a reward."""
     whole = ragged_rollout(rows, seed=seed).replace(advantages=None, returns=None)
     place = torch.arange(rows)
@@ -72,38 +72,40 @@ def drawn_rollout(seed: int = 0, rows: int = 24) -> Rollout:
     return whole.replace(finish=finish, trained=alive, rewarded=alive & (place % 13 != 7))
 
 
-def finished(drawn: Rollout, callbacks: list[RLCallback]) -> Rollout:
+def finished_rollout(sampled: Rollout, callbacks: list[RLCallback]) -> Rollout:
     """The stages from the draw to the signal."""
-    contributions = Corrections(callbacks)
-    own = drawn.replace(rewarded=drawn.rewarded & contributions.reward_mask(drawn))
-    own = own.select(contributions.keep_groups(own))
-    return estimate_signal(exclude_rows(own, contributions)[0], GRPO(), contributions, own_sum)[0]
+    corrections = Corrections(callbacks)
+    own = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
+    own = own.select(corrections.keep_groups(own))
+    return estimate_signal(exclude_rows(own, corrections)[0], GRPO(), corrections, own_sum)[0]
 
 
 def figures(
-    drawn: list[Rollout], callbacks: list[RLCallback], *, cuts: int = 1, passes: int = 1, drift: float = 0.4
+    sampled: list[Rollout], callbacks: list[RLCallback], *, cuts: int = 1, passes: int = 1, drift: float = 0.4
 ) -> dict[str, float]:
     """What the ledger logs if each rank draws a rollout and trains on it in ``cuts`` microbatches."""
+    ranks = ThreadedRanks(len(sampled))
 
-    def rank(own: Rollout) -> list[dict[str, Any]]:
+    def logged(part: Rollout) -> list[dict[str, Any]]:
         ledger, module = SignalLedger(), tiny_module()
         module.run.corrections = Corrections([*callbacks, ledger])
+        ledger.collectives = ranks
         ledger.on_fit_start(cast(Trainer, None), module)  # it asks nothing of a Trainer
-        ledger.observe_drawn(own)
-        rollout = finished(own, callbacks)
+        ledger.observe_rewards(part, [])
+        rollout = finished_rollout(part, callbacks)
         ledger.observe(rollout)
-        seen = [dict(ledger.rollout_metrics(rollout))]
-        for part in torch.arange(len(rollout)).chunk(cuts) if cuts > 1 else [torch.arange(len(rollout))]:
-            rows = rollout.select(part[rollout.trained[part]]).sanitize()
+        stats = [dict(ledger.rollout_metrics(rollout))]
+        for cut in torch.arange(len(rollout)).chunk(cuts) if cuts > 1 else [torch.arange(len(rollout))]:
+            rows = rollout.select(cut[rollout.trained[cut]]).sanitize()
             moved = rows.required("old_logprobs") + drift * torch.sin(
                 rows.sample_ids[:, None] + torch.arange(float(rows.width))
             )
-            seen += [dict(ledger.metrics(view_of_rollout(rows, moved.requires_grad_())))] * passes
-        return seen
+            stats += [dict(ledger.metrics(view_of_rollout(rows, moved.requires_grad_())))] * passes
+        return stats
 
-    ranks = Lockstep(len(drawn)).run([partial(rank, own) for own in drawn], threads=1)
+    logged_by_rank = ranks.run([partial(logged, part) for part in sampled], threads=1)
     parts: dict[str, list[Tensor]] = {}
-    for stats in (stats for own in ranks for stats in own):
+    for stats in (stats for rank in logged_by_rank for stats in rank):
         for name, stat in stats.items():
             parts.setdefault(name, []).append(stat.moments)
     merged = {name: merged_moments(torch.stack(moments)) for name, moments in parts.items()}
@@ -113,18 +115,20 @@ def figures(
 
 
 def stages(callbacks: list[RLCallback]) -> list[str]:
-    contributions = Corrections(callbacks)
-    return [*drawn_stages(contributions), *update_stages(contributions)]
+    corrections = Corrections(callbacks)
+    return [*sampling_stages(corrections), *update_stages(corrections)]
 
 
 def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
-    drawn = rollout_of(
+    sampled = rollout_of(
         rewards=[1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0],
-        tokens=[[1, 1]] * 10, groups=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+        tokens=[[1, 1]] * 10,
+        groups=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
         finish=[0, 0, 0, 0, Finish.ABORT, 0, 0, 1, 0, 0],
-        trained=[True] * 4 + [False] + [True] * 5, rewarded=[True] * 4 + [False] + [True] * 5,
+        trained=[True] * 4 + [False] + [True] * 5,
+        rewarded=[True] * 4 + [False] + [True] * 5,
         old_logprobs=torch.full((10, 2), -1.0),
-    )  # fmt: skip
+    )
     callbacks = [
         callback_of("filter", keep_groups=lambda seen: seen.groups != 0),  # rows 0 and 1
         NoEOSMask(),  # row 7, which leaves row 6 alone in its group
@@ -132,14 +136,22 @@ def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
         callback_of("first_token", token_mask=lambda view: torch.tensor([False, True]).expand_as(view.valid_tokens)),
         callback_of("weight", token_weight=lambda view: torch.full_like(view.old_logprobs, 0.75)),
     ]
-    found = figures([drawn], callbacks, drift=0.0)
+    found = figures([sampled], callbacks, drift=0.0)
     shares = {name.removeprefix("ledger/tokens/"): share for name, share in found.items() if "/tokens/" in name}
     assert shares == {
-        "sampled": 20.0, "filter.keep_groups": 0.2, "aborted": pytest.approx(0.1), "unscored": 0.0,
-        "no_eos_mask.exclude": 0.0, "no_eos_mask.reward_mask": pytest.approx(0.1), "zero_advantage": pytest.approx(0.4),
-        "first_row.sequence_mask": pytest.approx(0.1), "first_token.token_mask": pytest.approx(0.05),
-        "weight.token_weight": 0.0, "clip": 0.0, "used": pytest.approx(0.05),
-    }  # fmt: skip
+        "sampled": 20.0,
+        "filter.keep_groups": 0.2,
+        "aborted": pytest.approx(0.1),
+        "unscored": 0.0,
+        "no_eos_mask.exclude": 0.0,
+        "no_eos_mask.reward_mask": pytest.approx(0.1),
+        "zero_advantage": pytest.approx(0.4),
+        "first_row.sequence_mask": pytest.approx(0.1),
+        "first_token.token_mask": pytest.approx(0.05),
+        "weight.token_weight": 0.0,
+        "clip": 0.0,
+        "used": pytest.approx(0.05),
+    }
     assert found["ledger/weight/weight.token_weight"] == pytest.approx(0.05 / 4)
     assert found["ledger/weight/used"] == pytest.approx(0.05 * 0.75)
     assert found["ledger/sequences/used"] == pytest.approx(0.1)
@@ -149,35 +161,35 @@ def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
 @given(seed=st.integers(0, 50), odds=st.integers(0, 6))
 def test_what_was_sampled_is_what_was_used_plus_what_each_stage_took(seed: int, odds: int) -> None:
     callbacks = everyone(odds)
-    found = figures([drawn_rollout(seed)], callbacks)
+    found = figures([sampled_rollout(seed)], callbacks)
     for unit in UNITS:
         lost = sum(found[f"ledger/{unit}/{stage}"] for stage in stages(callbacks))
         assert lost + found[f"ledger/{unit}/used"] == pytest.approx(1.0, abs=1e-12)
 
 
 def test_the_order_of_the_callbacks_changes_nothing() -> None:
-    drawn = drawn_rollout()
-    assert figures([drawn], everyone()[::-1]) == figures([drawn], everyone())
+    sampled = sampled_rollout()
+    assert figures([sampled], everyone()[::-1]) == figures([sampled], everyone())
 
 
 @pytest.mark.parametrize(("cuts", "passes"), [(2, 1), (5, 1), (1, 3), (4, 2)])
 def test_the_cut_into_microbatches_and_the_number_of_passes_change_nothing(cuts: int, passes: int) -> None:
-    drawn = drawn_rollout()
-    found = figures([drawn], everyone(), cuts=cuts, passes=passes)
-    assert found == pytest.approx(figures([drawn], everyone()), abs=1e-12)
+    sampled = sampled_rollout()
+    found = figures([sampled], everyone(), cuts=cuts, passes=passes)
+    assert found == pytest.approx(figures([sampled], everyone()), abs=1e-12)
 
 
 @pytest.mark.parametrize("first", [3, 12, 21])
 def test_the_split_over_ranks_changes_nothing(first: int) -> None:
-    drawn = drawn_rollout()
-    halves = [drawn.select(torch.arange(first)), drawn.select(torch.arange(first, 24))]
-    assert figures(halves, everyone()) == pytest.approx(figures([drawn], everyone()), abs=1e-12)
+    sampled = sampled_rollout()
+    halves = [sampled.select(torch.arange(first)), sampled.select(torch.arange(first, 24))]
+    assert figures(halves, everyone()) == pytest.approx(figures([sampled], everyone()), abs=1e-12)
 
 
 @pytest.mark.parametrize(("rewards", "clipped"), [([1.0, 0.0], 0.0), ([0.0, 1.0], 1.0)])
 def test_tokens_behind_the_clip_are_charged_to_it(rewards: list[float], clipped: float) -> None:
-    drawn = rollout_of(rewards=rewards, tokens=[[1], [1]], old_logprobs=torch.full((2, 1), -1.0))
-    found = figures([drawn], [], drift=3.0)  # times the sines of 100 and 101: the first ratio falls, the second rises
+    sampled = rollout_of(rewards=rewards, tokens=[[1], [1]], old_logprobs=torch.full((2, 1), -1.0))
+    found = figures([sampled], [], drift=3.0)  # times the sines of 100 and 101: the first ratio falls, the second rises
     assert (found["ledger/tokens/clip"], found["ledger/weight/clip"]) == (clipped, clipped)
     assert found["ledger/weight/used"] == 1 - clipped
 
@@ -201,9 +213,12 @@ def test_every_logged_row_adds_up_and_the_table_shows_it(tmp_path: Path, caplog:
     logger = CSVLogger(tmp_path)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         fit(
-            tiny_module(**OPTIONS), callbacks=[*CORRECTIONS, SignalLedger(2)], data=tiny_prompts(12, 4), logger=logger,
+            tiny_module(**OPTIONS),
+            callbacks=[*CORRECTIONS, SignalLedger(2)],
+            data=tiny_prompts(12, 4),
+            logger=logger,
             log_every_n_steps=4,
-        )  # fmt: skip
+        )
     names, *rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
     assert len(rows) == 3
     logged: dict[str, float] = {}
@@ -233,9 +248,12 @@ def test_a_checkpoint_within_a_rollout_holds_its_totals(tmp_path: Path) -> None:
     ledgers = [SignalLedger(), SignalLedger()]
     with pytest.warns(UserWarning, match="pre-optimization state"):
         fit(
-            tiny_module(**OPTIONS), callbacks=[ledgers[0], saving], data=tiny_prompts(4, 4), max_steps=3,
+            tiny_module(**OPTIONS),
+            callbacks=[ledgers[0], saving],
+            data=tiny_prompts(4, 4),
+            max_steps=3,
             enable_checkpointing=True,
-        )  # fmt: skip
+        )
     saved = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
     ledgers[1].load_state_dict(saved["callbacks"]["ledger"])
     assert ledgers[1].totals == ledgers[0].totals

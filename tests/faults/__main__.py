@@ -19,13 +19,11 @@ from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from torch.optim import AdamW
 
 from faults.fault import Fault
-from faults.stages import STAGES
-from faults.steps import MORE
+from faults.table import FAULTS
 from lightning_rl.audit import SignalAudit
 from lightning_rl.generation.weights.canary import CanaryError
 
 TEMPERATURE = 0.5
-FAULTS = (*STAGES, *MORE)
 
 
 def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[str, str]]:
@@ -35,8 +33,8 @@ def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[
     settings = {"temperature": TEMPERATURE, "optimizer": partial(AdamW, lr=0.05)}
     with ExitStack() as stack, warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
-        for replaced in fault.patches if fault else ():
-            stack.enter_context(replaced)
+        for patched in fault.patches if fault else ():
+            stack.enter_context(patched)
         callbacks = fault.callbacks() if fault else []
         module = tiny_module(**{**settings, "policy": tiny_policy, **options})
         try:
@@ -61,11 +59,11 @@ def main(wanted: Sequence[str]) -> int:
     chosen = [fault for fault in FAULTS if not wanted or any(part in fault.name for part in wanted)]
     caught = 0
     for fault in chosen:
-        found = found_by_audit(fault)
-        right = [one for one in found if fault.named_by(*one)]
+        findings = found_by_audit(fault)
+        right = [finding for finding in findings if fault.named_by(*finding)]
         caught += bool(right)
-        shown = f"{right[0][0]}: {right[0][1]}" if right else f"MISSED, found {sorted(set(found))[:3]}"
-        sys.stdout.write(f"{fault.name:<50} {shown}\n")
+        verdict = f"{right[0][0]}: {right[0][1]}" if right else f"MISSED, found {sorted(set(findings))[:3]}"
+        sys.stdout.write(f"{fault.name:<50} {verdict}\n")
         sys.stdout.flush()
     sys.stdout.write(f"faults injected={len(chosen)} caught={caught}\n")
     return 0 if caught == len(chosen) else 1

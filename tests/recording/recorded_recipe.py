@@ -24,13 +24,22 @@ def main(folder: str, loss: str, delta: float, precision: Any, strategy: str, ra
     module = tiny_module(minibatches=2, epochs=2, token_budget=30, loss=own_loss if loss == "own" else loss)
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, max_epochs=1, precision=precision, enable_progress_bar=False,
-        enable_model_summary=False, logger=False,
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=1,
+        precision=precision,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
         callbacks=[
-            NoEOSMask(), OPSM(delta), ReferenceKL(0.1, as_loss=True), RolloutRecorder(f"{folder}/recorded"),
+            NoEOSMask(),
+            OPSM(delta),
+            ReferenceKL(0.1, as_loss=True),
+            RolloutRecorder(f"{folder}/recorded"),
             ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
-        ], **where,
-    )  # fmt: skip
+        ],
+        **where,
+    )
     trainer.fit(module, tiny_prompts(8, 4))
 
 

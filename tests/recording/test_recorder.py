@@ -51,7 +51,7 @@ def test_a_recording_holds_every_field_and_what_each_pass_computed(tmp_path: Pat
     found = Recording.load(tmp_path / "rollout-000000.safetensors")
     per_pass = {f"pass/{number}/{what}" for number in (0, 1) for what in ("logprobs", "entropy", "values", "gradient")}
     logprobs = {f"rollout/{name}_logprobs" for name in ("rollout", "old", "ref")}
-    assert found.tensors.keys() >= per_pass | logprobs | {"rollout/values", "rollout/advantages", "drawn/scored"}
+    assert found.tensors.keys() >= per_pass | logprobs | {"rollout/values", "rollout/advantages", "sampled/scored"}
     valid = found.rollout.valid_tokens
     assert torch.equal(found.tensors["pass/0/logprobs"][valid] != 0, torch.ones(int(valid.sum()), dtype=torch.bool))
     assert found.header["options"]["group_size"] == 4
@@ -63,8 +63,9 @@ def test_a_filtered_group_is_no_part_of_a_recording(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="groups are missing"):
         fit(
             tiny_module(rewards=lambda prompts, *_, **__: [0.0 if prompts[0] else 1.0] * len(prompts)),
-            callbacks=[DynamicSampling(max_rounds=2), RolloutRecorder(tmp_path)], data=tiny_prompts(8, 4),
-        )  # fmt: skip
+            callbacks=[DynamicSampling(max_rounds=2), RolloutRecorder(tmp_path)],
+            data=tiny_prompts(8, 4),
+        )
     assert list(tmp_path.iterdir()) == []
 
 

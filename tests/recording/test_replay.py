@@ -25,8 +25,9 @@ from lightning_rl.callbacks import (
     RouterReplay,
     TruncatedIS,
 )
-from lightning_rl.recording import Configuration, Recording, Replayed, RolloutRecorder, replay
-from lightning_rl.recording.differences import Difference, recorded_differences, recording_differences
+from lightning_rl.corrections import ReplayCorrections
+from lightning_rl.recording import Recording, Replayed, RolloutRecorder, replay
+from lightning_rl.recording.differences import Difference, recording_differences, replay_differences
 
 EPOCHS = {"minibatches": 2, "epochs": 2}
 RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
@@ -46,7 +47,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
         {"minibatches": 2, "loss": "clip_cov", "reduction": "sequence_mean"},
         [DynamicSampling(max_rounds=2), TruncatedIS(), IcePop(), OverlongPenalty(8, 4)],
     ),
-    "gspo": ({**EPOCHS, "loss": "gspo", "entropy_coef": 0.01}, [NoEOSMask()]),
+    "gspo": ({**EPOCHS, "loss": "gspo"}, [NoEOSMask(), EntropyBonus(0.01)]),
     "kept_tokens": ({**EPOCHS, "top_k": 6}, [TruncatedIS()]),
     "routes": ({**EPOCHS, "policy": partial(tiny_model, "qwen3_moe")}, [RouterReplay()]),
     "ahead": ({**EPOCHS, "max_staleness": 1}, [TruncatedIS(), NoEOSMask()]),
@@ -61,12 +62,12 @@ def recorded(folder: Path, run: str, **trainer: Any) -> list[Recording]:
 
 
 def replayed(recording: Recording) -> Replayed:
-    (found,) = replay([recording], [Configuration.rebuilt(recording.header["configuration"])])
+    (found,) = replay([recording], [recording.algorithm()])
     return found
 
 
 def differing(recording: Recording, found: Replayed) -> dict[str, Difference]:
-    return {what: one for what, one in recorded_differences(recording, found) if one is not None}
+    return {what: one for what, one in replay_differences(recording, found) if one is not None}
 
 
 @pytest.mark.filterwarnings("ignore:.*switched on:UserWarning", "ignore:.*groups are missing:UserWarning")
@@ -110,9 +111,9 @@ def test_another_log_probability_changes_gradient_and_loss_of_its_step(tmp_path:
 
 def test_another_knob_changes_what_it_touches_and_nothing_before(tmp_path: Path) -> None:
     recording = recorded(tmp_path, "grpo")[0]
-    configuration = Configuration.rebuilt(recording.header["configuration"])
-    loose = tuple(OPSM(1e6) if isinstance(one, OPSM) else one for one in configuration.callbacks)
-    (found,) = replay([recording], [changed(configuration, callbacks=loose)], restored=False)
+    algorithm = recording.algorithm()
+    loose = [OPSM(1e6) if isinstance(each, OPSM) else each for each in algorithm.corrections.callbacks]
+    (found,) = replay([recording], [algorithm.replace(corrections=ReplayCorrections(loose))], restore=False)
     rejected = [sum(int(each.sum()) for each in own.rejected) for own in (replayed(recording), found)]
     assert rejected[0] > rejected[1] == 0
     assert differing(recording, found).keys() == {
@@ -125,9 +126,8 @@ def test_another_knob_changes_what_it_touches_and_nothing_before(tmp_path: Path)
 
 def test_a_correction_that_excludes_takes_rows_out_of_the_recorded_plan(tmp_path: Path) -> None:
     recording = recorded(tmp_path, "grpo")[0]
-    configuration = Configuration.rebuilt(recording.header["configuration"])
-    other = changed(configuration, callbacks=(NoEOSMask("drop_tokens"),))
-    (found,) = replay([recording], [other], restored=False)
+    other = recording.algorithm().replace(corrections=ReplayCorrections([NoEOSMask("drop_tokens")]))
+    (found,) = replay([recording], [other], restore=False)
     truncated = recording.rollout.finish == 1
     assert truncated.any()
     assert not found.rollout.trained[truncated].any()
@@ -140,8 +140,9 @@ def test_two_recordings_of_one_run_are_equal_and_the_first_difference_of_others_
     wrong = tampered(tampered(other, "rollout/advantages", 0, 0, 9.0), "rollout/response_ids", 1, 0, 15)
     found = list(recording_differences(one, wrong))
     assert [(each.what, each.place) for each in found] == [
-        ("rollout/response_ids", "sample 17, position 0"), ("rollout/advantages", "sample 16, position 0"),
-    ]  # fmt: skip
+        ("rollout/response_ids", "sample 17, position 0"),
+        ("rollout/advantages", "sample 16, position 0"),
+    ]
 
 
 def test_nothing_global_is_left_behind(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kit.support import parity_reward, tiny_policy
 
 from lightning_rl import ClippedSurrogate
 from lightning_rl.callbacks import OPSM, IcePop, ReferenceKL, TeacherKL
-from lightning_rl.recording.serialize import Opaque, described, opaque_places, rebuilt
+from lightning_rl.recording.serialize import Opaque, from_json, opaque_places, to_json
 from lightning_rl.signal.kl import k3
 from lightning_rl.signal.masked import own_sum
 from lightning_rl.signal.reductions import token_mean
@@ -23,46 +23,43 @@ EQUAL = [None, True, 3, 0.1, math.inf, -math.inf, "text", [1, [2.5]], (1, (2,)),
     "value", [*EQUAL, ClippedSurrogate(clip_high=0.28)], ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_comes_back_equal(value: Any) -> None:
-    assert rebuilt(json.loads(json.dumps(described(value), allow_nan=False))) == value
+    assert from_json(json.loads(json.dumps(to_json(value), allow_nan=False))) == value
 
 
 def test_nan_comes_back() -> None:
-    assert math.isnan(rebuilt(described(math.nan)))
+    assert math.isnan(from_json(to_json(math.nan)))
 
 
 @pytest.mark.parametrize(
     "callback", [OPSM(0.5), IcePop(), ReferenceKL(0.1, estimator=k3, as_loss=True)], ids=lambda c: c.name
 )
 def test_callbacks_come_back_with_their_knobs(callback: Any) -> None:
-    twin = rebuilt(json.loads(json.dumps(described(callback))))
+    twin = from_json(json.loads(json.dumps(to_json(callback))))
     assert type(twin) is type(callback)
     assert vars(twin) == vars(callback)
 
 
 def test_a_partial_keeps_what_it_binds() -> None:
-    twin = rebuilt(described(partial(token_mean, global_sum=own_sum)))
+    twin = from_json(to_json(partial(token_mean, global_sum=own_sum)))
     assert (twin.func, twin.args, twin.keywords) == (token_mean, (), {"global_sum": own_sum})
 
 
 @pytest.mark.parametrize("value", [lambda view: view, tiny_policy(), torch.zeros(2)], ids=["lambda", "model", "tensor"])
 def test_what_cannot_be_imported_says_so_as_soon_as_it_is_used(value: Any) -> None:
-    twin = rebuilt(described(value))
+    twin = from_json(to_json(value))
     assert isinstance(twin, Opaque)
     with pytest.raises(ValueError, match="pass --recipe with the script that made the run"):
         twin()
 
 
 def test_places_of_what_cannot_be_imported_are_found() -> None:
-    found = list(
-        opaque_places(
-            {"one": described([parity_reward, lambda: 0]), "two": described(TeacherKL(lambda: tiny_policy()))}
-        )
-    )
-    assert [place for place, _ in found] == ["one[1]", "two.source"]
-    assert "lambda" in found[0][1]
+    description = {"one": to_json([parity_reward, lambda: 0]), "two": to_json(TeacherKL(lambda: tiny_policy()))}
+    places = dict(opaque_places(description))
+    assert list(places) == ["one[1]", "two.source"]
+    assert "lambda" in places["one[1]"]
 
 
 def test_an_object_that_holds_itself_ends() -> None:
-    own = OPSM(0.5)
-    own.delta = own  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(rebuilt(described(own)).delta, Opaque)
+    callback = OPSM(0.5)
+    callback.delta = callback  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(from_json(to_json(callback)).delta, Opaque)

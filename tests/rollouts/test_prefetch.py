@@ -254,7 +254,7 @@ def test_the_thread_has_autocast_and_number_of_threads_of_the_trainer() -> None:
 
 
 def test_the_audit_knows_every_sample_and_allows_versions_within_the_bound() -> None:
-    checks = ["sampled_is_trained", "versions", "sample_conservation", "weight_sync", "on_policy_identity"]
+    checks = ["trained_tokens", "versions", "sample_conservation", "weight_sync", "on_policy_identity"]
     steps, known, drawn_for = Steps(), list[int](), RecordedEngine.drawn_for
 
     def counted(self: RecordedEngine, seed: int, cycle: int) -> Any:

@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from faults.faulty import DetachedKL, TokenwiseOPSM, Unmasked, by_position, over_everyone, over_the_batch
-from faults.faulty_steps import OverPadding, Random, Repelling, by_row, wrong_way
+from faults.parts import (
+    DetachedKL,
+    OverPadding,
+    Random,
+    Repelling,
+    TokenwiseOPSM,
+    Unmasked,
+    by_position,
+    by_row,
+    over_everyone,
+    over_the_batch,
+    wrong_way,
+)
 from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples
 from torch import Tensor
 from typing_extensions import override
@@ -87,11 +98,15 @@ def drawn(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("reward", "broken"),
     [
-        (first_word, "reward_accepts"), (best_of_the_batch, "reward_order"), (by_row, "reward_order"),
-        (for_the_first, "reward_values"), (infinite, "reward_values"), (sorting, "reward_inputs"),
+        (first_word, "reward_accepts"),
+        (best_of_the_batch, "reward_order"),
+        (by_row, "reward_order"),
+        (for_the_first, "reward_values"),
+        (infinite, "reward_values"),
+        (sorting, "reward_inputs"),
         (drawn, "reward_repeats"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_reward_fails_with_its_property(reward: Any, broken: str) -> None:
     with pytest.raises(PropertyError) as raised:
         check_reward(reward)

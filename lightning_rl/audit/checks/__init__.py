@@ -1,4 +1,4 @@
-"""The checks of the audit, one file for each part of the signal; importing them fills the registry."""
+"""The checks of the audit, one file for each part of the signal."""
 
 from lightning_rl.audit.checks import (
     contributions,
@@ -12,8 +12,10 @@ from lightning_rl.audit.checks import (
     step,
     terms,
 )
-from lightning_rl.audit.checks.registry import CHECKS, Check, check
+from lightning_rl.audit.checks.check import Check, check
 
 MODULES = (sampling, rewards, logprobs, signal, loss, terms, contributions, knobs, metrics, step)
+CHECKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Check)}
+"""Every check by its name, in the order in which a rollout is made."""
 
-__all__ = ["CHECKS", "MODULES", "Check", "check"]
+__all__ = ["CHECKS", "Check", "check"]

@@ -1,199 +1,174 @@
 """Checks of the loss: the update stage is repeated on a few rows, with a table of log-probabilities for a policy."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.checks.registry import check
-from lightning_rl.audit.checks.signal import POISONS, poisoned
-from lightning_rl.audit.evidence import Evidence, StepFound
-from lightning_rl.audit.finding import Finding, differing
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.signal import POISON_TEXT, poison
+from lightning_rl.audit.evidence import Contribution, Evidence, TableStep
+from lightning_rl.audit.finding import differences
 from lightning_rl.corrections import LossView, RLCallback
-from lightning_rl.corrections.provided import Provided
-from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+from lightning_rl.corrections.base import CONTRIBUTIONS, POLICY_LOSS_FACTORS
+from lightning_rl.corrections.replay import ReplayCorrections
+from lightning_rl.finding import Finding
+from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+
+MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combined_by == "and")
 
 
-def parts_that_differ(ours: StepFound, theirs: StepFound) -> list[str]:
-    """Names of the parts of a loss that are not equal."""
-    return [
+def step_changes(evidence: Evidence, other: TableStep) -> Iterator[Finding]:
+    """A finding if another step on the same rows has not the same loss and gradient."""
+    ours = evidence.whole_step
+    names = [
         name
         for name, part in ours.parts.items()
-        if name != "loss/total" and not torch.allclose(part, theirs.parts[name], rtol=1e-4, atol=1e-7, equal_nan=True)
+        if name != "loss/total" and not torch.allclose(part, other.parts[name], rtol=1e-4, atol=1e-7, equal_nan=True)
     ]
+    places = list(differences(ours.gradient, other.gradient, evidence.rows.sample_ids))
+    if names or places:
+        yield Finding(
+            culprit=_owner_of(evidence, names, len(ours.parts) - 1),
+            observed=f"others in {', '.join(names) or 'the gradient'}",
+            samples=places[0].samples if places else (),
+            positions=places[0].positions if places else (),
+        )
 
 
-def owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
+def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
     """Who computes the parts of a loss that differ."""
+    loss, reduction = (evidence.names[part] for part in ("loss", "reduction"))
     if len(parts) > 1 and len(parts) == all_parts:
-        return f"reduction {name_of(evidence.subject.reduction)}, or stage update"
+        return f"reduction {reduction}, or stage update"
     if parts and not parts[0].startswith("loss/"):
         return f"callback {parts[0].removesuffix('/loss')}.loss_term"
     if parts == ["loss/value"]:
         return "the value loss"
-    weighing = [callback for callback, _ in weighing_callbacks(evidence)]
-    for callback in weighing:
-        own = [other for other in evidence.subject.contributions.callbacks if other is callback]
-        if len(weighing) == 1 or own:
-            return f"loss {evidence.subject.loss_name}, or callback " + ", ".join(w.name for w in weighing)
-    return f"loss {evidence.subject.loss_name}, or reduction {name_of(evidence.subject.reduction)}"
+    weighing = [contribution.callback.name for contribution in evidence.contributions(*POLICY_LOSS_FACTORS)]
+    return f"loss {loss}, or " + (f"callback {', '.join(weighing)}" if weighing else f"reduction {reduction}")
 
 
-def weighing_callbacks(evidence: Evidence) -> list[tuple[RLCallback, str]]:
-    """Corrections that multiply the policy loss, with the method that does."""
-    methods = ("sequence_mask", "token_mask", "token_weight")
-    return [
-        (callback, method) for method in methods for callback in evidence.subject.contributions.contributors(method)
-    ]
-
-
-@check("partition")
-def partition(evidence: Evidence) -> list[Finding]:
+@check(
+    expected="one loss and gradient for every cut into microbatches",
+    cure="take denominators over the whole optimizer step, before the first backward",
+)
+def partition(evidence: Evidence) -> Iterator[Finding]:
     """Loss and gradient are the same for every cut into microbatches, with padding microbatches among them."""
     number = len(evidence.rows)
-    if number < 2:
-        return []
-    ours = evidence.whole_step
-    uneven = [[0], list(range(number - 1, 0, -1)), []]
-    theirs = evidence.step(uneven)
-    return _other_step(
-        evidence, "partition", ours, theirs, expected="one loss and gradient for every cut into microbatches",
-        cure="take denominators over the whole optimizer step, before the first backward",
-    )  # fmt: skip
+    if number > 1:
+        uneven = [[0], list(range(number - 1, 0, -1)), []]
+        yield from step_changes(evidence, evidence.table_step(partition=uneven))
 
 
-def _other_step(
-    evidence: Evidence, name: str, ours: StepFound, theirs: StepFound, *, expected: str, cure: str
-) -> list[Finding]:
-    """A finding if two steps on the same rows have not the same loss and gradient."""
-    parts = parts_that_differ(ours, theirs)
-    samples, positions = differing(ours.gradient, theirs.gradient, evidence.rows.sample_ids)
-    if not parts and not samples:
-        return []
-    return [
-        Finding(
-            check=name, culprit=owner_of(evidence, parts, len(ours.parts) - 1), samples=samples, cure=cure,
-            positions=positions, expected=expected, observed=f"others in {', '.join(parts) or 'the gradient'}",
-        )
-    ]  # fmt: skip
-
-
-@check("loss_padding_width")
-def loss_padding_width(evidence: Evidence) -> list[Finding]:
+@check(
+    expected="the same loss and gradient with three more positions of padding",
+    cure="count `valid_tokens`, never columns",
+)
+def loss_padding_width(evidence: Evidence) -> Iterator[Finding]:
     """More padding behind the responses changes neither loss nor gradient."""
-    ours = evidence.whole_step
-    theirs = evidence.step([list(range(len(evidence.rows)))], evidence.rows.fit_width(evidence.rows.width + 3))
-    return _other_step(
-        evidence, "loss_padding_width", ours, theirs, cure="count `valid_tokens`, never columns",
-        expected="the same loss and gradient with three more positions of padding",
-    )  # fmt: skip
+    wider = evidence.rows.fit_width(evidence.rows.width + 3)
+    yield from step_changes(evidence, evidence.table_step(wider))
 
 
-@check("denominators")
-def denominators(evidence: Evidence) -> list[Finding]:
+@check(
+    culprit="reduction {reduction}",
+    expected="a rejected token to stay in the denominator",
+    observed="weights of kept tokens that depend on what is rejected",
+    cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
+)
+def denominators(evidence: Evidence) -> Iterator[Finding]:
     """Weights of tokens are those of the reduction's definition over all valid tokens, rejected ones included."""
-    rows, reduction = evidence.rows, evidence.subject.reduction
-    valid, trained = rows.valid_tokens.double(), rows.trained.double()
-    own = reduction(rows.valid_tokens, rows.trained, rows.groups, lambda values: values).double()
-    expected: Tensor | None = None
-    if reduction is token_mean:
-        expected = valid / valid.sum().clamp(min=1)
-    elif reduction is sequence_mean:
-        expected = valid / valid.sum(-1, keepdim=True).clamp(min=1) / trained.sum().clamp(min=1)
-    elif isinstance(reduction, SequenceSumNorm):
-        expected = valid / reduction.length / trained.sum().clamp(min=1)
-    elif reduction is prompt_mean:
-        same = (rows.groups[:, None] == rows.groups[None]).double()
-        prompts = (1 / same.sum(-1)).sum()
-        expected = valid / (same @ valid.sum(-1)).clamp(min=1)[:, None] / prompts
-    found = []
+    rows, reduction = evidence.rows, evidence.algorithm.reduction
+    expected = _weights_by_definition(evidence, reduction)
     if expected is not None:
-        samples, positions = differing(own, expected, rows.sample_ids)
-        if samples:
-            found.append((f"reduction {name_of(reduction)}", samples, positions))
-    found += _rejections_that_shrink(evidence)
-    return [
-        Finding(
-            check="denominators", culprit=culprit, expected="a rejected token to stay in the denominator",
-            observed="weights of kept tokens that depend on what is rejected", samples=samples, positions=positions,
-            cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
+        weights = reduction(rows.valid_tokens, rows.trained, rows.groups, own_sum)
+        yield from differences(weights, expected, rows.sample_ids)
+    view, plain = evidence.view().sanitize(), evidence.table_step(corrections=ReplayCorrections())
+    for contribution in evidence.contributions(*MASKS):
+        mask = contribution(view)
+        kept = (mask[:, None] if mask.dim() == 1 else mask) & view.valid_tokens
+        alone = evidence.table_step(corrections=_only(contribution))
+        yield from differences(
+            torch.where(kept, plain.gradient, 0.0),
+            torch.where(kept, alone.gradient, 0.0),
+            view.sample_ids,
+            culprit=str(contribution),
         )
-        for culprit, samples, positions in found
-    ]  # fmt: skip
 
 
-def _rejections_that_shrink(evidence: Evidence) -> list[tuple[str, list[int], list[int]]]:
-    found = []
-    view = evidence.view()
-    plain = evidence.step([list(range(len(evidence.rows)))], contributions=Provided())
-    for callback, method in weighing_callbacks(evidence):
-        if method == "token_weight":
-            continue
-        mask = getattr(callback, method)(view.sanitize())
-        kept = (mask[:, None].expand_as(view.valid_tokens) if mask.dim() == 1 else mask) & view.valid_tokens
-        alone = evidence.step([list(range(len(evidence.rows)))], contributions=_only(callback, method))
-        samples, positions = differing(
-            torch.where(kept, plain.gradient, 0.0), torch.where(kept, alone.gradient, 0.0), view.sample_ids
-        )
-        if samples:
-            found.append((f"callback {callback.name}.{method}", samples, positions))
-    return found
+def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor | None:
+    """The weights of a reduction that the library knows, in float64, without a sum over ranks."""
+    rows, valid = evidence.rows, evidence.rows.valid_tokens.double()
+    trained = rows.trained.double().sum().clamp(min=1)
+    if reduction is token_mean:
+        return valid / valid.sum().clamp(min=1)
+    if reduction is sequence_mean:
+        return valid / valid.sum(-1, keepdim=True).clamp(min=1) / trained
+    if isinstance(reduction, SequenceSumNorm):
+        return valid / reduction.length / trained
+    if reduction is prompt_mean:
+        same = (rows.groups[:, None] == rows.groups[None]).double()
+        return valid / (same @ valid.sum(-1)).clamp(min=1)[:, None] / (1 / same.sum(-1)).sum()
+    return None
 
 
-def _only(callback: RLCallback, method: str) -> Provided:
-    methods = {method: lambda _self, seen: getattr(callback, method)(seen)}
-    return Provided([type("Only", (RLCallback,), {"name": callback.name, **methods})()])
+def _only(contribution: Contribution) -> ReplayCorrections:
+    """A single contribution of a correction, without its others."""
+    methods = {contribution.method: lambda _self, view: contribution(view)}
+    return ReplayCorrections([type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()])
 
 
-@check("loss_masked_values")
-def loss_masked_values(evidence: Evidence) -> list[Finding]:
+@check(
+    expected=f"the same loss and gradient with {POISON_TEXT}",
+    cure="select by valid_tokens before exp and before any sum",
+)
+def loss_masked_values(evidence: Evidence) -> Iterator[Finding]:
     """What stands at a token that is not valid, NaN and infinity too, reaches neither the loss nor its gradient."""
-    theirs = evidence.step([list(range(len(evidence.rows)))], poisoned(evidence.rows))
-    return _other_step(
-        evidence, "loss_masked_values", evidence.whole_step, theirs,
-        expected=f"the same loss and gradient with {POISONS}",
-        cure="select by valid_tokens before exp and before any sum",
-    )  # fmt: skip
+    yield from step_changes(evidence, evidence.table_step(poison(evidence.rows)))
 
 
-@check("sequence_decisions")
-def sequence_decisions(evidence: Evidence) -> list[Finding]:
+@check(
+    expected="one decision for all tokens of a response that is judged as a whole",
+    observed="tokens of one response that are kept and rejected",
+    cure="implement sequence_mask, which has no token axis, instead of token_mask",
+)
+def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
     """A mask that depends on the whole response decides the same for all of its tokens."""
     view = evidence.view().sanitize()
     position = torch.arange(view.width, device=view.groups.device)
     both_signs = torch.sin(1.0 + 2.0 * view.sample_ids[:, None] + 3.0 * position).to(view.logprobs.dtype)
     view = view.replace(advantages=torch.where(view.valid_tokens, both_signs, 0.0))
-    for callback in evidence.subject.contributions.contributors("token_mask"):
-        mask = callback.token_mask(view)
+    for contribution in evidence.contributions("token_mask"):
+        mask = contribution(view)
         split = (mask & view.valid_tokens).any(-1) & (~mask & view.valid_tokens).any(-1)
-        for row in split.nonzero()[:2, 0].tolist():
-            for token in view.valid_tokens[row].nonzero()[:4, 0].tolist():
-                if _moves_with_others(callback, view, row, token):
-                    return [
-                        Finding(
-                            check="sequence_decisions", culprit=f"callback {callback.name}.token_mask",
-                            expected="one decision for all tokens of a response that is judged as a whole",
-                            observed="tokens of one response that are kept and rejected",
-                            samples=[int(view.sample_ids[row])], positions=[token],
-                            cure="implement sequence_mask, which has no token axis, instead of token_mask",
-                        )
-                    ]  # fmt: skip
-    return []
+        places = [
+            (row, token)
+            for row in split.nonzero()[:2, 0].tolist()
+            for token in view.valid_tokens[row].nonzero()[:4, 0].tolist()
+        ]
+        for row, token in places:
+            if _moves_with_others(contribution, view, row, token):
+                samples = [int(view.sample_ids[row])]
+                yield Finding(culprit=str(contribution), samples=samples, positions=[token])
+                return
 
 
-def _moves_with_others(callback: RLCallback, view: LossView, row: int, token: int) -> bool:
+def _moves_with_others(token_mask: Contribution, view: LossView, row: int, token: int) -> bool:
     """Whether the decision about a token changes when only the other tokens of its response do."""
-    here = bool(callback.token_mask(view)[row, token])
+
+    def decision(seen: LossView) -> bool:
+        return bool(token_mask(seen)[row, token])
+
+    here = decision(view)
     for shift in (3.0, -3.0):
         moved = torch.zeros_like(view.logprobs.detach())
         moved[row] = shift
         moved[row, token] = 0.0
-        changed = view.replace(logprobs=view.logprobs.detach() + moved)
-        if view.old_logprobs is not None and bool(callback.token_mask(changed)[row, token]) == here:
-            changed = view.replace(old_logprobs=view.old_logprobs + moved)
-        if bool(callback.token_mask(changed)[row, token]) != here:
+        current = view.replace(logprobs=view.logprobs.detach() + moved)
+        if decision(current) != here:
+            return True
+        if view.old_logprobs is not None and decision(view.replace(old_logprobs=view.old_logprobs + moved)) != here:
             return True
     return False
-
-
-def name_of(function: object) -> str:
-    """How findings call a reduction."""
-    return getattr(function, "__name__", type(function).__name__)

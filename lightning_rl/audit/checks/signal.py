@@ -1,88 +1,83 @@
 """Checks of rewards and advantages: the signal stage is repeated on changed copies of a few whole groups."""
 
-import dataclasses
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.checks.registry import check
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Finding, differing
-from lightning_rl.rollout import Rollout
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.audit.finding import bitwise_equal, differences
+from lightning_rl.finding import Finding
+from lightning_rl.rollout import TOKEN, Rollout
 
-POISON = (math.nan, math.inf, -math.inf, 1e6)
-POISONS = "NaN, infinity and a million at masked tokens"
+ESTIMATOR = "estimator {estimator}"
+POISONS = (math.nan, math.inf, -math.inf, 1e6)
+POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
 
 def looks_within_groups(evidence: Evidence) -> bool:
     """Whether estimator and bonuses look at one group at a time."""
-    bonuses = evidence.subject.contributions.contributors("reward_bonus")
-    return evidence.subject.estimator.within_groups and not any(callback.compares_rows for callback in bonuses)
+    bonuses = evidence.contributions("reward_bonus")
+    return evidence.algorithm.advantages.within_groups and not any(bonus.callback.compares_rows for bonus in bonuses)
 
 
-def culprit_of(evidence: Evidence, plain: Rollout, changed: Rollout) -> str:
-    """Who made the signal differ: a correction whose own part differs, or the estimator."""
-    for callback, method in evidence.subject.contributors("token_reward", "reward_bonus"):
-        one, other = getattr(callback, method)(plain.sanitize()), getattr(callback, method)(changed.sanitize())
-        kept = plain.valid_tokens if one.dim() == 2 else plain.rewarded
-        if not torch.allclose(one[kept].double(), other[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
-            return f"callback {callback.name}.{method}"
-    return f"estimator {evidence.subject.estimator.name}"
-
-
-def unchanged(
-    evidence: Evidence, name: str, changed: Rollout, kept: Tensor, *, expected: str, cure: str
-) -> list[Finding]:
-    """Compares the advantages of a changed copy with those of the original, at ``kept`` rows [B]."""
-    plain = evidence.groups
-    ours = evidence.own_signal.required("advantages")
-    try:
-        theirs = evidence.signal(changed)[0].required("advantages")
-    except ValueError as refused:  # what must not count was not finite, and somebody read it
-        rows = plain.sample_ids[:4].tolist()
-        culprit = culprit_of(evidence, plain, changed)
-        return [Finding(check=name, culprit=culprit, expected=expected, observed=str(refused), cure=cure, samples=rows)]
-    samples, positions = differing(
-        torch.where(kept[:, None], ours, 0.0), torch.where(kept[:, None], theirs, 0.0), plain.sample_ids
-    )
-    if not samples:
-        return []
-    return [
-        Finding(
-            check=name, culprit=culprit_of(evidence, plain, changed), expected=expected, cure=cure, samples=samples,
-            positions=positions, observed=f"advantages that moved by up to {float((ours - theirs).abs().max()):.3g}",
-        )
-    ]  # fmt: skip
-
-
-def poisoned(rollout: Rollout) -> Rollout:
-    """A copy with each of :data:`POISON` in turn at the tokens that are not valid, of every float field."""
+def poison(rollout: Rollout) -> Rollout:
+    """A copy with each of :data:`POISONS` in turn at the tokens that are not valid, of every float field."""
     valid = rollout.valid_tokens
-    place = torch.arange(valid.numel(), device=valid.device).reshape(valid.shape) % len(POISON)
+    place = torch.arange(valid.numel(), device=valid.device).reshape(valid.shape) % len(POISONS)
 
     def at_invalid(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        if axes != "token" or not tensor.is_floating_point():
+        if axes != TOKEN or not tensor.is_floating_point():
             return tensor
-        poison = tensor.new_tensor(POISON)[place]
         shape = (*valid.shape, *[1] * (tensor.dim() - 2))
-        return torch.where(valid.reshape(shape), tensor, poison.reshape(shape))
+        return torch.where(valid.reshape(shape), tensor, tensor.new_tensor(POISONS)[place].reshape(shape))
 
     return rollout.map(at_invalid)
 
 
-@check("masked_values")
-def masked_values(evidence: Evidence) -> list[Finding]:
+def advantage_changes(evidence: Evidence, changed: Rollout, rows: Tensor | None = None) -> Iterator[Finding]:
+    """A finding if a changed copy of the groups has other advantages at some rows [B], by default at all."""
+    plain, ours = evidence.groups, evidence.advantages
+    try:
+        theirs = evidence.advantages_of(changed)
+    except ValueError as refused:  # what must not count was not finite, and somebody read it
+        culprit, samples = _culprit_of(evidence, changed), plain.sample_ids[:4].tolist()
+        yield Finding(culprit=culprit, observed=str(refused), samples=samples)
+        return
+    kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[:, None]
+    for finding in differences(torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0), plain.sample_ids):
+        observed = f"advantages that moved by up to {float((ours - theirs).abs().max()):.3g}"
+        yield replace(finding, culprit=_culprit_of(evidence, changed), observed=observed)
+
+
+def _culprit_of(evidence: Evidence, changed: Rollout) -> str:
+    """Who made the signal differ: a correction whose own part differs, or the estimator."""
+    plain = evidence.groups
+    for contribution in evidence.contributions("token_reward", "reward_bonus"):
+        ours, theirs = contribution(plain.sanitize()), contribution(changed.sanitize())
+        kept = plain.valid_tokens if ours.dim() == 2 else plain.rewarded
+        if not torch.allclose(ours[kept].double(), theirs[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+            return str(contribution)
+    return ESTIMATOR.format(**evidence.names)
+
+
+@check(
+    expected=f"the same advantages with {POISON_TEXT}",
+    cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
+)
+def masked_values(evidence: Evidence) -> Iterator[Finding]:
     """What stands at a token that is not valid, NaN and infinity too, reaches no advantage."""
-    return unchanged(
-        evidence, "masked_values", poisoned(evidence.groups), torch.ones_like(evidence.groups.trained),
-        expected=f"the same advantages with {POISONS}",
-        cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
-    )  # fmt: skip
+    yield from advantage_changes(evidence, poison(evidence.groups))
 
 
-@check("excluded_rows")
-def excluded_rows(evidence: Evidence) -> list[Finding]:
+@check(
+    expected="advantages without a trace of rows outside `rewarded`",
+    cure="take means and deviations over `rewarded` rows alone",
+)
+def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
     """The reward of a row that is not rewarded (cut off, failed, excluded) moves nobody else's advantage."""
     rollout = evidence.groups
     if bool(rollout.rewarded.all()) and len(rollout):  # nobody is left out here: leave out one row of each group
@@ -90,178 +85,138 @@ def excluded_rows(evidence: Evidence) -> list[Finding]:
         for group in rollout.groups.unique():
             first[(rollout.groups == group).nonzero()[0, 0]] = True
         rollout = rollout.replace(rewarded=rollout.rewarded & ~first)
-    own = dataclasses.replace(evidence, groups=rollout)
-    outlier = torch.where(torch.arange(len(rollout), device=rollout.groups.device) % 2 == 0, 1e4, math.nan)
-    changed = torch.where(rollout.rewarded, rollout.rewards, outlier.to(rollout.rewards.dtype))
-    found = unchanged(
-        own, "excluded_rows", rollout.replace(rewards=changed), torch.ones_like(rollout.trained),
-        expected="advantages without a trace of rows outside `rewarded`",
-        cure="take means and deviations over `rewarded` rows alone",
-    )  # fmt: skip
-    if not found and looks_within_groups(evidence) and bool(rollout.rewarded.any()):
-        ours = own.own_signal.required("advantages")[rollout.rewarded]
-        theirs = evidence.signal(rollout.select(rollout.rewarded))[0].required("advantages")
-        samples, positions = differing(ours, theirs, rollout.sample_ids[rollout.rewarded])
-        found += [
-            Finding(
-                check="excluded_rows", culprit=f"estimator {evidence.subject.estimator.name}", samples=samples,
-                expected="the advantages that there would be without the rows outside `rewarded`", observed="others",
-                positions=positions, cure="count `rewarded` rows alone in every mean and deviation",
+        evidence = replace(evidence, groups=rollout)
+    rewarded = rollout.rewarded
+    outliers = torch.where(torch.arange(len(rollout), device=rewarded.device) % 2 == 0, 1e4, math.nan)
+    rewards = torch.where(rewarded, rollout.rewards, outliers.to(rollout.rewards.dtype))
+    findings = list(advantage_changes(evidence, rollout.replace(rewards=rewards)))
+    yield from findings
+    if not findings and looks_within_groups(evidence) and bool(rewarded.any()):
+        ours, theirs = evidence.advantages[rewarded], evidence.advantages_of(rollout.select(rewarded))
+        for finding in differences(ours, theirs, rollout.sample_ids[rewarded]):
+            yield replace(
+                finding,
+                culprit=ESTIMATOR.format(**evidence.names),
+                expected="the advantages that there would be without the rows outside `rewarded`",
+                cure="count `rewarded` rows alone in every mean and deviation",
             )
-        ][: len(samples)]  # fmt: skip
-    return found[:1]
 
 
-@check("padding_width")
-def padding_width(evidence: Evidence) -> list[Finding]:
+@check(
+    culprit=ESTIMATOR,
+    expected="the same advantages with three more positions of padding",
+    cure="count `valid_tokens`, never columns, and take the last valid token for the end",
+)
+def padding_width(evidence: Evidence) -> Iterator[Finding]:
     """More padding behind the responses changes no advantage."""
-    rollout, wider = evidence.groups, evidence.groups.fit_width(evidence.groups.width + 3)
-    ours = evidence.own_signal.required("advantages")
-    theirs = evidence.signal(wider)[0].required("advantages")
-    samples, positions = differing(ours, theirs[:, : rollout.width], rollout.sample_ids)
-    return [
-        Finding(
-            check="padding_width", culprit=f"estimator {evidence.subject.estimator.name}", observed="others",
-            expected="the same advantages with three more positions of padding", samples=samples, positions=positions,
-            cure="count `valid_tokens`, never columns, and take the last valid token for the end",
-        )
-    ][: len(samples)]  # fmt: skip
+    rollout = evidence.groups
+    theirs = evidence.advantages_of(rollout.fit_width(rollout.width + 3))[:, : rollout.width]
+    yield from differences(evidence.advantages, theirs, rollout.sample_ids)
 
 
-@check("group_isolation")
-def group_isolation(evidence: Evidence) -> list[Finding]:
+@check(
+    expected="advantages that depend on their own group alone",
+    cure="group by `groups`, never by position or a fixed group size",
+)
+def group_isolation(evidence: Evidence) -> Iterator[Finding]:
     """Rewards of one prompt's samples move no advantage of another prompt."""
     rollout = evidence.groups
-    if not looks_within_groups(evidence) or len(rollout.groups.unique()) < 2:
-        return []
-    other = rollout.groups != rollout.groups[0]
-    noise = 3.7 * torch.sin(1.0 + rollout.sample_ids).to(rollout.rewards.dtype)
-    changed = rollout.replace(rewards=torch.where(other, rollout.rewards + noise, rollout.rewards))
-    return unchanged(
-        evidence, "group_isolation", changed, ~other, expected="advantages that depend on their own group alone",
-        cure="group by `groups`, never by position or a fixed group size",
-    )  # fmt: skip
+    if looks_within_groups(evidence) and len(rollout.groups.unique()) > 1:
+        first = rollout.groups == rollout.groups[0]
+        noise = 3.7 * torch.sin(1.0 + rollout.sample_ids).to(rollout.rewards.dtype)
+        rewards = torch.where(first, rollout.rewards, rollout.rewards + noise)
+        yield from advantage_changes(evidence, rollout.replace(rewards=rewards), first)
 
 
-@check("reward_shift")
-def reward_shift(evidence: Evidence) -> list[Finding]:
+@check(
+    expected="advantages that do not see a constant added to a group",
+    cure="subtract the mean of the whole group",
+)
+def reward_shift(evidence: Evidence) -> Iterator[Finding]:
     """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
     rollout = evidence.groups
-    if not evidence.subject.estimator.shift_invariant or not looks_within_groups(evidence):
-        return []
-    offset = 1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)
-    return unchanged(
-        evidence, "reward_shift", rollout.replace(rewards=rollout.rewards + offset), torch.ones_like(rollout.trained),
-        expected="advantages that do not see a constant added to a group", cure="subtract the mean of the whole group",
-    )  # fmt: skip
+    if evidence.algorithm.advantages.shift_invariant and looks_within_groups(evidence):
+        shift = 1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)
+        yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
 
 
-@check("row_order")
-def row_order(evidence: Evidence) -> list[Finding]:
+@check(
+    culprit=ESTIMATOR,
+    expected="the same advantages for rows in another order",
+    cure="join by sample_ids and groups",
+)
+def row_order(evidence: Evidence) -> Iterator[Finding]:
     """Rows in another order have the same advantages: nothing is joined by position."""
     rollout = evidence.groups
     order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
-    ours = evidence.own_signal.required("advantages")
-    theirs = torch.empty_like(ours)
-    theirs[order] = evidence.signal(rollout.select(order))[0].required("advantages")
-    samples, positions = differing(ours, theirs, rollout.sample_ids)
-    culprit = culprit_of(evidence, rollout, rollout.select(order).select(order.argsort()))
-    return [
-        Finding(
-            check="row_order", culprit=culprit, expected="the same advantages for rows in another order",
-            observed="others", samples=samples, positions=positions, cure="join by sample_ids and groups",
-        )
-    ][: len(samples)]  # fmt: skip
+    theirs = evidence.advantages_of(rollout.select(order))[order.argsort()]
+    yield from differences(evidence.advantages, theirs, rollout.sample_ids)
 
 
-@check("advantage_support")
-def advantage_support(evidence: Evidence) -> list[Finding]:
+@check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
+def advantage_support(evidence: Evidence) -> Iterator[Finding]:
     """Advantages are 0 outside the valid tokens; one scalar for a row is the same at all of its valid tokens."""
     rollout, advantages = evidence.rollout, evidence.rollout.required("advantages")
-    outside = torch.where(rollout.valid_tokens, 0.0, advantages)
-    found = []
-    samples, positions = differing(outside, torch.zeros_like(outside), rollout.sample_ids)
-    if samples:
-        found.append(("0 at every token that is not valid", "something else", samples, positions))
-    if not evidence.subject.estimator.per_token:
-        low = torch.where(rollout.valid_tokens, advantages, torch.inf).amin(-1)
-        high = torch.where(rollout.valid_tokens, advantages, -torch.inf).amax(-1)
-        rows = (high - low > 1e-6) & rollout.valid_tokens.any(-1)
-        if rows.any():
-            ids = rollout.sample_ids[rows][:4].tolist()
-            found.append(("one advantage at all valid tokens of a row", "advantages that differ", ids, []))
-    culprit = f"estimator {evidence.subject.estimator.name}"
-    return [
-        Finding(
-            check="advantage_support", culprit=culprit, expected=expected, observed=observed, samples=samples,
-            positions=positions, cure="spread an advantage over `valid_tokens` and nowhere else",
-        )
-        for expected, observed, samples, positions in found
-    ]  # fmt: skip
-
-
-@check("pure_contributions")
-def pure_contributions(evidence: Evidence) -> list[Finding]:
-    """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
-    found, methods = [], ("reward_mask", "reward_bonus", "exclude", "token_reward", "rollout_metrics")
-    late = ("sequence_mask", "token_mask", "token_weight", "loss_term", "metrics")
-    for callback, method in evidence.subject.contributors(*methods, *late):
-        seen = (evidence.groups if method in methods else evidence.view()).sanitize()
-        copies = {name: tensor.detach().clone() for name, tensor in seen.tensors()}
-        getattr(callback, method)(seen)
-        edited = [name for name, tensor in seen.tensors() if not torch.equal(_plain(tensor), _plain(copies[name]))]
-        if edited:
-            found.append(
-                Finding(
-                    check="pure_contributions", culprit=f"callback {callback.name}.{method}",
-                    expected="the same values before and after", observed=f"edits of {', '.join(edited)}",
-                    cure="return a new tensor (x * y, not x *= y)", samples=seen.sample_ids[:2].tolist(),
-                )
-            )  # fmt: skip
-    return found
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().nan_to_num() if tensor.is_floating_point() else tensor
-
-
-@check("advantages_are_those_of_the_stage")
-def recomputed(evidence: Evidence) -> list[Finding]:
-    """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
-    if not looks_within_groups(evidence):
-        return []
-    rollout = evidence.groups
-    samples, positions = differing(
-        rollout.required("advantages"), evidence.own_signal.required("advantages"), rollout.sample_ids
+    valid, nowhere = rollout.valid_tokens, torch.zeros_like(advantages)
+    yield from differences(
+        torch.where(valid, nowhere, advantages),
+        nowhere,
+        rollout.sample_ids,
+        expected="0 at every token that is not valid",
+        observed="something else",
     )
-    return [
-        Finding(
-            check="advantages_are_those_of_the_stage", culprit="stage signal, or whoever edited its result",
-            expected="the advantages of the raw rewards", observed="others", samples=samples, positions=positions,
-            cure="return new tensors from every contribution, and keep no reference to edit later",
+    low = torch.where(valid, advantages, torch.inf).amin(-1)
+    high = torch.where(valid, advantages, -torch.inf).amax(-1)
+    rows = (high - low > 1e-6) & valid.any(-1)
+    if rows.any() and not evidence.algorithm.advantages.per_token:
+        yield Finding(
+            expected="one advantage at all valid tokens of a row",
+            observed="advantages that differ",
+            samples=rollout.sample_ids[rows][:4].tolist(),
         )
-    ][: len(samples)]  # fmt: skip
 
 
-@check("reward_conservation")
-def reward_conservation(evidence: Evidence) -> list[Finding]:
+@check(expected="the same values before and after", cure="return a new tensor (x * y, not x *= y)")
+def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
+    """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        shown = (evidence.groups if contribution.method in SHOWN_A_ROLLOUT else evidence.view()).sanitize()
+        before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
+        contribution(shown)
+        edits = [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
+        if edits:
+            samples = shown.sample_ids[:2].tolist()
+            yield Finding(culprit=str(contribution), observed=f"edits of {', '.join(edits)}", samples=samples)
+
+
+@check(
+    culprit="stage signal, or whoever edited its result",
+    expected="the advantages of the raw rewards",
+    cure="return new tensors from every contribution, and keep no reference to edit later",
+)
+def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding]:
+    """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
+    if looks_within_groups(evidence):
+        trained = evidence.groups.required("advantages")
+        yield from differences(trained, evidence.advantages, evidence.groups.sample_ids)
+
+
+@check(
+    culprit="stage signal, the shaped reward",
+    expected="shaped rewards that add up to the score and the token rewards of their row",
+    cure="place the score at the last valid token, and build the shaped reward out of place",
+)
+def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
     masked token, nothing counts twice.
     """
-    rollout = evidence.groups.sanitize()
-    seen = evidence.seen_signal
+    rollout, shaped = evidence.groups.sanitize(), evidence.shaped_reward.double()
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
-    tokens = torch.zeros_like(seen.shaped).double()
-    for callback, method in evidence.subject.contributors("reward_bonus", "token_reward"):
-        given = getattr(callback, method)(rollout).double()
-        scores, tokens = (scores + given, tokens) if method == "reward_bonus" else (scores, tokens + given)
-    expected = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
-    expected = expected + torch.where(rollout.valid_tokens, tokens, 0.0).sum(-1)
-    samples, _ = differing(seen.shaped.double().sum(-1), expected, rollout.sample_ids, atol=1e-5)
-    return [
-        Finding(
-            check="reward_conservation", culprit="stage signal, the shaped reward", samples=samples,
-            expected="shaped rewards that add up to the score and the token rewards of their row", observed="others",
-            cure="place the score at the last valid token, and build the shaped reward out of place",
-        )
-    ][: len(samples)]  # fmt: skip
+    tokens = torch.zeros_like(shaped)
+    for bonus in evidence.contributions("reward_bonus"):
+        scores = scores + bonus(rollout).double()
+    for reward in evidence.contributions("token_reward"):
+        tokens = tokens + reward(rollout).double()
+    totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
+    totals = totals + torch.where(rollout.valid_tokens, tokens, 0.0).sum(-1)
+    yield from differences(shaped.sum(-1), totals, rollout.sample_ids, atol=1e-5)

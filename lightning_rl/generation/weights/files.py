@@ -1,14 +1,14 @@
 """Weights on storage that trainer and servers share: written in parts of bounded size, whole or not there at all."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lightning_rl.files import write_atomically
 from lightning_rl.generation.weights.stream import Stream
 
 PART_BYTES = 2**30  # of tensors that are held at once, by the writer and by each reader
@@ -25,17 +25,6 @@ def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES)
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(folder, lambda path: _write_parts(stream, path, part_bytes))
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets ``write`` make a folder under another name; it appears under its own when that has succeeded."""
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        write(unfinished)
-        unfinished.rename(path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _write_parts(stream: Stream, folder: Path, part_bytes: int) -> None:

@@ -1,0 +1,78 @@
+"""Check: a small function from evidence to findings, with a name, what it means and what its findings share."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.finding import Finding
+
+CheckFunction = Callable[[Evidence], Iterable[Finding]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A named invariant.
+
+    Attributes:
+        name: for ``checks=`` and in findings.
+        meaning: what must hold, and why.
+        function: looks for violations.
+        shared: what its findings say where they say nothing else.
+        of_step: whether it looks at an optimizer step, and not at the finished rollout.
+        of_rows: whether a finding without samples is about the first rows that were looked at.
+    """
+
+    name: str
+    meaning: str
+    function: CheckFunction
+    shared: Finding
+    of_step: bool = False
+    of_rows: bool = True
+
+    def __call__(self, evidence: Evidence) -> list[Finding]:
+        """The violations."""
+        return [self._complete(finding, evidence) for finding in self.function(evidence)]
+
+    def _complete(self, finding: Finding, evidence: Evidence) -> Finding:
+        if finding.check:
+            return finding  # made while the run was watched
+        said = {spec.name: getattr(finding, spec.name) or getattr(self.shared, spec.name) for spec in fields(Finding)}
+        said["culprit"] = finding.culprit or self.shared.culprit.format(**evidence.names)
+        if self.of_rows and not said["samples"]:
+            rows = evidence.step.rows if self.of_step and evidence.step is not None else evidence.rows
+            said["samples"] = rows.sample_ids[:2].tolist()
+        return Finding(**said)
+
+
+def check(
+    *,
+    cure: str,
+    culprit: str = "",
+    expected: str = "",
+    observed: str = "others",
+    of_step: bool = False,
+    of_rows: bool = True,
+) -> Callable[[CheckFunction], Check]:
+    """Makes a check of a function, whose name is its name and whose docstring says what the invariant means.
+
+    Args:
+        cure: what to do about it.
+        culprit: who caused it; ``{estimator}``, ``{loss}``, ``{reduction}`` and ``{engine}`` stand for their names.
+        expected: what the invariant demands.
+        observed: what was there instead.
+        of_step: whether it looks at an optimizer step.
+        of_rows: whether a finding without samples is about the first rows that were looked at.
+    """
+
+    def register(function: CheckFunction) -> Check:
+        name = getattr(function, "__name__", "")
+        return Check(
+            name=name,
+            meaning=" ".join((function.__doc__ or "").split()),
+            function=function,
+            shared=Finding(check=name, culprit=culprit, expected=expected, observed=observed, cure=cure),
+            of_step=of_step,
+            of_rows=of_rows,
+        )
+
+    return register

@@ -1,0 +1,128 @@
+"""Forwards: what the models say of a few rows, by the run's own way and by a model's plain one."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_rl.module import RLLightningModule
+from lightning_rl.policy import Outputs
+from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.policy.sampling_mask import from_bits
+from lightning_rl.rollout import SAMPLING_MASK, Rollout
+
+PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
+FLOOR = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
+
+
+class PlainForward(NamedTuple):
+    """A stretch of one response by a model's own forward: without packing, the slow way.
+
+    Attributes:
+        of: ``"policy"`` or ``"reference"``.
+        row: number in :attr:`Evidence.rows`.
+        begin: first position of the stretch.
+        logprobs: at the run's temperature, float64, [N].
+        at_one: at temperature 1.
+        at_square: divided by the temperature twice.
+        entropy: at the run's temperature.
+    """
+
+    of: str
+    row: int
+    begin: int
+    logprobs: Tensor
+    at_one: Tensor
+    at_square: Tensor
+    entropy: Tensor
+
+
+@torch.no_grad()
+def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = False, heat: float = 1.0) -> Outputs:
+    """What the policy says of some rows, in one microbatch. Every rank calls it, one without rows too.
+
+    Args:
+        module: the run.
+        rows: a few.
+        reverse: put the rows into the microbatch the other way round.
+        heat: what the temperature is multiplied with.
+    """
+    inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
+    rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # masks may be what is wrong
+    order = list(range(len(rows)))[:: -1 if reverse else 1]
+    microbatch = plan_of_rows(rows.to("cpu"), [[order]], packed=module.packing).to(rows.groups.device).step(0)[0]
+    policy, temperature = module.required_policy, module.required_policy.temperature
+    policy.temperature = temperature * heat
+    try:
+        context = module.run.corrections.alone().forward_context(microbatch.rows_of(rows))
+        with module.trainer.precision_plugin.forward_context(), context:
+            outputs = policy(microbatch.layout)
+    finally:
+        policy.temperature = temperature
+    back = torch.tensor(order, dtype=torch.int64, device=rows.groups.device).argsort()
+    parts = [None if part is None else _fit_width(part, rows.width)[: len(rows)][back] for part in outputs]
+    return Outputs(*parts)  # pyright: ignore[reportArgumentType]
+
+
+def reference_weights(module: RLLightningModule) -> Tensor:
+    """A few weights of every frozen parameter of the reference, as far as this rank holds them, [N] float64."""
+    if module.run.reference is None:
+        return torch.zeros(0)
+    frozen = [weight.detach() for weight in module.run.reference.model.parameters() if not weight.requires_grad]
+    local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in frozen]
+    strides = [max(weight.numel() // ENTRIES, 1) for weight in local]
+    few = [weight.flatten()[::stride][:ENTRIES].double() for weight, stride in zip(local, strides, strict=True)]
+    return torch.cat(few)
+
+
+def forwards_plainly(module: RLLightningModule) -> bool:
+    """Whether the policy's forward is a model's own one and the weights are all here."""
+    return not module.parallel.sharded and not module.run.corrections.contributors("forward_context")
+
+
+@torch.no_grad()
+def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForward]:
+    """A few rows by the own forwards of policy and reference.
+
+    None where a rank holds only a part of the weights, or a correction has its context around every forward.
+    """
+    if not forwards_plainly(module) or not len(rows):
+        return []
+    model, reference = module.required_policy.model, module.run.reference
+    models: dict[str, nn.Module] = {"policy": model}
+    if reference is not None and reference.model is not model:
+        models["reference"] = reference.model
+    few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
+    with module.trainer.precision_plugin.forward_context():
+        return [plain for name in models for plain in _stretches(name, models[name], few, module.sampling.temperature)]
+
+
+def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
+    lengths = list(zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True))
+    ids = [
+        torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
+        for row, (prompt, response) in enumerate(lengths)
+    ]
+    logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+    stretches = []
+    for row, (prompt, response) in enumerate(lengths):
+        begin = max(response - PLAIN_TOKENS, 0) if row % 2 else 0  # both ends of responses are looked at
+        end = min(begin + PLAIN_TOKENS, response)
+        targets = ids[row][prompt + begin : prompt + end, None]
+        scores = logits[row, prompt + begin - 1 : prompt + end - 1].double()
+        if SAMPLING_MASK in rows.token_extras:
+            mask = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
+            scores = scores.masked_fill(~mask, -torch.inf)
+        normal = (scores / temperature).log_softmax(-1)
+        logprobs, at_one, at_square = (
+            (scores / divisor).log_softmax(-1).gather(1, targets)[:, 0]
+            for divisor in (temperature, 1.0, temperature**2)
+        )
+        entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
+        stretches.append(PlainForward(name, row, begin, logprobs, at_one, at_square, entropy))
+    return stretches
+
+
+def _fit_width(tensor: Tensor, width: int) -> Tensor:
+    return nn.functional.pad(tensor, (0, width - tensor.shape[1]))[:, :width]

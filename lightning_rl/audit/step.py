@@ -1,0 +1,93 @@
+"""Step: what the checks look at of one optimizer step, from its trace."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_rl.corrections import ParameterTrace, StepTrace
+from lightning_rl.distributed import Collectives
+from lightning_rl.policy import Outputs
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.reductions import Reduction
+
+
+@dataclass(kw_only=True)
+class StepEvidence:
+    """What was seen of one optimizer step.
+
+    Attributes:
+        rows: that this rank trained on in this step, from the finished rollout.
+        outputs: what the policy said of them.
+        gradient: of the loss with respect to their log-probabilities, [b, T].
+        masks: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
+        rank: of these rows in ``masks``.
+        weights: of the rows' tokens by the run's reduction with its sums over ranks, [b, T]; None if unknown.
+        expected: what ``gradient`` should be, from the step in one piece; None if unknown.
+        parts: of the loss, from the step in one piece.
+        norm: of the gradient that the optimizer got; None on several devices.
+        parameters: by name; none on several devices.
+        scheduler_steps: how often the scheduler stepped; None without one.
+        logged: moments by metric, of the rollout, the step and its microbatches.
+    """
+
+    rows: Rollout
+    outputs: Outputs
+    gradient: Tensor
+    masks: Sequence[tuple[Tensor, ...]]
+    rank: int = 0
+    weights: Tensor | None = None
+    expected: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    norm: float | None = None
+    parameters: Mapping[str, ParameterTrace] = field(default_factory=dict)
+    scheduler_steps: int | None = None
+    logged: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        trace: StepTrace, rollout: Rollout, reduction: Reduction, collectives: Collectives, rank: int
+    ) -> "StepEvidence":
+        """That of a traced step on a finished rollout. A collective."""
+        microbatches = [microbatch for microbatch in trace.microbatches if microbatch.view.real.any()]
+        views = [microbatch.view for microbatch in microbatches]
+        ids = torch.cat([view.sample_ids for view in views]) if views else rollout.sample_ids[:0]
+        rows = rollout.select((ids[:, None] == rollout.sample_ids).int().argmax(-1), width=_width(views))
+
+        def join(parts: Sequence[Tensor]) -> Tensor:
+            padded = [pad(part, (0, rows.width - part.shape[1])) for part in parts]
+            return torch.cat(padded) if padded else torch.zeros(rows.valid_tokens.shape)
+
+        values = [view.current_values for view in views if view.current_values is not None]
+        masks = (rows.valid_tokens, rows.trained, rows.groups)
+        return StepEvidence(
+            rows=rows,
+            outputs=Outputs(
+                join([view.logprobs for view in views]),
+                join([view.entropy for view in views]),
+                join(values) if values else None,
+            ),
+            gradient=join([microbatch.gradient / trace.scale for microbatch in microbatches]),
+            masks=collectives.objects(tuple(mask.cpu() for mask in masks)),
+            rank=rank,
+            weights=reduction(*masks, collectives.sum),
+            norm=trace.clipped_norm,
+            parameters=trace.parameters,
+            logged=trace.logged,
+        )
+
+    def weights_over_ranks(self, reduction: Reduction) -> Tensor:
+        """The weights of this rank's tokens, from a reduction of the rows of all ranks at once, shape [b, T]."""
+        width = max(valid.shape[1] for valid, _, _ in self.masks)
+        valid = [pad(valid, (0, width - valid.shape[1])) for valid, _, _ in self.masks]
+        trained, groups = (torch.cat([masks[place] for masks in self.masks]) for place in (1, 2))
+        weights = reduction(torch.cat(valid), trained, groups, own_sum)
+        begin = sum(map(len, valid[: self.rank]))
+        return weights[begin : begin + len(self.rows), : self.rows.width]
+
+
+def _width(views: Sequence[Rollout]) -> int | None:
+    return max((view.width for view in views), default=None)

@@ -1,0 +1,325 @@
+"""Wrong parts, as a user could plug them in: callbacks, estimators, losses, rewards, optimizers, engines."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from kit.engine_requests import with_sampling
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import (
+    Advantages,
+    Completion,
+    Estimator,
+    Finish,
+    LossTerm,
+    LossView,
+    Request,
+    RewardSignal,
+    RLCallback,
+    Rollout,
+    Stat,
+    TransformersEngine,
+)
+from lightning_rl.callbacks import OPSM, OverlongPenalty, ReferenceKL
+
+
+class InPlaceKL(ReferenceKL):
+    """Shapes the reward in the tensor that is logged as the raw KL."""
+
+    @override
+    def token_reward(self, rollout: Rollout) -> Tensor:
+        rollout.required("ref_logprobs").data.mul_(0.9)
+        return super().token_reward(rollout)
+
+
+class TokenwiseOPSM(OPSM):
+    """Rejects tokens where the rule rejects sequences."""
+
+    name = "tokenwise_opsm"
+
+    @property
+    @override
+    def contributes(self) -> frozenset[str]:
+        return frozenset({"token_mask"})
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        return ~((view.required("advantages") < 0) & (self._drift(view)[:, None] > self.delta))
+
+
+class DetachedKL(ReferenceKL):
+    """A loss term that is logged and trains nothing."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return dataclasses.replace(super().loss_term(view), per_token=super().loss_term(view).per_token.detach())
+
+
+class Twice(RLCallback):
+    """A weight with the current policy in it, on a loss that has its ratio already."""
+
+    name = "twice"
+    reads_at_loss = ("rollout_logprobs",)
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return (view.logprobs.detach() - view.required("rollout_logprobs")).clamp(-2, 2).exp()
+
+
+class Exploding(RLCallback):
+    """Weights that leave one token."""
+
+    name = "exploding"
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        first = torch.arange(view.width, device=view.logprobs.device) == 0
+        return torch.where(first & (view.sample_ids[:, None] % 64 == 0), 1e6, 1.0).to(view.logprobs.dtype)
+
+
+class PostRejection(OPSM):
+    """Measures what is left after its own rejection."""
+
+    name = "post_rejection"
+
+    @override
+    def sequence_mask(self, view: LossView) -> Tensor:
+        return torch.sin(1.0 + 2.0 * view.sample_ids) > 0
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        kept = view.valid_tokens & self.sequence_mask(view)[:, None]
+        return {"post_rejection/drift": Stat.of(view.logprobs, kept)}
+
+
+class Unmasked(RLCallback):
+    """Takes its mean over padding too."""
+
+    name = "unmasked"
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        return {"unmasked/entropy": Stat.of(view.entropy)}
+
+
+class LateEdit(RLCallback):
+    """Keeps the finished rollout and edits it between optimizer steps, past the version counters."""
+
+    name = "late_edit"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.kept = rollout
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.kept.required("advantages").data.mul_(0.5)
+
+
+class Swapping(RLCallback):
+    """Puts another rollout in the place of the current one."""
+
+    name = "swapping"
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        current = pl_module.run.current
+        if current is not None and batch.step:
+            changed = current.rollout.replace(advantages=-current.rollout.required("advantages"))
+            pl_module.run.current = dataclasses.replace(current, rollout=changed, versions=changed.versions())
+
+
+class MovingReference(RLCallback):
+    """Lets the reference follow the policy."""
+
+    name = "moving_reference"
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        pl_module.run.reference.model.load_state_dict(pl_module.policy.model.state_dict())
+
+
+class Repelling(ReferenceKL):
+    """A penalty of the wrong sign."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return dataclasses.replace(super().loss_term(view), per_token=-super().loss_term(view).per_token)
+
+
+class Rewarding(ReferenceKL):
+    """The same as a reward."""
+
+    @override
+    def token_reward(self, rollout: Rollout) -> Tensor:
+        return -super().token_reward(rollout)
+
+
+class DeafPenalty(OverlongPenalty):
+    """Ignores its coefficient."""
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return self._penalty(rollout)
+
+
+class Random(RLCallback):
+    """Weights that are drawn."""
+
+    name = "random"
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return 0.5 + torch.rand_like(view.logprobs.detach())
+
+
+def over_everyone(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Centres over rows that are not rewarded as well."""
+    return torch.where(rewarded, scores - torch.stack([scores[groups == group].mean() for group in groups]), 0.0)
+
+
+def over_the_batch(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Centres over the batch where it should be the group."""
+    return torch.where(rewarded, scores - scores[rewarded].mean(), 0.0)
+
+
+def by_position(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Groups by four neighbours instead of by prompt."""
+    whole = scores[: len(scores) // 4 * 4].reshape(-1, 4)
+    centred = (whole - whole.mean(-1, keepdim=True)).flatten()
+    return torch.where(rewarded, torch.nn.functional.pad(centred, (0, len(scores) - len(centred))), 0.0)
+
+
+class SpreadTooFar(Estimator):
+    """Writes advantages to tokens that are not valid."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        return Advantages((signal.scores - 0.5)[:, None].expand_as(signal.shaped).clone())
+
+
+class OverPadding(Estimator):
+    """Subtracts a mean over padding as well."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        spread = signal.spread_out(signal.scores)
+        return Advantages(torch.where(signal.valid_tokens, spread - spread.mean(), 0.0))
+
+
+class FirstTokenAlone(Estimator):
+    """Forgets every token but the first."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        first = signal.valid_tokens & (signal.valid_tokens.cumsum(-1) == 1)
+        return Advantages(torch.where(first, (signal.scores - 0.5)[:, None], 0.0))
+
+
+def without_gradient(view: LossView) -> Tensor:
+    """A loss that trains nothing, because its ratio is detached."""
+    return (
+        view.logprobs * 0
+        + (-(view.logprobs - view.required("old_logprobs")).exp() * view.required("advantages")).detach()
+    )
+
+
+def wrong_way(view: LossView) -> Tensor:
+    """Unlearns what is good."""
+    return (view.logprobs - view.required("old_logprobs")).exp() * view.required("advantages")
+
+
+def by_row(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    """Scores the place in the list."""
+    return [float(row % 2) for row in range(len(completions))]
+
+
+def without_some(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer that got half of the parameters."""
+    return torch.optim.AdamW(groups[0]["params"][::2], lr=0.05)
+
+
+class Doubled(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler that steps twice."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda _step: 1.0)
+
+    @override
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        if self.last_epoch:
+            super().step()
+
+
+class Copying(TransformersEngine):
+    """Decodes with a copy of the policy into which some parameters are written; the others stay as they began."""
+
+    def __init__(self, takes: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.takes = takes
+
+    @override
+    def start(self, model: Any, tokenizer: Any) -> None:
+        super().start(copy.deepcopy(model), tokenizer)
+
+    @override
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super()._take(((name, weight) for name, weight in weights if self.takes(name)), version)
+
+
+class Altering(TransformersEngine):
+    """Passes requests and completions through functions."""
+
+    def __init__(
+        self,
+        *,
+        request: Callable[[Request], Request] = lambda request: request,
+        completion: Callable[[Completion], Completion] = lambda completion: completion,
+    ) -> None:
+        super().__init__()
+        self.request, self.completion = request, completion
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        completions = super()._draw([self.request(request) for request in requests], logprobs=logprobs)
+        return [self.completion(completion) for completion in completions]
+
+
+def without_eos(completion: Completion) -> Completion:
+    """Drops the sampled end of a response."""
+    if len(completion.token_ids) < 2 or completion.token_ids[-1] != 1:
+        return completion
+    logprobs = None if completion.logprobs is None else completion.logprobs[:-1]
+    return dataclasses.replace(completion, token_ids=completion.token_ids[:-1], logprobs=logprobs)
+
+
+def at_temperature_one(request: Request) -> Request:
+    """Forgets the temperature."""
+    return with_sampling(request, temperature=1.0)
+
+
+def a_version_late(completion: Completion) -> Completion:
+    """Reads the version when the response is there."""
+    return dataclasses.replace(completion, version=completion.version + 1)
+
+
+def cut_off(completion: Completion) -> Completion:
+    """Calls every response cut off."""
+    return dataclasses.replace(completion, finish=Finish.LENGTH)
+
+
+def only_in_rollouts(request: Request) -> Request:
+    """Forgets the temperature of samples that train; the module of the faults allows them eight tokens."""
+    return at_temperature_one(request) if request.sampling.max_new_tokens == 8 else request
+
+
+def another_prefix(request: Request) -> Request:
+    """Continues what a cache holds of another prompt, for some samples."""
+    if request.sample_id % 5 or request.sampling.max_new_tokens != 8:
+        return request
+    return dataclasses.replace(request, prefix_ids=(9, *request.prefix_ids[1:]))

@@ -1,0 +1,249 @@
+"""Wrong stages: functions that are put in the place of the library's own while a fault is tried."""
+
+import dataclasses
+import itertools
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import lightning_rl.module
+import lightning_rl.policy.packing
+from lightning_rl import ClippedSurrogate, LossView, RLLightningModule, Rollout, Stat
+from lightning_rl.corrections import Corrections
+from lightning_rl.policy import PolicyModel
+from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.signal.masked import own_sum
+from lightning_rl.update import StepWeights
+
+
+def after(target: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Replaces a function by one that changes its result: ``change(result, *arguments)``."""
+    original = getattr(target, name)
+
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        return change(original(*arguments, **keywords), *arguments)
+
+    return patch.object(target, name, wrapped)
+
+
+def change_rows(change: Callable[[Rollout], Rollout]) -> Any:
+    """Changes the rows that sampling makes."""
+    return after(Sampler, "_rollout", lambda rollout, *_: change(rollout))
+
+
+def rolled_ids(rollout: Rollout) -> Rollout:
+    """Gives every row the ids of the row before."""
+    return rollout.replace(response_ids=rollout.response_ids.roll(1, 0))
+
+
+def finish_by_width(rollout: Rollout) -> Rollout:
+    """Takes the longest rows for cut off."""
+    longest = rollout.response_lengths == rollout.response_lengths.max()
+    return rollout.replace(finish=longest.to(torch.uint8))
+
+
+def in_bfloat16(logprobs: Tensor, *_: Any) -> Tensor:
+    """Rounds log-probabilities."""
+    return logprobs.bfloat16().to(logprobs.dtype)
+
+
+def exclude_nobody(rollout: Rollout, corrections: Corrections) -> Any:
+    """The stage that leaves rows out, without the corrections."""
+    trained = rollout.trained & rollout.real
+    valid = rollout.action_mask & trained[:, None]
+    return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), {}
+
+
+def train_padding(rollout: Rollout, corrections: Corrections) -> Any:
+    """The same stage with every position of a response valid, sampled or not."""
+    rollout, stats = EXCLUDE_ROWS(rollout, corrections)
+    return rollout.replace(valid_tokens=rollout.trained[:, None].expand_as(rollout.valid_tokens).clone()), stats
+
+
+EXCLUDE_ROWS = lightning_rl.module.exclude_rows
+FORWARD = PolicyModel.forward
+
+
+def callers(depth: int) -> list[str]:
+    """Modules on the stack."""
+    frames = itertools.islice(traceback.walk_stack(None), depth)
+    return [frame.f_globals["__name__"] for frame, _ in frames]
+
+
+def old_forgets_temperature(self: PolicyModel, layout: Any) -> Any:
+    """Forgets the temperature in the pass before the update."""
+    if "lightning_rl.rollouts.logprobs" in callers(12):
+        with patch.object(self, "temperature", 1.0):
+            return FORWARD(self, layout)
+    return FORWARD(self, layout)
+
+
+def all_forget_temperature(self: PolicyModel, layout: Any) -> Any:
+    """Forgets the temperature everywhere."""
+    with patch.object(self, "temperature", 1.0):
+        return FORWARD(self, layout)
+
+
+def per_microbatch(self: StepWeights, reduction: Any, microbatch: Any) -> Tensor:
+    """Denominators of the microbatch in the place of those of the step."""
+    here = torch.zeros_like(self.rollout.trained)
+    here[microbatch.index] = True
+    rows, width = microbatch.layout.shape
+    masks = (self.rollout.valid_tokens & here[:, None], self.rollout.trained & here, self.rollout.groups)
+    weights = reduction(*masks, own_sum) / len(self.microbatches)
+    return weights[microbatch.index, :width] if len(microbatch.index) else weights.new_zeros(rows, width)
+
+
+def renormalized(result: Tensor, per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
+    """Divides by what is kept, as if rejected tokens had never been there."""
+    return result * valid.sum() / (valid & (factor != 0)).sum().clamp(min=1)
+
+
+def score_at_the_last_position(scores: Tensor, token_rewards: Tensor | None, valid: Tensor) -> Tensor:
+    """Loses the score wherever the last position is masked."""
+    shaped = torch.zeros_like(valid, dtype=scores.dtype) if token_rewards is None else token_rewards * valid
+    shaped[:, -1] = shaped[:, -1] + scores
+    return shaped * valid
+
+
+def shaped_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
+    """Logs the penalty where the raw KL belongs."""
+    if view.ref_logprobs is None:
+        return stats
+    return {**stats, "kl/ref": Stat.of(-0.05 * (view.logprobs - view.ref_logprobs) + 0.3, view.valid_tokens)}
+
+
+def unmasked_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
+    """Takes the mean over padding too."""
+    if view.ref_logprobs is None:
+        return stats
+    return {**stats, "kl/ref": Stat.of(view.logprobs - view.ref_logprobs)}
+
+
+def without_rollout_logprobs(padding: Rollout, *_: Any) -> Rollout:
+    """Drops an optional field from padding."""
+    return padding.replace(rollout_logprobs=None)
+
+
+def other_rows(result: Any, *_: Any) -> Any:
+    """Advantages of the row before."""
+    rollout = result.rollout
+    return result._replace(rollout=rollout.replace(advantages=rollout.advantages.roll(1, 0)))
+
+
+def one_late(rollout: Rollout, *_: Any) -> Rollout:
+    """Log-probabilities of the token before."""
+    return rollout.replace(old_logprobs=rollout.required("old_logprobs").roll(1, 1))
+
+
+def noisy(rollout: Rollout, *_: Any) -> Rollout:
+    """Log-probabilities that are slightly off."""
+    return rollout.replace(old_logprobs=rollout.required("old_logprobs") + 1e-3)
+
+
+def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
+    """Puts another backward into the accumulation of a step: ``change(backward, microbatches, policy)``."""
+    original = RLLightningModule._accumulate  # noqa: SLF001
+
+    def accumulate(self: RLLightningModule, rollout: Rollout, microbatches: Any, trace: Any) -> Any:
+        backward = change(self.manual_backward, microbatches, self.policy)
+        with patch.object(self, "manual_backward", backward):
+            return original(self, rollout, microbatches, trace)
+
+    return patch.object(RLLightningModule, "_accumulate", accumulate)
+
+
+def mean_over_microbatches(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
+    """Divides a loss that is normalised already by the number of microbatches."""
+    return lambda loss: backward(loss / len(microbatches))
+
+
+def last_microbatch_alone(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
+    """Clears the gradient before every backward."""
+
+    def backward_alone(loss: Tensor) -> None:
+        policy.zero_grad()
+        backward(loss)
+
+    return backward_alone
+
+
+def clipping_each_microbatch(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
+    """Clips what has been accumulated so far after every backward."""
+
+    def backward_clipped(loss: Tensor) -> None:
+        backward(loss)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.02)
+
+    return backward_clipped
+
+
+def unclipped(norm: Tensor, parallel: Any, model: Any, limit: float) -> Tensor:
+    """Undoes the clipping."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= max(float(norm) / limit, 1.0)
+    return norm
+
+
+def ever_on_policy(view: LossView, *_: Any) -> LossView:
+    """Takes the current log-probabilities for those before the update."""
+    return view.replace(old_logprobs=view.logprobs.detach())
+
+
+def without_entropy_bonus(loss: Any, *_: Any) -> Any:
+    """Leaves the entropy bonus of 0.1 out of what is differentiated."""
+    return loss._replace(total=loss.total - 0.1 * loss.parts.get("entropy_bonus/loss", 0.0))
+
+
+def without_last_token(rollout: Rollout) -> Rollout:
+    """Takes the last token of every response out of its mask."""
+    place = torch.arange(rollout.width)
+    mask = rollout.action_mask & (place < rollout.response_lengths[:, None] - 1)
+    return rollout.replace(action_mask=mask, valid_tokens=mask, policy_version=torch.where(mask, 0, -1))
+
+
+def without_first_group(result: Any, *_: Any) -> Any:
+    """Loses a group that was drawn and scored."""
+    rollout, stats = result
+    return rollout.select(rollout.groups != rollout.groups[0]), stats
+
+
+def twice_the_temperature(self: PolicyModel, layout: Any) -> Any:
+    """Divides the logits by the temperature twice."""
+    with patch.object(self, "temperature", self.temperature**2):
+        return FORWARD(self, layout)
+
+
+def divided_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
+    """Divides values as if they were logits."""
+    values = VALUES(self, states, layout)
+    return None if values is None else values / self.temperature
+
+
+VALUES = PolicyModel._values  # noqa: SLF001
+
+
+def deaf_to_dual_clip(self: ClippedSurrogate, view: LossView) -> Tensor:
+    """PPO's loss without the third bound."""
+    return SURROGATE(dataclasses.replace(self, dual_clip=None), view)
+
+
+SURROGATE = ClippedSurrogate.__call__
+
+
+def one_sequence(lengths: tuple[int, ...]) -> Any:
+    """Takes packed sequences for one, where there are more than a check at setup looks at."""
+    return RUNS(lengths) if len(lengths) <= 3 else ([(sum(lengths), 1)], [sum(lengths)])
+
+
+RUNS = lightning_rl.policy.packing._runs  # noqa: SLF001
+
+
+def logging(name: str, stat: Callable[[Any], Stat]) -> Callable[..., dict[str, Stat]]:
+    """Logs something else under a name."""
+    return lambda stats, seen, *_: {**stats, name: stat(seen)} if name in stats else stats
