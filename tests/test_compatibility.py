@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,9 +251,9 @@ def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCall
 
 
 def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
-    """The check with an engine that has some attributes."""
+    """The check with an engine of some capabilities."""
     generating = FakeEngine(lambda _: [])
-    vars(generating).update(engine)
+    generating.capabilities = replace(generating.capabilities, **engine)
     check_pipelining(Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness)
 
 

@@ -1,5 +1,6 @@
 """Two ranks under DDP make the same optimizer steps as one device."""
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -52,7 +53,14 @@ def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_two_ranks_equal_one_device(tmp_path: Path, kind: str) -> None:
     run(tmp_path, "one", kind)
-    subprocess.run([sys.executable, __file__, tmp_path, kind], check=True, capture_output=True, timeout=300)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, __file__, tmp_path, kind],
+        env={**os.environ, "PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     weights, rows, states = torch.load(tmp_path / "one")
     others, other_rows, other_states = torch.load(tmp_path / "two")
     assert max(float((others[name] - weight).abs().max()) for name, weight in weights.items()) < 1e-12
