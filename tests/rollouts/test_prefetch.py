@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from lightning_rl import (
     TransformersEngine,
 )
 from lightning_rl.audit import AuditError, SignalAudit
-from lightning_rl.audit.recorded import RecordedEngine
 from lightning_rl.callbacks import DynamicSampling, OffPolicyIS, RolloutKL, TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Request
 
@@ -255,17 +253,18 @@ def test_the_thread_has_autocast_and_number_of_threads_of_the_trainer() -> None:
 
 def test_the_audit_knows_every_sample_and_allows_versions_within_the_bound() -> None:
     checks = ["trained_tokens", "versions", "sample_conservation", "weight_sync", "on_policy_identity"]
-    steps, known, drawn_for = Steps(), list[int](), RecordedEngine.drawn_for
+    steps, audit, counts = Steps(), SignalAudit(1, "raise", checks), list[int]()
 
-    def counted(self: RecordedEngine, seed: int, cycle: int) -> Any:
-        found = drawn_for(self, seed, cycle)
-        known.append(len({request.sample_id for batch in found for request, _ in batch}))
-        return found
+    class Counts(RLCallback):
+        name = "counts"
 
-    audit = SignalAudit(1, "raise", checks)
-    with patch.object(RecordedEngine, "drawn_for", counted):
-        fit(module_of(engine=Late(steps)), callbacks=[TruncatedIS(), audit, steps], max_epochs=2)
-    assert known == [16] * 8 and audit.findings == []
+        @override
+        def observe_generated(self, pairs: Sequence[tuple[Request, Completion]]) -> None:
+            counts.append(len({request.sample_id for request, _ in pairs}))
+
+    callbacks = [TruncatedIS(), audit, steps, Counts()]
+    fit(module_of(engine=Late(steps)), callbacks=callbacks, max_epochs=2)
+    assert counts == [16] * 8 and audit.findings == []
 
 
 def test_the_audit_finds_versions_that_no_sync_had(tmp_path: Path) -> None:
