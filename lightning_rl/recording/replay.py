@@ -108,12 +108,7 @@ def _trained_rows(recording: Recording, rollout: Rollout) -> list[list[list[int]
 
 
 def _replay_step(
-    recording: Recording,
-    number: int,
-    plan: Plan,
-    replayed: Replayed,
-    algorithm: Algorithm,
-    collectives: Collectives,
+    recording: Recording, number: int, plan: Plan, replayed: Replayed, algorithm: Algorithm, collectives: Collectives
 ) -> dict[str, Tensor]:
     logprobs, entropy = (cast(Tensor, recording.of_step(number, what)) for what in ("logprobs", "entropy"))
     table, scale = logprobs.clone().requires_grad_(), recording.header["steps"][number]["scale"]

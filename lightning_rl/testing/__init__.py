@@ -14,12 +14,4 @@ from lightning_rl.testing.rewards import check_reward
 from lightning_rl.testing.signals import check_advantage, check_callback, check_loss
 from lightning_rl.testing.smallest import PropertyError
 
-__all__ = [
-    "PropertyError",
-    "Row",
-    "check_advantage",
-    "check_callback",
-    "check_loss",
-    "check_reward",
-    "rollout_of_rows",
-]
+__all__ = ["PropertyError", "Row", "check_advantage", "check_callback", "check_loss", "check_reward", "rollout_of_rows"]

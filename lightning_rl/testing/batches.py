@@ -49,8 +49,8 @@ def batches(min_rows: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
         tokens=st.lists(st.booleans().map(lambda hole: not hole), min_size=1, max_size=MAX_LENGTH).map(tuple),
         prompt=st.integers(0, PROMPTS - 1),
         reward=st.integers(0, 3),
-        rewarded=rarely.map(lambda sampled: not sampled),
-        trained=rarely.map(lambda sampled: not sampled),
+        rewarded=rarely.map(lambda left_out: not left_out),
+        trained=rarely.map(lambda left_out: not left_out),
         cut_off=rarely,
     )
     return st.lists(row, min_size=min_rows, max_size=MAX_ROWS).map(tuple)
@@ -61,16 +61,20 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
 
     Fields are 0 outside of the valid tokens, no two policies agree, and rows without a valid token are kept.
     """
-    number, width = len(rows), max([1, *(len(row.tokens) for row in rows)])
-    draw = torch.Generator().manual_seed(seed)
-    actions = torch.tensor([[*row.tokens, *[False] * (width - len(row.tokens))] for row in rows]).bool()
-    actions = actions.reshape(number, width)
     trained = torch.tensor([row.trained for row in rows])
-    groups = torch.tensor([row.prompt for row in rows], dtype=torch.int64)
-    valid = actions & trained[:, None]
+    sampled = Rollout.of_samples(
+        [(2,)] * len(rows),
+        [(3,) * len(row.tokens) for row in rows],
+        groups=[row.prompt for row in rows],
+        sample_ids=[number + 7 for number in range(len(rows))],
+        finish=[Finish.LENGTH if row.cut_off else Finish.STOP for row in rows],
+        actions=[row.tokens for row in rows],
+        dtype=torch.float64,
+    )
+    valid, generator = sampled.action_mask & trained[:, None], torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> Tensor:
-        return torch.where(valid, torch.randn(number, width, generator=draw, dtype=torch.float64) * scale, 0.0)
+        return torch.where(valid, torch.randn(valid.shape, generator=generator, dtype=torch.float64) * scale, 0.0)
 
     rollout_logprobs = torch.where(valid, -noise(1.0).abs() - 0.2, 0.0)
     old = rollout_logprobs + noise(0.15)
@@ -83,22 +87,13 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
         "advantages": noise(1.0),
         "returns": noise(1.0),
     }
-    return Rollout(
-        prompt_ids=torch.full((number, 1), 2),
-        prompt_lengths=torch.ones(number, dtype=torch.int64),
-        response_ids=torch.full((number, width), 3),
-        action_mask=actions,
+    return sampled.replace(
         valid_tokens=valid,
-        groups=groups,
-        response_lengths=torch.tensor([len(row.tokens) for row in rows]),
-        sample_ids=torch.arange(number) + 7,
-        finish=torch.tensor([Finish.LENGTH if row.cut_off else Finish.STOP for row in rows], dtype=torch.uint8),
-        policy_version=torch.where(actions, 0, -1),
         trained=trained,
         rewards=rewards,
         task_rewards={"task": rewards},
         rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
-        extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=draw, dtype=torch.float64)[groups]},
+        extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=generator, dtype=torch.float64)[sampled.groups]},
         token_extras={"teacher_logprobs": old + noise(0.3)},
         **per_token,
     )

@@ -23,6 +23,9 @@ from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
 
 FACTS = RunFacts(tolerance=1e-6)
+PLAIN = Algorithm(
+    loss=ClippedSurrogate(), advantages=RawReward(), reduction=token_mean, corrections=ReplayCorrections()
+)
 ADVANTAGE = (
     "masked_values",
     "excluded_rows",
@@ -72,7 +75,7 @@ def check_advantage(advantages: Estimator | RowFunction | str) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     estimator = resolve_advantages(advantages)
-    _check(f"advantages={estimator.name}", _algorithm(advantages=estimator), ADVANTAGE)
+    _check(f"advantages={estimator.name}", PLAIN.replace(advantages=estimator), ADVANTAGE)
 
 
 def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
@@ -85,7 +88,7 @@ def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     resolved = resolve_loss(loss)
-    _check(f"loss={name_of(resolved if isinstance(loss, str) else loss)}", _algorithm(loss=resolved), LOSS)
+    _check(f"loss={name_of(resolved if isinstance(loss, str) else loss)}", PLAIN.replace(loss=resolved), LOSS)
 
 
 def check_callback(callback: RLCallback) -> None:
@@ -99,22 +102,8 @@ def check_callback(callback: RLCallback) -> None:
     estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else DrGRPO()
     _check(
         f"callback {callback.name}",
-        _algorithm(advantages=estimator, corrections=ReplayCorrections([callback])),
+        PLAIN.replace(advantages=estimator, corrections=ReplayCorrections([callback])),
         CALLBACK,
-    )
-
-
-def _algorithm(
-    *,
-    loss: PolicyLoss | None = None,
-    advantages: Estimator | None = None,
-    corrections: ReplayCorrections | None = None,
-) -> Algorithm:
-    return Algorithm(
-        loss=loss or ClippedSurrogate(),
-        advantages=advantages or RawReward(),
-        reduction=token_mean,
-        corrections=corrections or ReplayCorrections(),
     )
 
 

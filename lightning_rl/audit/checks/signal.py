@@ -128,10 +128,7 @@ def group_isolation(evidence: Evidence) -> Iterator[Finding]:
         yield from advantage_changes(evidence, rollout.replace(rewards=rewards), first)
 
 
-@check(
-    expected="advantages that do not see a constant added to a group",
-    cure="subtract the mean of the whole group",
-)
+@check(expected="advantages that do not see a constant added to a group", cure="subtract the mean of the whole group")
 def reward_shift(evidence: Evidence) -> Iterator[Finding]:
     """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
     rollout = evidence.groups
@@ -141,9 +138,7 @@ def reward_shift(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    culprit=ESTIMATOR,
-    expected="the same advantages for rows in another order",
-    cure="join by sample_ids and groups",
+    culprit=ESTIMATOR, expected="the same advantages for rows in another order", cure="join by sample_ids and groups"
 )
 def row_order(evidence: Evidence) -> Iterator[Finding]:
     """Rows in another order have the same advantages: nothing is joined by position."""

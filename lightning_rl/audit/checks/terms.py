@@ -58,8 +58,7 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
     places = valid & agrees & (gradient * advantages.double().sign() > 1e-6)
     if places.any():
         yield Finding(
-            samples=view.sample_ids[places.any(-1)][:4].tolist(),
-            positions=places.any(0).nonzero()[:4, 0].tolist(),
+            samples=view.sample_ids[places.any(-1)][:4].tolist(), positions=places.any(0).nonzero()[:4, 0].tolist()
         )
 
 
