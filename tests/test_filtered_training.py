@@ -158,7 +158,7 @@ def test_a_filter_that_keeps_everything_trains_like_none() -> None:
 
 def test_a_filter_with_an_engine_that_cannot_say_what_it_kept_is_an_error_at_setup() -> None:
     engine = FakeEngine(lambda _: [2])
-    with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "kept_tokens" .* FakeEngine'):
+    with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "sampling_mask" .* FakeEngine'):
         fit(tiny_module(engine=engine, top_p=0.9))
     engine.load_weights([], 0)
     with pytest.raises(ValueError, match="which FakeEngine ignores"):
