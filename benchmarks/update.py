@@ -93,7 +93,7 @@ def bare_update(
         rows, targets = ids[microbatch.index], rollout.response_ids[microbatch.index]
         hidden = model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state[:, prompt - 1 :]
         logprobs = model.lm_head(hidden).float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-        old, advantages = rollout.required("old_logprobs"), rollout.required("advantages")
+        old, advantages = rollout.require("old_logprobs"), rollout.require("advantages")
         ratio, advantage = (logprobs - old[microbatch.index]).exp(), advantages[microbatch.index]
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / tokens
         loss.backward()
@@ -174,7 +174,7 @@ def update_phase(rounds: int) -> None:
         TruncatedIS(),
         IcePop(),
         SequenceRatioMask("mean"),
-        SequenceRatioMask("product").named("product"),
+        SequenceRatioMask("product").with_name("product"),
         OutlierMask(),
         OverlongPenalty(64, 16),
     ]

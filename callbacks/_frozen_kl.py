@@ -62,13 +62,13 @@ class FrozenKL(RLCallback):
 
     @override
     def token_reward(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        return -self.beta * self.estimator(rollout.required("old_logprobs"), self.frozen_logprobs(rollout))
+        return -self.beta * self.estimator(rollout.require("old_logprobs"), self.frozen_logprobs(rollout))
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
         per_token = self.estimator(view.logprobs, self.frozen_logprobs(view))
         if self.unbiased:
-            per_token = importance(view.logprobs, view.required("old_logprobs")) * per_token
+            per_token = importance(view.logprobs, view.require("old_logprobs")) * per_token
         return LossTerm(per_token=per_token, coef=self.beta)
 
     @override

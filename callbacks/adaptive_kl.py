@@ -61,7 +61,7 @@ class AdaptiveKL(ReferenceKL):
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        raw = self.estimator(rollout.required("old_logprobs"), self.frozen_logprobs(rollout))
+        raw = self.estimator(rollout.require("old_logprobs"), self.frozen_logprobs(rollout))
         per_row = torch.where(rollout.trained, row_mean(raw, rollout.valid_tokens), 0.0).double()
         total, number = self.collectives.sum(torch.stack([per_row.sum(), rollout.trained.sum().double()])).tolist()
         if number:

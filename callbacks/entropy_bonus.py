@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
-from lightning_rl.corrections.stat import merged_moments
+from lightning_rl.corrections.stat import merge_moments
 
 
 class EntropyBonus(RLCallback):
@@ -72,7 +72,7 @@ class EntropyBonus(RLCallback):
 
     def adapt(self, moments: Tensor) -> None:
         """Moves the coefficient after a step, given the entropy's moments on each rank, shape [ranks, 4]."""
-        number, mean, *_ = merged_moments(moments).tolist()
+        number, mean, *_ = merge_moments(moments).tolist()
         if self.target is None or not number:
             return
         self.coef = max(self.coef + (self.step if mean < self.target else -self.step), 0.0)

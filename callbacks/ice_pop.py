@@ -49,4 +49,4 @@ class IcePop(RLCallback):
         return {"ice_pop/ratio": raw, "ice_pop/ratio_max": raw.maximum()}
 
     def _ratio(self, view: LossView) -> Tensor:
-        return policy_ratio(view.required("old_logprobs"), view.required("rollout_logprobs"))
+        return policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs"))

@@ -48,12 +48,12 @@ class OffPolicyIS(RLCallback):
 
     @override
     def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:
-        rollout = view.required("rollout_logprobs")
+        rollout = view.require("rollout_logprobs")
         return clipped_weight(view.logprobs, rollout, minimum=self.min_ratio, maximum=self.max_ratio)
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        ratio = policy_ratio(view.logprobs.detach(), view.required("rollout_logprobs"))
+        ratio = policy_ratio(view.logprobs.detach(), view.require("rollout_logprobs"))
         clipped = (ratio < self.min_ratio) | (ratio > self.max_ratio)
         raw = Stat.of(ratio, view.valid_tokens)
         return {

@@ -51,7 +51,7 @@ class OPSM(RLCallback):
 
     @override
     def sequence_mask(self, view: LossView) -> Bool[Tensor, " B"]:
-        advantage = row_mean(view.required("advantages"), view.valid_tokens)
+        advantage = row_mean(view.require("advantages"), view.valid_tokens)
         return ~((advantage < 0) & (self._drift(view) > self.delta))
 
     @override
@@ -59,5 +59,5 @@ class OPSM(RLCallback):
         return {"opsm/drift": Stat.of(self._drift(view), view.trained)}
 
     def _drift(self, view: LossView) -> Tensor:
-        drift = view.required(f"{self.against}_logprobs") - view.logprobs.detach()
+        drift = view.require(f"{self.against}_logprobs") - view.logprobs.detach()
         return row_mean(drift, view.valid_tokens)

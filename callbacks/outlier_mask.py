@@ -58,4 +58,4 @@ class OutlierMask(RLCallback):
         return torch.logical_or(ratio < self.low, ratio > self.high)
 
     def _ratio(self, view: LossView) -> Tensor:
-        return policy_ratio(view.required("old_logprobs"), view.required("rollout_logprobs"))
+        return policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs"))

@@ -47,4 +47,4 @@ class ReferenceKL(FrozenKL):
 
     @override
     def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
-        return rows.required("ref_logprobs")
+        return rows.require("ref_logprobs")

@@ -53,12 +53,12 @@ class RolloutKL(RLCallback):
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
-        rollout = view.required("rollout_logprobs")
+        rollout = view.require("rollout_logprobs")
         return LossTerm(per_token=self.estimator(view.logprobs, rollout), coef=self.coef)
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        logprobs, rollout = view.logprobs.detach(), view.required("rollout_logprobs")
+        logprobs, rollout = view.logprobs.detach(), view.require("rollout_logprobs")
         values = {"estimate": self.estimator(logprobs, rollout), "drifted": (logprobs - rollout).abs() > DRIFTED_BEYOND}
         stats = Stat.many(values, view.valid_tokens)
         return {f"rollout_kl/{what}": stat for what, stat in stats.items()}

@@ -64,5 +64,5 @@ class SequenceRatioMask(RLCallback):
         return {"sequence_ratio_mask/ratio": raw, "sequence_ratio_mask/ratio_max": raw.maximum()}
 
     def _ratio(self, view: LossView) -> Tensor:
-        old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
         return sequence_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "mean")

@@ -55,7 +55,7 @@ class TruncatedIS(RLCallback):
 
     @override
     def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:
-        old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
         if self.level == "token":
             return clipped_weight(old, rollout, minimum=0.0, maximum=self.cap)
         weight = sequence_ratio(old, rollout, view.valid_tokens, geometric=False).clamp(max=self.cap)
@@ -63,7 +63,7 @@ class TruncatedIS(RLCallback):
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
         ratio = policy_ratio(old, rollout)
         compared = ratio
         if self.level == "sequence":

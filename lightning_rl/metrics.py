@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_rl.corrections import Stat
-from lightning_rl.corrections.stat import Shown, merged_moments, shown_value
+from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments
 from lightning_rl.distributed import ALONE, Collectives
 
 SHOWN_ON_THE_BAR = ("reward/task",)
@@ -32,9 +32,9 @@ class RunningStats(Metric):
     def __init__(self, collectives: Collectives = ALONE) -> None:
         super().__init__(process_group=collectives.rows, distributed_available_fn=lambda: collectives.ranks > 1)
         self.keys: tuple[str, ...] = ()
-        self.shown: tuple[Shown, ...] = ()
+        self.reductions: tuple[StatReduction, ...] = ()
         self.published = self.restored = False
-        self.add_state("moments", torch.zeros(0, 4, dtype=torch.float64), dist_reduce_fx=merged_moments)
+        self.add_state("moments", torch.zeros(0, 4, dtype=torch.float64), dist_reduce_fx=merge_moments)
 
     @override
     def update(self, stats: Mapping[str, Stat]) -> None:
@@ -47,9 +47,9 @@ class RunningStats(Metric):
             raise ValueError(f"expected the same metrics at every call, but {', '.join(difference)} came or went")
         self.restored = False
         fresh = self.published or not self.keys
-        shown: tuple[Shown, ...] = tuple(stat.shown for stat in stats.values())
-        self.keys, self.shown, self.published = keys, shown, False
-        self.moments = new if fresh else merged_moments(torch.stack([self.moments, new]))
+        reductions: tuple[StatReduction, ...] = tuple(stat.reduction for stat in stats.values())
+        self.keys, self.reductions, self.published = keys, reductions, False
+        self.moments = new if fresh else merge_moments(torch.stack([self.moments, new]))
 
     @override
     def compute(self) -> Tensor:
@@ -60,17 +60,20 @@ class RunningStats(Metric):
         """The figure of each key that has a population, over all ranks. A collective."""
         self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
         rows = self.compute().reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
-        values = {key: shown_value(row, shown) for key, shown, row in zip(self.keys, self.shown, rows, strict=True)}
+        values = {
+            key: reduce_moments(row, reduction)
+            for key, reduction, row in zip(self.keys, self.reductions, rows, strict=True)
+        }
         return {key: value for key, value in values.items() if not math.isnan(value)}
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on, in plain types."""
-        named = {"keys": list(self.keys), "shown": list(self.shown), "published": self.published}
+        named = {"keys": list(self.keys), "reductions": list(self.reductions), "published": self.published}
         return {**named, "moments": self.moments.cpu().clone()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
-        self.keys, self.shown = tuple(state["keys"]), tuple(state["shown"])
+        self.keys, self.reductions = tuple(state["keys"]), tuple(state["reductions"])
         self.published, self.moments = state["published"], state["moments"].to(self.device)
         self.restored = True
         self._update_count = len(self.keys)  # torchmetrics would warn that nothing was ever updated

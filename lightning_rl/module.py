@@ -44,7 +44,7 @@ from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprobs import add_logprobs
-from lightning_rl.rollouts.prefetch import tickets_left
+from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, check_staleness, deal, staleness
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
 from lightning_rl.rollouts.state import CurrentRollout, RunState
@@ -322,7 +322,7 @@ class RLLightningModule(LightningModule):
         """The samples of a rollout with their rewards, generated now or ahead."""
         sampler, phase, number = self.sampler, self.run.times.phase, ticket.rollout
         groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
-        first = self._take_prefetched(number)
+        first = self._take_ahead(number)
         with phase("sync", self.device):
             self.sync(number)
         with phase("generate", self.device):
@@ -368,7 +368,7 @@ class RLLightningModule(LightningModule):
         share = stream.prompts_per_rollout // ranks
         return deal(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
 
-    def _take_prefetched(self, number: int) -> Samples | Sequence[Prompt] | None:
+    def _take_ahead(self, number: int) -> Samples | Sequence[Prompt] | None:
         """What was generated ahead for a rollout."""
         if not self.max_staleness:
             return None
@@ -379,7 +379,7 @@ class RLLightningModule(LightningModule):
 
     def _prefetch(self, sampler: Sampler, ticket: Ticket, batch_idx: int) -> None:
         """Has the next rollouts generated in the background, as far as the run is sure to go, unless they are."""
-        end = ticket.index + tickets_left(self.trainer, batch_idx)
+        end = ticket.index + remaining_tickets(self.trainer, batch_idx)
         for number in range(ticket.rollout + 1, ticket.rollout + 1 + self.max_staleness):
             if number not in self.run.prefetcher and number * self.steps_per_rollout < end:
                 self.run.prefetcher.submit(number, self._next_prompts(), sampler, self.device)
@@ -392,7 +392,7 @@ class RLLightningModule(LightningModule):
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
-        current.check_untouched()
+        current.check_versions()
         self.seed_generators(batch)
         microbatches = current.plan.step(batch.step)
         tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)

@@ -148,7 +148,7 @@ class Rollout:
         """Rows that are samples and not padding, shape [B]."""
         return self.sample_ids >= 0
 
-    def required(self, name: str) -> Tensor:
+    def require(self, name: str) -> Tensor:
         """A field that must be there.
 
         Raises:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_rl.algorithm import Algorithm, LossParts
 from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
-from lightning_rl.corrections.stat import merged_moments
+from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.model import check_finite
@@ -75,7 +75,7 @@ class StepGradient:
 
     def joint(self, name: str) -> Tensor:
         """The moments of a statistic over all microbatches of this rank, shape [4]."""
-        return merged_moments(torch.stack([stats[name].moments for stats in self.stats]))
+        return merge_moments(torch.stack([stats[name].moments for stats in self.stats]))
 
     def metrics(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
         """The step's losses over all ranks, its gradient norm, and other numbers of the step.

@@ -161,7 +161,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_2_11_seven_samples_are_a_group_of_four_and_one_of_three", "lightning_rl/signal/masked.py",
      "torch.unique(groups, return_inverse=True)", "torch.unique(torch.zeros_like(groups), return_inverse=True)"),
     ("test_2_12_a_drifted_bad_response_is_rejected_as_a_whole", "lightning_rl/corrections/combine.py",
-     "mask[:, None].expand_as(view.valid_tokens)", "(mask[:, None] | (view.required('advantages') > 0))"),
+     "mask[:, None].expand_as(view.valid_tokens)", "(mask[:, None] | (view.require('advantages') > 0))"),
     ("test_2_12_a_drifted_bad_response_is_rejected_as_a_whole", "lightning_rl/corrections/combine.py",
      "Stat.of(~mask, view.trained)", "Stat.of(~mask * view.valid_tokens.sum(-1), view.trained)"),
     ("test_2_12_a_drifted_bad_response_is_rejected_as_a_whole", "lightning_rl/signal/masked.py",

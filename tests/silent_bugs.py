@@ -11,14 +11,14 @@ from torch import Tensor
 from lightning_rl import FakeEngine, Reinforce, RLCallback, Rollout, Stat, token_mean
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.corrections import Corrections
-from lightning_rl.corrections.stat import merged_moments, shown_value
+from lightning_rl.corrections.stat import merge_moments, reduce_moments
 from lightning_rl.generation import Sampling
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.signal import estimate_signal
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.update import accumulate_gradient
 
 G = 3
@@ -39,7 +39,7 @@ class Found:
 
 def merged(*stats: Stat) -> float:
     """The figure of one metric over several microbatches or ranks."""
-    return shown_value(merged_moments(torch.stack([stat.moments for stat in stats])).tolist(), stats[0].shown)
+    return reduce_moments(merge_moments(torch.stack([stat.moments for stat in stats])).tolist(), stats[0].reduction)
 
 
 def one_step(
@@ -48,7 +48,7 @@ def one_step(
     *callbacks: RLCallback,
     loss: Any = None,
     reduction: Any = token_mean,
-    global_sum: GlobalSum = own_sum,
+    global_sum: GlobalSum = local_sum,
     **options: Any,
 ) -> Found:
     """Accumulates the gradient of a tiny float64 policy over microbatches of the given rows."""
@@ -67,11 +67,11 @@ def one_step(
 
 
 def signal(
-    rollout: Rollout, estimator: Any, *callbacks: RLCallback, global_sum: GlobalSum = own_sum
+    rollout: Rollout, estimator: Any, *callbacks: RLCallback, global_sum: GlobalSum = local_sum
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages and what is logged beside them."""
     found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks), global_sum)
-    return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}
+    return found.require("advantages"), {name: float(stat.value()) for name, stat in stats.items()}
 
 
 def sampler_of(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **options: Any) -> Sampler:

@@ -24,8 +24,8 @@ from lightning_rl import (
 )
 from lightning_rl.algorithm import LossParts
 from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
-from lightning_rl.corrections.stat import merged_moments, shown_value
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.corrections.stat import merge_moments, reduce_moments
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 
 NAN, INF = math.nan, math.inf
@@ -40,7 +40,7 @@ def ragged_view(seed: int = 0) -> LossView:
     rollout = ragged_rollout(seed=seed, dtype=torch.float64)
     draw = torch.Generator().manual_seed(seed + 1)
     noise, entropy, values = torch.randn(3, *rollout.response_ids.shape, generator=draw, dtype=torch.float64).unbind()
-    logprobs = torch.where(rollout.valid_tokens, rollout.required("old_logprobs") + noise / 3, 0.0)
+    logprobs = torch.where(rollout.valid_tokens, rollout.require("old_logprobs") + noise / 3, 0.0)
     rollout = rollout.map(lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor)
     view = view_of_rollout(rollout, logprobs.requires_grad_())
     return view.replace(entropy=entropy.abs().requires_grad_(), current_values=values.requires_grad_())
@@ -48,7 +48,7 @@ def ragged_view(seed: int = 0) -> LossView:
 
 def evaluate(view: LossView, reduction: Reduction = sequence_mean, **options: Any) -> LossParts:
     algorithm = an_algorithm(reduction=reduction, **options)
-    return algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    return algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, local_sum))
 
 
 def term(coef: float = 0.1, **options: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_masked_term_is_multiplied_as_well() -> None:
 def test_a_term_may_bring_its_own_reduction(reduction: Reduction) -> None:
     view = ragged_view()
     found = evaluate(view, callbacks=[term(reduction=reduction)]).parts["term/loss"]
-    weights = reduction(view.valid_tokens, view.trained, view.groups, own_sum)
+    weights = reduction(view.valid_tokens, view.trained, view.groups, local_sum)
     assert_close(found, (weights * view.logprobs.detach() ** 2 * view.valid_tokens).sum())
 
 
@@ -134,13 +134,13 @@ FIELDS = [
 @pytest.mark.parametrize("field", FIELDS)
 def test_poison_at_a_masked_token_reaches_neither_loss_nor_gradient_nor_metric(field: str, poison: float) -> None:
     def run(view: LossView) -> tuple[LossParts, list[Tensor]]:
-        inputs = [view.logprobs, view.entropy, view.required("current_values")]
+        inputs = [view.logprobs, view.entropy, view.require("current_values")]
         callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True), HALVE, term(masked=True)]
         found = evaluate(view, callbacks=callbacks, entropy_coef=0.1)
         return found, list(torch.autograd.grad(found.total, inputs))
 
     view = ragged_view()
-    clean = view.required(field)
+    clean = view.require(field)
     poisoned = torch.where(view.valid_tokens, clean, poison).detach().requires_grad_(clean.requires_grad)
     (plain, gradients), (found, spoiled) = run(view), run(view.replace(**{field: poisoned}))
     assert torch.equal(found.total, plain.total)
@@ -177,10 +177,10 @@ def test_the_entropy_bonus_pushes_entropy_up() -> None:
 @pytest.mark.parametrize(("clip", "loss", "slope"), [(None, 0.125, -0.5), (0.25, 0.28125, 0.0)])
 def test_the_value_loss_is_clipped_around_the_old_value(clip: float | None, loss: float, slope: float) -> None:
     view = view_of([-1.0], values=[0.0], returns=[1.0], current_values=[0.5])
-    view = view.replace(current_values=view.required("current_values").requires_grad_())
+    view = view.replace(current_values=view.require("current_values").requires_grad_())
     found = evaluate(view, value_loss=ValueLoss(clip=clip, coef=2.0))
     assert float(found.parts["loss/value"]) == loss
-    assert torch.autograd.grad(found.total, view.required("current_values"))[0].item() == 2 * slope
+    assert torch.autograd.grad(found.total, view.require("current_values"))[0].item() == 2 * slope
     assert float(found.stats["value/error"].value()) == 0.5
 
 
@@ -200,7 +200,7 @@ def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
         "loss": ClippedSurrogate(),
     }
     view = ragged_view()
-    inputs = [view.logprobs, view.entropy, view.required("current_values")]
+    inputs = [view.logprobs, view.entropy, view.require("current_values")]
     whole = evaluate(view, reduction, **options)
     gradients = torch.autograd.grad(whole.total, inputs)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
@@ -208,7 +208,7 @@ def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
     for rows in order.split(list(cut)):
         piece = view.select(rows).fit_width(int(view.response_lengths[rows].max()) if len(rows) else 1)
         known = {
-            weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum)[rows, : piece.width]
+            weigh: weigh(view.valid_tokens, view.trained, view.groups, local_sum)[rows, : piece.width]
             for weigh in REDUCTIONS
         }
         parts.append(an_algorithm(reduction=reduction, **options).microbatch_loss(piece, known.__getitem__))
@@ -219,8 +219,8 @@ def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
     for name, part in whole.parts.items():
         assert_close(torch.stack([found.parts[name] for found in parts]).sum(), part, atol=1e-10, rtol=0)
     for name, stat in whole.stats.items():
-        merged = merged_moments(torch.stack([found.stats[name].moments for found in parts]))
-        assert_close(shown_value(merged.tolist(), stat.shown), stat.value(), atol=1e-10, rtol=0)
+        merged = merge_moments(torch.stack([found.stats[name].moments for found in parts]))
+        assert_close(reduce_moments(merged.tolist(), stat.reduction), stat.value(), atol=1e-10, rtol=0)
 
 
 def test_measures_come_from_untouched_log_probabilities_of_valid_tokens() -> None:

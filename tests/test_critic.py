@@ -15,7 +15,7 @@ from lightning_rl import LossView, Reinforce, RLLightningModule, ValueLoss
 
 def view(current: list[float], old: list[float], returns: list[float]) -> LossView:
     found = view_of([-1.0] * len(old), values=old, returns=returns, current_values=current, advantages=[0.0] * len(old))
-    return found.replace(current_values=found.required("current_values").requires_grad_())
+    return found.replace(current_values=found.require("current_values").requires_grad_())
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,12 @@ def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
     assert all(math.isfinite(value) for row in figures.rows for value in row.values())
     assert figures.rows[0]["policy/ratio_max"] == 1.0 and figures.rows[-1]["kl/old"] > 1e-6
     for rollout in seen:
-        old, drawn = rollout.required("old_logprobs"), rollout.required("rollout_logprobs")
+        old, drawn = rollout.require("old_logprobs"), rollout.require("rollout_logprobs")
         torch.testing.assert_close(old[rollout.valid_tokens], drawn[rollout.valid_tokens], rtol=0, atol=1e-5)
         assert holds(rollout.token_extras[SAMPLING_MASK], rollout.response_ids)[rollout.valid_tokens].all()
     first = seen[0]
-    for other in (first.required("ref_logprobs"), first.token_extras["teacher_logprobs"]):
-        assert torch.equal(other[first.valid_tokens], first.required("old_logprobs")[first.valid_tokens])
+    for other in (first.require("ref_logprobs"), first.token_extras["teacher_logprobs"]):
+        assert torch.equal(other[first.valid_tokens], first.require("old_logprobs")[first.valid_tokens])
 
 
 def test_what_would_be_kept_now_leaves_drawn_tokens_out() -> None:

@@ -137,10 +137,10 @@ def test_the_first_step_of_a_rollout_has_ratio_one_and_no_kl_to_old(precision: s
     fit(module, callbacks=[watch, ReferenceKL(0.0, as_loss=True)], precision=precision, max_steps=8)
     per_step = len(watch.views) // 8
     for number, view in enumerate(watch.views):
-        gap = (view.logprobs.detach() - view.required("old_logprobs"))[view.valid_tokens]
+        gap = (view.logprobs.detach() - view.require("old_logprobs"))[view.valid_tokens]
         first_of_rollout = (number // per_step) % 4 == 0
         assert bool((gap == 0).all()) is first_of_rollout
-        distance = (view.logprobs.detach() - view.required("ref_logprobs"))[view.valid_tokens]
+        distance = (view.logprobs.detach() - view.require("ref_logprobs"))[view.valid_tokens]
         assert bool((distance == 0).all()) is (number < per_step)
 
 
@@ -149,7 +149,7 @@ def test_the_engines_log_probabilities_are_the_trainers() -> None:
     module = tiny_module(temperature=0.7, epochs=2, max_new_tokens=16)
     fit(module, callbacks=[watch])
     for rollout in watch.rollouts:
-        gap = (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]
+        gap = (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
         assert float(gap.abs().max()) < 1e-5
 
 
@@ -181,7 +181,7 @@ class KeepsAndEdits(RLCallback):
 
     @override
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        self.kept.required("advantages").mul_(2.0)
+        self.kept.require("advantages").mul_(2.0)
 
 
 def test_a_callback_that_writes_in_place_is_named() -> None:
@@ -313,8 +313,8 @@ def test_a_reward_that_fails_takes_its_rows_out_and_nothing_becomes_nan(reward: 
     module = tiny_module(rewards=reward, epochs=2)
     fit(module, callbacks=[watch])
     for rollout in watch.rollouts:
-        assert torch.isfinite(rollout.required("advantages")).all()
-        assert not rollout.required("advantages")[~rollout.rewarded].any()
+        assert torch.isfinite(rollout.require("advantages")).all()
+        assert not rollout.require("advantages")[~rollout.rewarded].any()
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 
 
@@ -326,7 +326,7 @@ def constant_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any
 def test_a_group_without_spread_teaches_nothing(advantages: str) -> None:
     watch = Watch()
     fit(tiny_module(advantages=advantages, rewards=constant_reward), callbacks=[watch])
-    assert all(not rollout.required("advantages").any() for rollout in watch.rollouts)
+    assert all(not rollout.require("advantages").any() for rollout in watch.rollouts)
 
 
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_rl import ClippedSurrogate, RLCallback, Rollout, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 from lightning_rl.callbacks import OPSM, OffPolicyIS, ReferenceKL, RolloutKL
-from lightning_rl.corrections.stat import merged_moments
+from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.policy import Plan, PolicyModel
 from lightning_rl.policy.plan import RowLists, plan_of_rows
 from lightning_rl.update import accumulate_gradient, loss_view
@@ -63,7 +63,7 @@ def one_step(rollout: Rollout, plan: Plan, *, packed: bool, reduction: Any, dtyp
     )
     found: Found = dict(step.parts)
     for name in step.stats[0]:
-        found[name] = merged_moments(torch.stack([stats[name].moments for stats in step.stats]))
+        found[name] = merge_moments(torch.stack([stats[name].moments for stats in step.stats]))
     gradients = [weight.grad for weight in policy.parameters()]
     assert all(gradient is not None for gradient in gradients)
     found["gradient"] = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])

@@ -24,10 +24,10 @@ def test_advantages_are_what_a_token_still_earns_minus_the_greedy_score() -> Non
     module, seen = trained(ReferenceKL(0.5))
     assert len(seen) == 4 and all(len(rollout) == 4 for rollout in seen)
     for rollout in seen:
-        penalty = 0.5 * (rollout.required("old_logprobs") - rollout.required("ref_logprobs"))
+        penalty = 0.5 * (rollout.require("old_logprobs") - rollout.require("ref_logprobs"))
         later = torch.where(rollout.valid_tokens, penalty, 0.0).flip(-1).cumsum(-1).flip(-1)
         expected = (rollout.rewards - rollout.extras["greedy_score"])[:, None] - later
-        gap = (rollout.required("advantages") - expected)[rollout.valid_tokens]
+        gap = (rollout.require("advantages") - expected)[rollout.valid_tokens]
         assert float(gap.abs().max()) < 1e-5
     assert any(rollout.extras["greedy_score"].unique().numel() > 1 for rollout in seen)
     assert moved(module)
@@ -65,14 +65,14 @@ def test_the_baseline_is_the_score_of_the_policys_own_greedy_answer() -> None:
 
 def test_a_greedy_score_of_the_samples_own_height_teaches_nothing() -> None:
     module, seen = trained(rewards=lambda prompts, *_, **__: [1.0] * len(prompts))
-    assert not any(rollout.required("advantages").any() for rollout in seen)
+    assert not any(rollout.require("advantages").any() for rollout in seen)
     assert not moved(module)
 
 
 def test_log_probabilities_of_the_engine_come_along() -> None:
     _, seen = trained(RolloutKL(0.1))
     for rollout in seen:
-        gap = (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]
+        gap = (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
         assert float(gap.abs().max()) < 1e-5
 
 

@@ -215,9 +215,9 @@ def test_concatenate_refuses_different_fields_and_names_them() -> None:
 
 def test_required_names_what_is_missing() -> None:
     rollout = whole_rollout()
-    assert rollout.required("values") is rollout.values
+    assert rollout.require("values") is rollout.values
     with pytest.raises(ValueError, match=r'expected a rollout with "values", got none'):
-        rollout.replace(values=None).required("values")
+        rollout.replace(values=None).require("values")
 
 
 def test_versions_tell_an_edit_and_a_swap_of_any_tensor() -> None:
@@ -228,7 +228,7 @@ def test_versions_tell_an_edit_and_a_swap_of_any_tensor() -> None:
         tensor[0] = tensor[1].clone()
         assert [key for key, version in rollout.versions().items() if version != before[key]] == [name]
         before = rollout.versions()
-    assert rollout.replace(values=rollout.required("values").clone()).versions() != before
+    assert rollout.replace(values=rollout.require("values").clone()).versions() != before
 
 
 def test_replace_leaves_the_original_alone() -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.rewards import shaped_rewards
 
 RowFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,7 +44,7 @@ class RewardSignal:
     shaped: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"] | None = None
     greedy: Float[Tensor, " B"] | None = None
-    global_sum: GlobalSum = own_sum
+    global_sum: GlobalSum = local_sum
 
     def spread_out(self, per_row: Float[Tensor, " B"]) -> Float[Tensor, "B T"]:
         """One number for each row at all of its valid tokens."""

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_rl.advantages.base import Advantages, RewardSignal, RowEstimator
 from lightning_rl.advantages.group_relative import check_epsilon
-from lightning_rl.signal.masked import GlobalSum, masked_fill_invalid, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid
 from lightning_rl.signal.statistics import batch_statistics, group_statistics
 
 Level = Literal["batch", "group", "none"]
@@ -60,7 +60,7 @@ class Normalized(RowEstimator):
 
     @override
     def per_row(
-        self, scores: Tensor, groups: Tensor, rewarded: Tensor, global_sum: GlobalSum = own_sum
+        self, scores: Tensor, groups: Tensor, rewarded: Tensor, global_sum: GlobalSum = local_sum
     ) -> Float[Tensor, " B"]:
         statistics = {
             "group": lambda: group_statistics(scores, groups, rewarded),

@@ -109,7 +109,7 @@ def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections)
     before = sampled.select(torch.tensor([row_of[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.int64))
     for callback in corrections.contributors("exclude"):
         charges.take_rows(f"{callback.name}.exclude", callback.exclude(before).to(device))
-    idle = rollout.required("advantages") == 0
+    idle = rollout.require("advantages") == 0
     without = (idle | ~rollout.valid_tokens).all(-1)
     charges.take_rows("unscored", without & ~before.extras[SCORED].to(device))
     for stage in _stages(corrections, "reward_mask"):
@@ -125,7 +125,7 @@ def update_charges(view: LossView, corrections: Corrections, loss: PolicyLoss) -
     Tokens are taken by the loss ("clip") if the policy loss has no gradient with respect to their log-probability.
     """
     view = view.sanitize()
-    size = view.required("advantages").double().abs()
+    size = view.require("advantages").double().abs()
     tokens = view.valid_tokens & (size > 0)
     charges = Charges(tokens, tokens.any(-1), torch.where(tokens, size, 0.0))
     for callback in corrections.contributors("sequence_mask"):

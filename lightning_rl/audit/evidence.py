@@ -22,8 +22,8 @@ from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.signal import estimate_signal
-from lightning_rl.signal.masked import own_sum
-from lightning_rl.signal.selection import own_values
+from lightning_rl.signal.masked import local_sum
+from lightning_rl.signal.selection import local_values
 from lightning_rl.update import accumulate_gradient, from_table, loss_view
 
 SHOWN_A_ROLLOUT = tuple(
@@ -136,12 +136,12 @@ class Evidence:
 
     def advantages_of(self, rollout: Rollout) -> Tensor:
         """The advantages that the signal stage makes of another rollout, [B, T]."""
-        return self.signal(rollout)[0].required("advantages")
+        return self.signal(rollout)[0].require("advantages")
 
     @property
     def advantages(self) -> Tensor:
         """The advantages that the signal stage makes of :attr:`groups`, [B, T]."""
-        return self._signal[0].required("advantages")
+        return self._signal[0].require("advantages")
 
     @property
     def shaped_reward(self) -> Tensor:
@@ -157,7 +157,7 @@ class Evidence:
         """The policy's log-probabilities of ``rows``, or those of the rollout where there is no policy, [b, T]."""
         if self.outputs is not None:
             return self.outputs.logprobs
-        return torch.where(self.rows.valid_tokens, self.rows.required("old_logprobs"), 0.0)
+        return torch.where(self.rows.valid_tokens, self.rows.require("old_logprobs"), 0.0)
 
     @property
     def on_policy(self) -> Rollout:
@@ -187,7 +187,7 @@ class Evidence:
         if not loss.prepares:
             return view
         with torch.no_grad():
-            prepared = loss.prepare([view], own_sum, own_values)
+            prepared = loss.prepare([view], local_sum, local_values)
         return view.replace(prepared=None if prepared is None else prepared[0])
 
     @cached_property

@@ -97,7 +97,7 @@ class SignalLedger(RLCallback):
         charges = signal_charges(rollout, concatenate([part for _, part in samples]), self._corrections)
         taken = _sums([part.taken for part, _ in samples] + [charges.taken], rollout.groups.device)
         sampled = charges.remainder() + torch.stack(list(taken.values())).sum(0)
-        size = torch.where(rollout.valid_tokens, rollout.required("advantages").double().abs(), 0.0).sum()
+        size = torch.where(rollout.valid_tokens, rollout.require("advantages").double().abs(), 0.0).sum()
         amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
         self.totals = Totals(*self.collectives.sum(torch.stack(amounts)).tolist())
         counts = {f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])}

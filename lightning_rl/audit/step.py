@@ -11,7 +11,7 @@ from lightning_rl.corrections import ParameterTrace, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 
 
@@ -84,7 +84,7 @@ class StepEvidence:
         width = max(valid.shape[1] for valid, _, _ in self.masks)
         valid = [pad(valid, (0, width - valid.shape[1])) for valid, _, _ in self.masks]
         trained, groups = (torch.cat([masks[place] for masks in self.masks]) for place in (1, 2))
-        weights = reduction(torch.cat(valid), trained, groups, own_sum)
+        weights = reduction(torch.cat(valid), trained, groups, local_sum)
         begin = sum(map(len, valid[: self.rank]))
         return weights[begin : begin + len(self.rows), : self.rows.width]
 

@@ -91,7 +91,7 @@ class RLCallback(Callback):
     callbacks combine with commutative operations in the order of their names, so the order of the list never matters.
 
     Attributes:
-        name: the stem of the callback's file and the prefix of its metrics; unique in a run, see :meth:`named`.
+        name: the stem of the callback's file and the prefix of its metrics; unique in a run, see :meth:`with_name`.
         reads: names of the rollout fields that its once-per-rollout methods need.
         reads_at_loss: names of the fields that its loss-time methods need.
         records: what the engine has to record about every token for it, by the name in the extras.
@@ -129,7 +129,7 @@ class RLCallback(Callback):
         """The contribution methods that this callback offers: by default those that its class overrides."""
         return frozenset(m for m in CONTRIBUTIONS if getattr(type(self), m) is not getattr(RLCallback, m))
 
-    def named(self: RLCallbackT, name: str) -> RLCallbackT:
+    def with_name(self: RLCallbackT, name: str) -> RLCallbackT:
         """A copy under another name, to use a correction twice in one run."""
         twin = copy.copy(self)
         twin.name = name

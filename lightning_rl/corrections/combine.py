@@ -68,7 +68,9 @@ class Corrections:
             if not callback.name:
                 raise ValueError(f"expected {type(callback).__name__} to set the class attribute `name`, got none")
             if names.count(callback.name) > 1:
-                raise ValueError(f'expected unique names, got "{callback.name}" twice: use .named("another") on one')
+                raise ValueError(
+                    f'expected unique names, got "{callback.name}" twice: use .with_name("another") on one'
+                )
             if collectives is not None:
                 callback.collectives = collectives
         self._contributors = {

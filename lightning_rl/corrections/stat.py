@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Shown = Literal["mean", "max", "std", "ess", "sum"]
+StatReduction = Literal["mean", "max", "std", "ess", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Stat:
     """
 
     moments: Float[Tensor, "4"]  # float64: count, mean, squared deviations, maximum
-    shown: Shown = "mean"
+    reduction: StatReduction = "mean"
 
     @staticmethod
     def of(values: Tensor, mask: Tensor | None = None) -> "Stat":
@@ -62,26 +62,26 @@ class Stat:
 
     def maximum(self) -> "Stat":
         """The same population, logging its maximum."""
-        return replace(self, shown="max")
+        return replace(self, reduction="max")
 
     def std(self) -> "Stat":
         """The same population, logging its unbiased standard deviation."""
-        return replace(self, shown="std")
+        return replace(self, reduction="std")
 
     def sum(self) -> "Stat":
         """The same population, logging its sum."""
-        return replace(self, shown="sum")
+        return replace(self, reduction="sum")
 
     def ess(self) -> "Stat":
         """The same population taken as weights, logging the effective share of samples (sum w)^2 / (n sum w^2)."""
-        return replace(self, shown="ess")
+        return replace(self, reduction="ess")
 
     def value(self) -> float:
         """The figure that is logged; NaN for an empty population."""
-        return shown_value(self.moments.tolist(), self.shown)
+        return reduce_moments(self.moments.tolist(), self.reduction)
 
 
-def merged_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
+def merge_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
     """Joins N disjoint populations into one, in the order given.
 
     Source: Chan, Golub and LeVeque 1983, the multiway form.
@@ -93,7 +93,7 @@ def merged_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
     return torch.stack([total, joint, deviation, maximum.amax(0)], -1)
 
 
-def shown_value(moments: Sequence[float], shown: Shown) -> float:
+def reduce_moments(moments: Sequence[float], reduction: StatReduction) -> float:
     """One figure of a population, given as count, mean, squared deviations and maximum; NaN if it is empty."""
     count, mean, squares, maximum = moments
     if count == 0:
@@ -105,7 +105,7 @@ def shown_value(moments: Sequence[float], shown: Shown) -> float:
         "ess": lambda: 1 / (1 + squares / count / mean**2) if mean**2 > 0 else math.nan,
         "sum": lambda: mean * count,
     }
-    return figures[shown]()
+    return figures[reduction]()
 
 
 def disjoint(*parts: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -28,7 +28,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     for part in _backbones(model):
         check_plan(part, mesh.size())
-        for _, module, style in _planned(part):
+        for _, module, style in _plan_entries(part):
             for linear in _linears(module, style) if style in SPLIT else ():
                 parallelize_module(linear, mesh, SPLIT[style]())
 
@@ -40,7 +40,7 @@ def check_plan(backbone: PreTrainedModel, size: int) -> None:
         ValueError: naming the model, what is in the way and the fix.
     """
     name, config = type(backbone).__name__, backbone.config.get_text_config()
-    planned = list(_planned(backbone))
+    planned = list(_plan_entries(backbone))
     unknown = sorted({style for _, _, style in planned} - {*SPLIT, PARTIAL})
     split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     uneven = [f"{key}={getattr(config, key)}" for key in split if getattr(config, key, size) % size]
@@ -58,7 +58,7 @@ def check_plan(backbone: PreTrainedModel, size: int) -> None:
 def add_up_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Adds up the gradients of parameters that are whole on each rank but met only some of the heads."""
     for part in _backbones(model):
-        for _, module, style in _planned(part):
+        for _, module, style in _plan_entries(part):
             for parameter in module.parameters() if style == PARTIAL else ():
                 if parameter.grad is not None:
                     grad = parameter.grad
@@ -71,7 +71,7 @@ def _backbones(model: nn.Module) -> Iterator[PreTrainedModel]:
             yield part
 
 
-def _planned(backbone: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+def _plan_entries(backbone: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
     """Name, module and style of everything that the plan names and the model has."""
     plan = getattr(backbone.config.get_text_config(), "base_model_tp_plan", None) or {}
     for name, module in backbone.named_modules():

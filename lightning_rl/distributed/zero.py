@@ -94,10 +94,10 @@ class ZeRO(Parallel):
     @override
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
-            with self._gathered(parameter):
+            with self._gather(parameter):
                 yield name, parameter.detach()
 
-    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[object]:
+    def _gather(self, parameter: nn.Parameter) -> AbstractContextManager[object]:
         return import_module("deepspeed").zero.GatheredParameters([parameter], enabled=self.sharded)
 
 

@@ -73,7 +73,7 @@ class RatioLoss(PolicyLoss):
 
     def importance(self, view: LossView) -> Float[Tensor, "B T"]:
         """The ratio at each token, with gradient."""
-        return policy_ratio(view.logprobs, view.required(self.reads[0]), bound=self.log_ratio_bound)
+        return policy_ratio(view.logprobs, view.require(self.reads[0]), bound=self.log_ratio_bound)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,12 @@ class CISPO(PolicyLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        anchor, advantages = view.required(f"{self.anchor}_logprobs"), view.required("advantages")
+        anchor, advantages = view.require(f"{self.anchor}_logprobs"), view.require("advantages")
         weight = clipped_weight(view.logprobs, anchor, minimum=1 - self.clip_low, maximum=1 + self.clip_high)
         return -weight * advantages * view.logprobs
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        ratio = policy_ratio(view.logprobs, view.required(f"{self.anchor}_logprobs"))
+        ratio = policy_ratio(view.logprobs, view.require(f"{self.anchor}_logprobs"))
         changed = (ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)
         return {"policy/clipped": Stat.of(changed, view.valid_tokens)}

@@ -58,11 +58,11 @@ class ClippedSurrogate(RatioLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        return self.surrogate(self.importance(view), view.required("advantages"))
+        return self.surrogate(self.importance(view), view.require("advantages"))
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        ratio, advantages = self.importance(view).detach(), view.required("advantages")
+        ratio, advantages = self.importance(view).detach(), view.require("advantages")
         below, above = (ratio < 1 - self.clip_low) & (advantages < 0), (ratio > 1 + self.clip_high) & (advantages > 0)
         return Stat.many({"policy/clip_low": below, "policy/clip_high": above}, view.valid_tokens)
 

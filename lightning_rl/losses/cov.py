@@ -64,7 +64,7 @@ class ClipCov(ClippedSurrogate):
         return {**super().metrics(view), "policy/chosen": Stat.of(prepared_tokens(view), view.valid_tokens)}
 
     def _clip_binds(self, view: LossView) -> Tensor:
-        ratio, advantages = self.importance(view), view.required("advantages")
+        ratio, advantages = self.importance(view), view.require("advantages")
         return -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages > -ratio * advantages
 
 
@@ -103,8 +103,8 @@ class KLCov(RatioLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        surrogate = -self.importance(view) * view.required("advantages")
-        drift = (view.logprobs - view.required("old_logprobs")).abs()
+        surrogate = -self.importance(view) * view.require("advantages")
+        drift = (view.logprobs - view.require("old_logprobs")).abs()
         return surrogate + torch.where(prepared_tokens(view), self.coef * drift, 0.0)
 
     @override
@@ -113,7 +113,7 @@ class KLCov(RatioLoss):
 
 
 def _covariances(views: Sequence[LossView], global_sum: GlobalSum) -> list[Tensor]:
-    advantages = [view.required("advantages") for view in views]
+    advantages = [view.require("advantages") for view in views]
     return covariances([view.logprobs for view in views], advantages, [view.valid_tokens for view in views], global_sum)
 
 

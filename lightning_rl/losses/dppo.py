@@ -52,8 +52,8 @@ class DPPO(RatioLoss):
 
     def outside(self, view: LossView) -> Bool[Tensor, "B T"]:
         """The tokens that have left the trust region and are left out."""
-        advantages = view.required("advantages")
-        now, then = view.logprobs.detach().exp(), view.required("rollout_logprobs").exp()
+        advantages = view.require("advantages")
+        now, then = view.logprobs.detach().exp(), view.require("rollout_logprobs").exp()
         distance = (now - then).abs() if self.divergence == "tv" else _binary_kl(then, now)
         grown = (now > then) & (distance > self.high) & (advantages > 0)
         shrunk = (now < then) & (distance > self.low) & (advantages <= 0)
@@ -61,7 +61,7 @@ class DPPO(RatioLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        ratio, advantages, inside = self.importance(view), view.required("advantages"), ~self.outside(view)
+        ratio, advantages, inside = self.importance(view), view.require("advantages"), ~self.outside(view)
         if self.cap is None:
             return torch.where(inside, -ratio * advantages, 0.0)
         return torch.where(inside, -ratio.detach().clamp(max=self.cap) * advantages * view.logprobs, 0.0)

@@ -41,8 +41,8 @@ class GMPO(RatioLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        advantages, valid = view.required("advantages"), view.valid_tokens
-        log_ratio, sign = view.logprobs - view.required("old_logprobs"), advantages.sign()
+        advantages, valid = view.require("advantages"), view.valid_tokens
+        log_ratio, sign = view.logprobs - view.require("old_logprobs"), advantages.sign()
         worse = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip, self.clip))
         mean = row_mean(worse, valid)
         ratio = policy_ratio(mean, torch.zeros_like(mean), bound=self.log_ratio_bound)

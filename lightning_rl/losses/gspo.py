@@ -40,7 +40,7 @@ class GSPO(ClippedSurrogate):
 
     @override
     def importance(self, view: LossView) -> Float[Tensor, "B T"]:
-        old, valid = view.required("old_logprobs"), view.valid_tokens
+        old, valid = view.require("old_logprobs"), view.valid_tokens
         log_ratio = sequence_log_ratio(view.logprobs, old, valid, geometric=True)[:, None]
         if self.per_token:
             logprobs = masked_fill_invalid(view.logprobs, valid)

@@ -45,7 +45,7 @@ class M2PO(ClippedSurrogate):
     def prepare(
         self, views: Sequence[LossView], global_sum: GlobalSum, global_concat: GlobalConcat
     ) -> Sequence[Tensor]:
-        squares = [(view.required("old_logprobs") - view.required("rollout_logprobs")).square() for view in views]
+        squares = [(view.require("old_logprobs") - view.require("rollout_logprobs")).square() for view in views]
         return smallest_with_mean_below(squares, [view.valid_tokens for view in views], self.threshold, global_concat)
 
     @override

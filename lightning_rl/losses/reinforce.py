@@ -19,4 +19,4 @@ class Reinforce(PolicyLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        return -view.required("advantages") * view.logprobs
+        return -view.require("advantages") * view.logprobs

@@ -38,7 +38,7 @@ class SAPO(RatioLoss):
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        advantages = view.required("advantages")
+        advantages = view.require("advantages")
         tau = torch.where(advantages > 0, torch.full_like(advantages, self.tau_positive), self.tau_negative)
         gate = torch.sigmoid(tau * (self.importance(view) - 1))
         return -4 / tau * gate * advantages

@@ -20,7 +20,7 @@ from lightning_rl.files import write_atomically
 from lightning_rl.recording.algorithm import algorithm_from_json
 from lightning_rl.rollout import Rollout
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

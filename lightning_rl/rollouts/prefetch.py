@@ -132,7 +132,7 @@ class Prefetcher:
             self._pending[state["rollout"]] = Pending(prompts=prompts, samples=samples)
 
 
-def tickets_left(trainer: Trainer, batch_idx: int) -> float:
+def remaining_tickets(trainer: Trainer, batch_idx: int) -> float:
     """How many tickets a fit has left by its limits, the current one included; more if optimizer steps are skipped.
 
     Args:

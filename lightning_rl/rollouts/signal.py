@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.advantages import Estimator, RewardSignal
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
-from lightning_rl.signal.masked import GlobalSum, group_index, masked_fill_invalid, own_sum
+from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
 
@@ -28,7 +28,7 @@ class SignalledRollout(NamedTuple):
 
 
 def estimate_signal(
-    rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = own_sum
+    rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
 ) -> SignalledRollout:
     """From rewards, bonuses and token rewards to the advantage of every token.
 

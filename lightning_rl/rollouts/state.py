@@ -44,7 +44,7 @@ class CurrentRollout:
         """Holds a rollout from now on."""
         return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=rollout.versions())
 
-    def check_untouched(self) -> None:
+    def check_versions(self) -> None:
         """Raises a RuntimeError that names the field if anybody wrote to the rollout since it was finished."""
         edited = [name for name, version in self.rollout.versions().items() if version != self.versions[name]]
         if edited:

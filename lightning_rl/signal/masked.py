@@ -11,7 +11,7 @@ GlobalSum = Callable[[Tensor], Tensor]
 """Adds a tensor up over all ranks, in rank order; every rank calls it the same number of times."""
 
 
-def own_sum(values: Tensor) -> Tensor:
+def local_sum(values: Tensor) -> Tensor:
     """The :data:`GlobalSum` of a single rank: the tensor itself."""
     return values
 
@@ -55,7 +55,7 @@ class Moments(NamedTuple):
         return (self.squares / (self.number - int(unbiased)).clamp(min=1)).sqrt() * self.spread
 
 
-def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = own_sum) -> Moments:
+def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = local_sum) -> Moments:
     """Two passes in float64, so that a large offset costs no precision.
 
     Whether values differ is a test and not an epsilon: in float64 the mean of equal float32 values is exact up to
@@ -78,7 +78,7 @@ def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = own_sum
 def whiten(
     values: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
-    global_sum: GlobalSum = own_sum,
+    global_sum: GlobalSum = local_sum,
     *,
     shifted: bool = True,
     unbiased: bool = True,

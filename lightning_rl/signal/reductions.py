@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.masked import GlobalSum, group_index, own_sum
+from lightning_rl.signal.masked import GlobalSum, group_index, local_sum
 
 Tokens = Bool[Tensor, "B T"]
 Rows = Bool[Tensor, " B"]
@@ -23,7 +23,7 @@ Reduction = Callable[[Tensor, Tensor, Tensor, GlobalSum], Tensor]
 """``(valid_tokens [B, T], trained [B], groups [B], global_sum) -> weights [B, T] float64``, 0 at invalid tokens."""
 
 
-def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
+def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
     """Every valid token of the step weighs the same.
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476.
@@ -33,7 +33,7 @@ def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: 
     return valid_tokens.double() / tokens.clamp(min=1)
 
 
-def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
+def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
     """Every trained row weighs the same, and so does every token within it. Rows without valid tokens count as rows.
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300.
@@ -64,14 +64,16 @@ class SequenceSumNorm:
         if self.length < 1:
             raise ValueError(f"expected length >= 1, got {self.length}")
 
-    def __call__(self, valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
+    def __call__(
+        self, valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum
+    ) -> Weights:
         """Weighs every valid token with ``1 / (length * rows)``."""
         del groups
         rows = global_sum(trained.sum().double())
         return valid_tokens.double() / self.length / rows.clamp(min=1)
 
 
-def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = own_sum) -> Weights:
+def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
     """Every prompt weighs the same, and so does every valid token of its responses. A group lies on one rank.
 
     Source: the SkyRL reduction of this name.

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.masked import GlobalSum, masked_fill_invalid, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid
 
 GlobalConcat = Callable[[Tensor], Tensor]
 """Joins tensors [N], of any length on each rank, in rank order; every rank calls it the same number of times."""
 
 
-def own_values(values: Tensor) -> Tensor:
+def local_values(values: Tensor) -> Tensor:
     """The :data:`GlobalConcat` of a single rank: the tensor itself."""
     return values
 
@@ -25,7 +25,7 @@ def covariances(
     logprobs: Sequence[Float[Tensor, "b T"]],
     advantages: Sequence[Float[Tensor, "b T"]],
     valid_tokens: Sequence[Bool[Tensor, "b T"]],
-    global_sum: GlobalSum = own_sum,
+    global_sum: GlobalSum = local_sum,
 ) -> list[Float[Tensor, "b T"]]:
     r"""Each token's share :math:`(A - \bar A)(\log p - \overline{\log p})` of the covariance, float64; 0 if masked.
 
@@ -47,7 +47,7 @@ def largest(
     scores: Sequence[Float[Tensor, "b T"]],
     candidates: Sequence[Bool[Tensor, "b T"]],
     number: int,
-    global_concat: GlobalConcat = own_values,
+    global_concat: GlobalConcat = local_values,
 ) -> list[Bool[Tensor, "b T"]]:
     """The ``number`` candidates with the largest scores of all ranks, ties at the last place included."""
     local = torch.cat([score[chosen].flatten() for score, chosen in zip(scores, candidates, strict=True)])
@@ -60,7 +60,7 @@ def smallest_with_mean_below(
     scores: Sequence[Float[Tensor, "b T"]],
     valid_tokens: Sequence[Bool[Tensor, "b T"]],
     threshold: float,
-    global_concat: GlobalConcat = own_values,
+    global_concat: GlobalConcat = local_values,
 ) -> list[Bool[Tensor, "b T"]]:
     """Valid tokens that remain once the largest scores are left out until the mean of the rest is below a threshold.
 

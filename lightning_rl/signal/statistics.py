@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.masked import GlobalSum, global_moments, group_index, masked_fill_invalid, own_sum
+from lightning_rl.signal.masked import GlobalSum, global_moments, group_index, local_sum, masked_fill_invalid
 
 
 class Population(NamedTuple):
@@ -44,7 +44,7 @@ def group_statistics(
 
 
 def batch_statistics(
-    scores: Float[Tensor, " B"], rewarded: Bool[Tensor, " B"], global_sum: GlobalSum = own_sum
+    scores: Float[Tensor, " B"], rewarded: Bool[Tensor, " B"], global_sum: GlobalSum = local_sum
 ) -> Population:
     """The same over the rewarded rows of all ranks, the same for every row."""
     batch = global_moments(scores, rewarded, global_sum)

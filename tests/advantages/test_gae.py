@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE, Estimator
 from lightning_rl.advantages import Advantages, RewardSignal
-from lightning_rl.signal.masked import GlobalSum, own_sum, whiten
+from lightning_rl.signal.masked import GlobalSum, local_sum, whiten
 from lightning_rl.signal.returns import gae
 from lightning_rl.signal.rewards import shaped_rewards
 
@@ -123,7 +123,7 @@ def test_no_rows_are_no_error() -> None:
 
 
 def estimated(
-    estimator: Estimator, shaped: Tensor, values: Tensor | None, valid: Tensor, total: GlobalSum = own_sum
+    estimator: Estimator, shaped: Tensor, values: Tensor | None, valid: Tensor, total: GlobalSum = local_sum
 ) -> Advantages:
     rows = len(shaped)
     signal = RewardSignal(

@@ -30,10 +30,10 @@ from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.audit.accounting import sampling_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
 from lightning_rl.corrections import Corrections
-from lightning_rl.corrections.stat import merged_moments
+from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 
 UNITS = ("sequences", "tokens", "weight")
 
@@ -77,7 +77,7 @@ def finished_rollout(sampled: Rollout, callbacks: list[RLCallback]) -> Rollout:
     corrections = Corrections(callbacks)
     own = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
     own = own.select(corrections.keep_groups(own))
-    return estimate_signal(exclude_rows(own, corrections)[0], GRPO(), corrections, own_sum)[0]
+    return estimate_signal(exclude_rows(own, corrections)[0], GRPO(), corrections, local_sum)[0]
 
 
 def figures(
@@ -97,7 +97,7 @@ def figures(
         stats = [dict(ledger.rollout_metrics(rollout))]
         for cut in torch.arange(len(rollout)).chunk(cuts) if cuts > 1 else [torch.arange(len(rollout))]:
             rows = rollout.select(cut[rollout.trained[cut]]).sanitize()
-            moved = rows.required("old_logprobs") + drift * torch.sin(
+            moved = rows.require("old_logprobs") + drift * torch.sin(
                 rows.sample_ids[:, None] + torch.arange(float(rows.width))
             )
             stats += [dict(ledger.metrics(view_of_rollout(rows, moved.requires_grad_())))] * passes
@@ -108,7 +108,7 @@ def figures(
     for stats in (stats for rank in logged_by_rank for stats in rank):
         for name, stat in stats.items():
             parts.setdefault(name, []).append(stat.moments)
-    merged = {name: merged_moments(torch.stack(moments)) for name, moments in parts.items()}
+    merged = {name: merge_moments(torch.stack(moments)) for name, moments in parts.items()}
     return {
         name: float(moments[1] * (moments[0] if name.endswith("/sampled") else 1)) for name, moments in merged.items()
     }

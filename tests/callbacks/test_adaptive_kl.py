@@ -66,7 +66,7 @@ def test_poison_at_masked_tokens_is_not_measured(poison: float) -> None:
     found = []
     for fill in (0.0, poison):
         rollout = ragged_rollout(dtype=torch.float64)
-        ref = torch.where(rollout.valid_tokens, rollout.required("ref_logprobs"), fill)
+        ref = torch.where(rollout.valid_tokens, rollout.require("ref_logprobs"), fill)
         callback = AdaptiveKL(horizon=100)
         Corrections([callback]).observe(rollout.replace(ref_logprobs=ref))
         found.append(callback.beta)
@@ -127,7 +127,7 @@ def test_in_a_fit_it_follows_every_rollout() -> None:
     fit(tiny_module(advantages="reinforce_plus_plus"), callbacks=[callback, recorder(seen)("recorder")])
     beta = 0.05
     for rollout in seen:
-        gap = rollout.required("old_logprobs") - rollout.required("ref_logprobs")
+        gap = rollout.require("old_logprobs") - rollout.require("ref_logprobs")
         measured = float(row_mean(gap, rollout.valid_tokens).double().mean())
         beta *= 1 + max(min(measured / 0.01 - 1, 0.2), -0.2) * 16 / 50
     assert len(seen) == 4 and callback.beta == pytest.approx(beta, rel=1e-5) and beta != 0.05

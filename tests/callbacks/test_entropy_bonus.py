@@ -130,7 +130,7 @@ def test_a_step_without_a_token_leaves_the_coefficient() -> None:
 
 
 def test_a_second_entropy_bonus_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'expected unique names, got "entropy_bonus" twice'):
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `EntropyBonus`"):
         fit(tiny_module(), callbacks=[EntropyBonus(0.1), EntropyBonus()])
 
 

@@ -100,7 +100,7 @@ each = pytest.mark.parametrize("correction", EXAMPLES, ids=lambda correction: ty
 def whole_rollout(*, poison: float = 0.0, on_policy: bool = False) -> Rollout:
     """Ragged rows with drift and truncation; ``poison`` at every invalid token of every float field."""
     rollout = ragged_rollout(24, dtype=torch.float64)
-    same, ref = rollout.required("old_logprobs"), rollout.required("ref_logprobs")
+    same, ref = rollout.require("old_logprobs"), rollout.require("ref_logprobs")
     rollout = rollout.replace(token_extras={"teacher_logprobs": same if on_policy else 0.9 * ref})
     if on_policy:
         rollout = rollout.replace(rollout_logprobs=same, ref_logprobs=same)
@@ -123,7 +123,7 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
     """
     position = torch.arange(rollout.width, dtype=torch.float64)
     noise = torch.sin(3.0 * rollout.sample_ids[:, None] + 5.0 * position)  # of a token, whatever the rows beside it
-    moved = (rollout.required("old_logprobs") + drift * noise / 4).detach().requires_grad_()
+    moved = (rollout.require("old_logprobs") + drift * noise / 4).detach().requires_grad_()
     entropy = 0.1 + moved.square()
     trained = any(callback.trains_entropy for callback in callbacks)
     return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach())
@@ -155,7 +155,7 @@ def everything(rollout: Rollout, *callbacks: RLCallback, loss: PolicyLoss, drift
     """Advantages, loss and gradient of a whole step."""
     done = finished(rollout, *callbacks)
     step = run_step(view_on(done, *callbacks, drift=drift), callbacks=callbacks, loss=loss)
-    return [done.required("advantages"), step.loss, step.gradient]
+    return [done.require("advantages"), step.loss, step.gradient]
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:

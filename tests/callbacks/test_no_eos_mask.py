@@ -35,13 +35,13 @@ def two_rows(second: float) -> Rollout:
 @pytest.mark.parametrize("second", [1.0, 100.0])
 def test_witness_the_reward_of_a_row_without_eos_does_not_reach_the_other(estimator: Any, second: float) -> None:
     found = finished(two_rows(second), NoEOSMask(), estimator)
-    assert found.required("advantages").tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert found.require("advantages").tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert found.valid_tokens.tolist() == [[True, False], [True, True]]
 
 
 def test_without_the_mask_it_would() -> None:
     found = estimate_signal(two_rows(100.0), RLOO(), Corrections())[0]
-    assert found.required("advantages").tolist() == [[-99.0, 0.0], [99.0, 99.0]]
+    assert found.require("advantages").tolist() == [[-99.0, 0.0], [99.0, 99.0]]
 
 
 def gradient(rollout: Rollout) -> Tensor:
@@ -62,7 +62,7 @@ def test_with_a_critic_its_penalty_and_value_parts_remain() -> None:
     rollout = two_rows(100.0).replace(old_logprobs=torch.full((2, 2), -1.0), ref_logprobs=torch.full((2, 2), -2.0))
     rollout = rollout.replace(values=torch.full((2, 2), 0.5))
     found = finished(rollout, NoEOSMask(), GAE(whitened=False), ReferenceKL(0.1))
-    assert_close(found.required("advantages"), torch.tensor([[0.4, 0.0], [-0.7, -0.6]]))
+    assert_close(found.require("advantages"), torch.tensor([[0.4, 0.0], [-0.7, -0.6]]))
 
 
 @pytest.mark.parametrize(

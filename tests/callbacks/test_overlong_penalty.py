@@ -38,7 +38,7 @@ def test_enters_the_reward_before_the_group_is_normalised() -> None:
     rollout = rollout_of_lengths(10, 6)
     found, _, stats = estimate_signal(rollout, GRPO(), Corrections([OverlongPenalty(10, 4, coef=2.0)]))
     assert stats["reward/shaped"].value() == -1.0 and not rollout.rewards.any()
-    advantages = found.required("advantages")
+    advantages = found.require("advantages")
     assert float(advantages[0, 0]) == pytest.approx(-0.7071, abs=1e-4) == -float(advantages[1, 0])
 
 
@@ -46,7 +46,7 @@ def test_a_row_without_reward_keeps_the_penalty_but_moves_nothing_in_its_group()
     rollout = rollout_of_lengths(10, 6).replace(rewarded=torch.tensor([False, True]))
     found, _, stats = estimate_signal(rollout, GRPO(), Corrections([OverlongPenalty(10, 4), NoEOSMask()]))
     assert stats["reward/shaped"].value() == -0.5
-    assert not found.required("advantages").any()
+    assert not found.require("advantages").any()
 
 
 def test_logs_mean_and_share() -> None:

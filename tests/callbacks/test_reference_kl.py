@@ -28,7 +28,7 @@ def test_witness_as_a_reward() -> None:
     callback = ReferenceKL(0.05)
     assert_close(callback.token_reward(rollout), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
     found, _, stats = estimate_signal(rollout, GAE(whitened=False), Corrections([callback]))
-    assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
+    assert_close(found.require("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
     assert float(stats["kl/penalty"].value()) == pytest.approx(0.01, abs=1e-6)
     step = run_step(view_of_rollout(found, torch.tensor([LOGPROBS]).requires_grad_()), callbacks=[callback])
     assert step.metrics["kl/ref"] == step.metrics["reference_kl/estimate"] == pytest.approx(0.2, abs=1e-6)
@@ -73,11 +73,11 @@ def test_the_penalty_is_another_tensor_than_what_it_was_made_from() -> None:
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_poison_at_a_masked_token_reaches_neither_reward_nor_gradient(poison: float) -> None:
     rollout = ragged_rollout()
-    ref = rollout.required("ref_logprobs")
+    ref = rollout.require("ref_logprobs")
     spoiled = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, poison))
     zeroed = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, 0.0))
     corrections = Corrections([ReferenceKL(0.1)])
-    found = [estimate_signal(one, GAE(), corrections)[0].required("advantages") for one in (spoiled, zeroed)]
+    found = [estimate_signal(one, GAE(), corrections)[0].require("advantages") for one in (spoiled, zeroed)]
     assert torch.equal(*found) and found[0].isfinite().all()
     views = [
         view_of([-1.0, -2.0], valid=[1, 0], ref_logprobs=[-1.5, last], advantages=[1.0, 1.0]) for last in (poison, -2.0)
@@ -99,7 +99,7 @@ def test_a_beta_of_0_changes_nothing_bit_for_bit() -> None:
     assert torch.equal(without.loss, off.loss) and torch.equal(without.gradient, off.gradient)
     rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
     rewarded = [
-        estimate_signal(rollout, GAE(whitened=False), Corrections(some))[0].required("advantages")
+        estimate_signal(rollout, GAE(whitened=False), Corrections(some))[0].require("advantages")
         for some in ([], [ReferenceKL(0.0)])
     ]
     assert torch.equal(*rewarded)

@@ -29,7 +29,7 @@ def scored(rows: Rollout, *callbacks: RLCallback) -> tuple[Tensor, dict[str, flo
     corrections = Corrections(callbacks)
     found, _, stats = estimate_signal(rows, RawReward(), corrections)
     stats |= corrections.rollout_metrics(rows)
-    return found.required("advantages")[:, 0], {name: stat.value() for name, stat in stats.items()}
+    return found.require("advantages")[:, 0], {name: stat.value() for name, stat in stats.items()}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_critic_learns_the_normalised_reward() -> None:
     for rows in seen:
         mean, std = rows.rewards.double().mean(), rows.rewards.double().std()
         expected = ((rows.rewards - mean) / (std + 1e-6)).float()
-        first = rows.required("returns")[:, 0]  # lam=1: the whole reward of the row
+        first = rows.require("returns")[:, 0]  # lam=1: the whole reward of the row
         assert std > 0 and rows.valid_tokens[:, 0].all()
         assert_close(first, expected, atol=1e-5, rtol=0)
     assert len(seen) == 4

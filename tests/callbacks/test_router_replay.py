@@ -273,7 +273,7 @@ def test_a_run_replays_the_engine_in_all_passes_but_the_reference() -> None:
         module = tiny_module(policy=moe, engine=engine, minibatches=2)
         fit(module, callbacks=[RouterReplay(), ReferenceKL(0.1, as_loss=True), recorder(seen)("seen")])
         first = seen[0].sanitize()
-        old, ref, drawn = (first.required(f"{name}_logprobs") for name in ("old", "ref", "rollout"))
+        old, ref, drawn = (first.require(f"{name}_logprobs") for name in ("old", "ref", "rollout"))
         assert torch.equal(old, ref) == same
         assert (float((drawn - old).abs().max()) < 1e-6) == same
         assert float((drawn - ref).abs().max()) < 1e-6

@@ -67,7 +67,7 @@ def test_witness_as_a_reward() -> None:
     callback = TeacherKL(beta=0.05)
     assert_close(callback.token_reward(witness()), torch.tensor([[-0.005, -0.01, -0.015]]), atol=1e-6, rtol=0)
     found, _, stats = estimate_signal(witness(), GAE(whitened=False), Corrections([callback]))
-    assert_close(found.required("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
+    assert_close(found.require("advantages"), torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
     assert stats["kl/penalty"].value() == pytest.approx(0.01, abs=1e-6)
 
 
@@ -75,7 +75,7 @@ def test_a_row_that_agrees_with_its_teacher_lies_below_one_that_earns_a_reward()
     found, *_ = estimate_signal(witness([0.2] * 3), ReinforcePlusPlus(), Corrections([TeacherKL(beta=0.05)]))
     raw = torch.tensor([0.97, 0.975, 0.985, 0.0, 0.0, 0.0])
     whitened = (raw - raw.mean()) / raw.std()
-    assert_close(found.required("advantages").flatten(), whitened, atol=1e-4, rtol=0)
+    assert_close(found.require("advantages").flatten(), whitened, atol=1e-4, rtol=0)
 
 
 def test_witness_as_a_loss() -> None:
@@ -92,13 +92,13 @@ def test_witness_as_a_loss() -> None:
 @pytest.mark.parametrize("options", [{}, {"estimator": "k3"}, {"as_loss": True}, {"as_loss": True, "unbiased": True}])
 def test_a_teacher_that_is_the_reference_is_reference_kl(options: dict[str, Any]) -> None:
     rollout = ragged_rollout().sanitize()
-    rollout = rollout.replace(token_extras={"teacher_logprobs": rollout.required("ref_logprobs")})
+    rollout = rollout.replace(token_extras={"teacher_logprobs": rollout.require("ref_logprobs")})
     if "as_loss" not in options:
         ours, theirs = TeacherKL(None, 0.3, **options), ReferenceKL(0.3, **options)
         assert torch.equal(ours.token_reward(rollout), theirs.token_reward(rollout))
         return
     view = view_of(OLD, old_logprobs=[0.4, 0.7, 1.0], ref_logprobs=TEACHER)
-    view = view.replace(token_extras={"teacher_logprobs": view.required("ref_logprobs")})
+    view = view.replace(token_extras={"teacher_logprobs": view.require("ref_logprobs")})
     steps = [run_step(view, callbacks=[kind(beta=0.3, **options)]) for kind in (TeacherKL, ReferenceKL)]
     assert torch.equal(steps[0].gradient, steps[1].gradient) and steps[0].gradient.any()
 
@@ -148,7 +148,7 @@ def test_a_teacher_has_no_gradient_and_is_no_part_of_the_module() -> None:
 def test_a_teacher_equal_to_the_policy_gives_no_penalty_at_the_first_step(precision: str) -> None:
     seen = fitted(TeacherKL(tiny_policy), advantages="reinforce_plus_plus", precision=precision, max_steps=2)
     gaps = [
-        (rollout.required("old_logprobs") - rollout.token_extras["teacher_logprobs"])[rollout.valid_tokens]
+        (rollout.require("old_logprobs") - rollout.token_extras["teacher_logprobs"])[rollout.valid_tokens]
         for rollout in seen
     ]
     assert not gaps[0].any() and gaps[1].any()

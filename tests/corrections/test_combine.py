@@ -230,18 +230,18 @@ def test_names_must_be_there_and_unique() -> None:
         Corrections([RLCallback()])
     with pytest.raises(ValueError, match=r'expected unique names, got "opsm" twice: use .named\("another"\) on one'):
         Corrections([OPSM(), OPSM(0.5)])
-    assert [c.name for c in Corrections([OPSM(), OPSM(0.5).named("a")]).callbacks] == ["a", "opsm"]
+    assert [c.name for c in Corrections([OPSM(), OPSM(0.5).with_name("a")]).callbacks] == ["a", "opsm"]
 
 
 def test_a_named_twin_is_a_copy_with_its_own_state_and_leaves_the_original_alone() -> None:
     original = OPSM(0.5)
-    twin = original.named("opsm_tight")
+    twin = original.with_name("opsm_tight")
     assert (original.name, twin.name, twin.delta, OPSM.name) == ("opsm", "opsm_tight", 0.5, "opsm")
     assert (original.state_key, twin.state_key) == ("opsm", "opsm_tight")
 
 
 def test_a_named_twin_logs_under_its_own_name() -> None:
-    logged = run_step(view(), callbacks=[OPSM(0.5), OPSM(0.1).named("opsm_tight")]).metrics
+    logged = run_step(view(), callbacks=[OPSM(0.5), OPSM(0.1).with_name("opsm_tight")]).metrics
     assert {"opsm/drift", "opsm/rejected", "opsm_tight/drift", "opsm_tight/rejected"} <= set(logged)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import Stat
-from lightning_rl.corrections.stat import Shown, merged_moments
+from lightning_rl.corrections.stat import StatReduction, merge_moments
 
 NAN, INF = math.nan, math.inf
 
 
-def shown(stat: Stat, figure: Shown) -> float:
+def shown(stat: Stat, figure: StatReduction) -> float:
     return float(
         {"mean": stat, "max": stat.maximum(), "std": stat.std(), "ess": stat.ess(), "sum": stat.sum()}[figure].value()
     )
@@ -43,7 +43,7 @@ def test_hand_worked_populations(
 
 @pytest.mark.parametrize("figure", ["mean", "max", "std", "ess", "sum"])
 @pytest.mark.parametrize("size", [0, 3])
-def test_an_empty_population_shows_nan(figure: Shown, size: int) -> None:
+def test_an_empty_population_shows_nan(figure: StatReduction, size: int) -> None:
     stat = Stat.of(torch.ones(size), torch.zeros(size, dtype=torch.bool))
     assert math.isnan(shown(stat, figure))
 
@@ -88,18 +88,18 @@ def test_merging_in_any_split_equals_the_whole(entries: list[tuple[float, bool, 
     mask, part = torch.tensor([kept for _, kept, _ in entries]), torch.tensor([number for *_, number in entries])
     whole = Stat.of(values, mask)
     pieces = [Stat.of(values[part == number], mask[part == number]).moments for number in range(4)]
-    merged = Stat(merged_moments(torch.stack(pieces)))
-    in_two_rounds = torch.stack([merged_moments(torch.stack(pieces[:3])), pieces[3]])
+    merged = Stat(merge_moments(torch.stack(pieces)))
+    in_two_rounds = torch.stack([merge_moments(torch.stack(pieces[:3])), pieces[3]])
     for figure in ("mean", "max", "std", "ess", "sum"):
         expected = pytest.approx(shown(whole, figure), rel=1e-9, abs=1e-6, nan_ok=True)
         assert shown(merged, figure) == expected
-        assert shown(Stat(merged_moments(in_two_rounds)), figure) == expected
+        assert shown(Stat(merge_moments(in_two_rounds)), figure) == expected
 
 
 def test_merging_keeps_precision_at_a_large_offset() -> None:
     values = torch.arange(100, dtype=torch.float64) + 1e9
     pieces = torch.stack([Stat.of(part).moments for part in values.split(7)])
-    assert float(Stat(merged_moments(pieces), "std").value()) == pytest.approx(
+    assert float(Stat(merge_moments(pieces), "std").value()) == pytest.approx(
         float(torch.arange(100.0).std()), rel=1e-6
     )
 
@@ -108,14 +108,14 @@ def test_many_are_merged_at_once() -> None:
     parts = torch.stack(
         [torch.stack([Stat.single(float(a)).moments, Stat.single(float(-a)).moments]) for a in range(3)]
     )
-    found = merged_moments(parts)
+    found = merge_moments(parts)
     assert found.shape == (2, 4)
     assert found[:, 1].tolist() == [1.0, -1.0] and found[:, 0].tolist() == [3.0, 3.0]
 
 
 def test_merging_nothing_but_empty_populations_is_empty() -> None:
     empty = Stat.of(torch.zeros(0)).moments
-    assert math.isnan(float(Stat(merged_moments(torch.stack([empty, empty]))).value()))
+    assert math.isnan(float(Stat(merge_moments(torch.stack([empty, empty]))).value()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])
@@ -131,5 +131,10 @@ def test_many_equals_one_by_one_in_any_dtype_and_carries_no_gradient(dtype: torc
 
 def test_choosing_a_figure_leaves_the_original_alone() -> None:
     stat = Stat.of(torch.tensor([1.0, 2.0]))
-    assert (stat.maximum().shown, stat.std().shown, stat.ess().shown, stat.sum().shown) == ("max", "std", "ess", "sum")
-    assert stat.shown == "mean" and stat.maximum().moments is stat.moments
+    assert (stat.maximum().reduction, stat.std().reduction, stat.ess().reduction, stat.sum().reduction) == (
+        "max",
+        "std",
+        "ess",
+        "sum",
+    )
+    assert stat.reduction == "mean" and stat.maximum().moments is stat.moments

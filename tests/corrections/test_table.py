@@ -14,7 +14,7 @@ from lightning_rl.corrections import CONTRIBUTIONS, POLICY_LOSS_FACTORS, Correct
 from lightning_rl.corrections.base import Contribution
 from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.distributed import ALONE
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 
 NO_CONTRIBUTION = {"named", "traces_step"}
 RETURNS = {
@@ -75,7 +75,7 @@ class Counting(RLCallback):
 
 
 def test_alone_the_callbacks_are_copies_without_collectives() -> None:
-    live, collectives = [AdaptiveKL(), OPSM()], SummedBy(own_sum)
+    live, collectives = [AdaptiveKL(), OPSM()], SummedBy(local_sum)
     corrections = Corrections(live, collectives)
     alone = corrections.alone()
     assert [callback.name for callback in alone.callbacks] == [callback.name for callback in corrections.callbacks]

@@ -32,7 +32,7 @@ class InPlaceKL(ReferenceKL):
 
     @override
     def token_reward(self, rollout: Rollout) -> Tensor:
-        rollout.required("ref_logprobs").data.mul_(0.9)
+        rollout.require("ref_logprobs").data.mul_(0.9)
         return super().token_reward(rollout)
 
 
@@ -48,7 +48,7 @@ class TokenwiseOPSM(OPSM):
 
     @override
     def token_mask(self, view: LossView) -> Tensor:
-        return ~((view.required("advantages") < 0) & (self._drift(view)[:, None] > self.delta))
+        return ~((view.require("advantages") < 0) & (self._drift(view)[:, None] > self.delta))
 
 
 class DetachedKL(ReferenceKL):
@@ -67,7 +67,7 @@ class Twice(RLCallback):
 
     @override
     def token_weight(self, view: LossView) -> Tensor:
-        return (view.logprobs.detach() - view.required("rollout_logprobs")).clamp(-2, 2).exp()
+        return (view.logprobs.detach() - view.require("rollout_logprobs")).clamp(-2, 2).exp()
 
 
 class Exploding(RLCallback):
@@ -117,7 +117,7 @@ class LateEdit(RLCallback):
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.kept.required("advantages").data.mul_(0.5)
+        self.kept.require("advantages").data.mul_(0.5)
 
 
 class Swapping(RLCallback):
@@ -129,7 +129,7 @@ class Swapping(RLCallback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         current = pl_module.run.current
         if current is not None and batch.step:
-            changed = current.rollout.replace(advantages=-current.rollout.required("advantages"))
+            changed = current.rollout.replace(advantages=-current.rollout.require("advantages"))
             pl_module.run.current = dataclasses.replace(current, rollout=changed, versions=changed.versions())
 
 
@@ -224,13 +224,13 @@ def without_gradient(view: LossView) -> Tensor:
     """A loss that trains nothing, because its ratio is detached."""
     return (
         view.logprobs * 0
-        + (-(view.logprobs - view.required("old_logprobs")).exp() * view.required("advantages")).detach()
+        + (-(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")).detach()
     )
 
 
 def wrong_way(view: LossView) -> Tensor:
     """Unlearns what is good."""
-    return (view.logprobs - view.required("old_logprobs")).exp() * view.required("advantages")
+    return (view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
 def by_row(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:

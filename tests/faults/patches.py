@@ -16,7 +16,7 @@ from lightning_rl import ClippedSurrogate, LossView, RLLightningModule, Rollout,
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
 from lightning_rl.rollouts.sample import Sampler
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.update import StepWeights
 
 
@@ -94,7 +94,7 @@ def per_microbatch(self: StepWeights, reduction: Any, microbatch: Any) -> Tensor
     here[microbatch.index] = True
     rows, width = microbatch.layout.shape
     masks = (self.rollout.valid_tokens & here[:, None], self.rollout.trained & here, self.rollout.groups)
-    weights = reduction(*masks, own_sum) / len(self.microbatches)
+    weights = reduction(*masks, local_sum) / len(self.microbatches)
     return weights[microbatch.index, :width] if len(microbatch.index) else weights.new_zeros(rows, width)
 
 
@@ -137,12 +137,12 @@ def other_rows(result: Any, *_: Any) -> Any:
 
 def one_late(rollout: Rollout, *_: Any) -> Rollout:
     """Log-probabilities of the token before."""
-    return rollout.replace(old_logprobs=rollout.required("old_logprobs").roll(1, 1))
+    return rollout.replace(old_logprobs=rollout.require("old_logprobs").roll(1, 1))
 
 
 def noisy(rollout: Rollout, *_: Any) -> Rollout:
     """Log-probabilities that are slightly off."""
-    return rollout.replace(old_logprobs=rollout.required("old_logprobs") + 1e-3)
+    return rollout.replace(old_logprobs=rollout.require("old_logprobs") + 1e-3)
 
 
 def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:

@@ -491,7 +491,7 @@ FAULTS: tuple[Fault, ...] = (
                 "policy_metrics",
                 patches.logging(
                     "kl/rollout",
-                    lambda view: Stat.of(k3(view.logprobs, view.required("rollout_logprobs")), view.valid_tokens),
+                    lambda view: Stat.of(k3(view.logprobs, view.require("rollout_logprobs")), view.valid_tokens),
                 ),
             )
         ],

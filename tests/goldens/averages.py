@@ -11,7 +11,7 @@ from goldens.reduction_options import average_of
 from goldens.registry import replays
 from goldens.views import gradient
 from lightning_rl import ValueLoss
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 VALUE_CLIPS = ("value_eps_clip", "cliprange", "clip_eps", "value_clip", "cliprange_value")
@@ -62,7 +62,7 @@ def _counted_elsewhere(case: Case) -> GlobalSum:
     """Stands for the other ranks: a peer is told the counts of the whole batch; ours adds them up."""
     names = {"token-mean": "batch_num_tokens", "token-sum": ""}
     total = case.params.get(names.get(case.algorithm, "global_batch_size"))
-    return own_sum if total is None else lambda own: torch.full_like(own, total)
+    return local_sum if total is None else lambda own: torch.full_like(own, total)
 
 
 def _groups(case: Case, rows: int) -> Tensor:
@@ -82,7 +82,7 @@ def critic(case: Case) -> Outputs:
     error = ValueLoss(clip=clip, huber=huber)(values, case["old_values"], case["returns"])
     reduction, scale = _critic_average(case, mask)
     trained = mask.new_ones(len(mask)) if peer_of(case).empty_rows else mask.any(-1)
-    weights = reduction(mask, trained, torch.arange(len(mask)), own_sum)
+    weights = reduction(mask, trained, torch.arange(len(mask)), local_sum)
     loss = (torch.where(mask, error, 0.0) * weights).sum() * scale
     return {"loss": loss, "grad_values": gradient(loss, values)}
 

@@ -64,7 +64,7 @@ def rejection(statistic: str, low: float | None, high: float, *, forward: bool =
         return values <= high if low is None else (values >= low) & (values <= high)
 
     def estimates(view: LossView) -> Tensor:
-        policies = view.required("rollout_logprobs"), view.required("old_logprobs")
+        policies = view.require("rollout_logprobs"), view.require("old_logprobs")
         values = estimator(*(reversed(policies) if forward else policies))
         return masked_fill_invalid(values, view.valid_tokens)
 
@@ -169,7 +169,7 @@ def bounded_weight(level: str, low: float, high: float) -> RLCallback:
         return _row_weight(low, high, geometric=False)
 
     def weight(view: LossView) -> Tensor:
-        old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
         return clipped_weight(old, rollout, minimum=low, maximum=high)
 
     return callback_of("bounded_weight", token_weight=weight)
@@ -177,7 +177,7 @@ def bounded_weight(level: str, low: float, high: float) -> RLCallback:
 
 def _row_weight(low: float, high: float, *, geometric: bool) -> RLCallback:
     def weight(view: LossView) -> Tensor:
-        old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
         ratio = sequence_ratio(old, rollout, view.valid_tokens, geometric=geometric)
         return ratio.clamp(low, high)[:, None].expand_as(old)
 
@@ -285,10 +285,10 @@ def _towards(view: LossView, low: float, high: float) -> Tensor:
 
     The variation of a token is that of its ratio, as our divergence of DPPO is that of its probability.
     """
-    old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+    old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
     apart = (policy_ratio(old, rollout) - 1).abs()
     mean = row_mean(apart, view.valid_tokens)[:, None]
-    return ((mean >= low) & (mean <= high)) | ((old - rollout).sign() * view.required("advantages") <= 0)
+    return ((mean >= low) & (mean <= high)) | ((old - rollout).sign() * view.require("advantages") <= 0)
 
 
 READERS = {

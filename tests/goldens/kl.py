@@ -106,7 +106,7 @@ def padding(case: Case) -> Outputs:
     return {
         "has_rollout_logprobs": torch.tensor(row.rollout_logprobs is not None),
         "padding_loss_mask": row.valid_tokens,
-        "padding_rollout_logprobs": row.required("rollout_logprobs"),
+        "padding_rollout_logprobs": row.require("rollout_logprobs"),
     }
 
 

@@ -22,7 +22,7 @@ CLIPPED = ("clipfrac", "pg_clipfrac", "clip_ratio")
 
 def logged(case: Case, view: LossView, loss: PolicyLoss, done: Contribution) -> Outputs:
     """Masks and shares of clipped tokens for the losses that clip, the drifts of the policy, and what was rejected."""
-    old, rollout = view.required("old_logprobs"), view.required("rollout_logprobs")
+    old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
     drift = Clamped(k1, value=math.inf, log_ratio=_bound(case))(old, view.logprobs.detach())
     changed = ~done.kept | (done.weight != _unbounded(case, view))
     found = {
@@ -63,13 +63,13 @@ def _mean(case: Case, view: LossView, values: Tensor) -> Tensor:
 def _clip_masks(case: Case, view: LossView, loss: PolicyLoss) -> tuple[Tensor, Tensor]:
     none = torch.zeros_like(view.valid_tokens)
     if isinstance(loss, CISPO):
-        weight = policy_ratio(view.logprobs, view.required(f"{loss.anchor}_logprobs"))
+        weight = policy_ratio(view.logprobs, view.require(f"{loss.anchor}_logprobs"))
         changed = weight != weight.clamp(1 - loss.clip_low, 1 + loss.clip_high)
         return changed & Contribution(view, corrections_of(case)).kept, none
     if not isinstance(loss, ClippedSurrogate):
         return none, none
     single = replace(loss, dual_clip=None)
-    loose, advantages = replace(single, clip_low=1.0, clip_high=math.inf), view.required("advantages")
+    loose, advantages = replace(single, clip_low=1.0, clip_high=math.inf), view.require("advantages")
     cap = dual_clip_of(case)["dual_clip"]
     dual = none if cap is None else (advantages < 0) & (single(view) > -cap * advantages)
     return loose(view) < single(view), dual

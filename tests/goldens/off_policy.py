@@ -11,9 +11,9 @@ from goldens.views import view_of_case
 from goldens.weights import corrected
 from lightning_rl.losses import M2PO
 from lightning_rl.signal.kl import k1, k3
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.ratios import policy_ratio
-from lightning_rl.signal.selection import own_values
+from lightning_rl.signal.selection import local_values
 
 
 @replays("rejection_mask")
@@ -26,7 +26,7 @@ def rejection_mask(case: Case) -> Outputs:
 def m2po_mask(case: Case) -> Outputs:
     """The tokens that M2PO keeps."""
     view = view_of_case(case)
-    (kept,) = M2PO(threshold=m2_threshold(case)).prepare([view], own_sum, own_values)
+    (kept,) = M2PO(threshold=m2_threshold(case)).prepare([view], local_sum, local_values)
     return {"modified_mask": kept & view.valid_tokens}
 
 

@@ -18,7 +18,7 @@ from goldens.views import gradient
 from lightning_rl import LossTerm, LossView, PolicyLoss, RLCallback
 from lightning_rl.losses import CISPO, GSPO
 from lightning_rl.signal.kl import importance
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 
 PER_TOKEN = {
     "old_logprobs": "old_logp",
@@ -40,7 +40,9 @@ def pipeline(case: Case) -> Outputs:
         reduction=average.reduction,
         entropy_coef=case.params.get("entropy_coef", 0.0),
     )
-    found = algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    found = algorithm.microbatch_loss(
+        view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, local_sum)
+    )
     loss = found.total * average.scale(view)
     return {"loss": loss, "grad_logits": gradient(loss, logits)}
 
@@ -93,6 +95,6 @@ def _corrections(case: Case) -> list[RLCallback]:
 def _reference(case: Case, view: LossView) -> LossTerm:
     weight = None
     if case.params.get("use_unbiased_kl"):
-        weight = importance(view.logprobs, view.required("old_logprobs"), bound=peer_of(case).log_ratio)
-    value = estimator_of(case, case.params["kl_loss_type"], weight=weight)(view.logprobs, view.required("ref_logprobs"))
+        weight = importance(view.logprobs, view.require("old_logprobs"), bound=peer_of(case).log_ratio)
+    value = estimator_of(case, case.params["kl_loss_type"], weight=weight)(view.logprobs, view.require("ref_logprobs"))
     return LossTerm(per_token=value, coef=case.params.get("kl_loss_coef", 0.0))

@@ -90,7 +90,7 @@ def _view(case: Case) -> LossView:
     if case.algorithm == "cross_entropy":
         return view.replace(advantages=torch.ones_like(view.logprobs))
     if peer_of(case).mean_advantage and by_sequence(case):
-        mean = row_mean(view.required("advantages"), averaged(case, view).valid_tokens)
+        mean = row_mean(view.require("advantages"), averaged(case, view).valid_tokens)
         return view.replace(advantages=mean[:, None].expand_as(view.logprobs))
     return view
 
@@ -121,7 +121,7 @@ def _corrections(case: Case) -> Corrections:
 def _reference(case: Case, view: LossView, coefficient: float) -> LossTerm:
     name = first_of(case.params, ("reference_policy_kl_type", "kl_loss_type", "kl_estimator"), "k3")
     weight = _kl_weight(case, view, name)
-    value = estimator_of(case, name, weight=weight)(view.logprobs, view.required("ref_logprobs"))
+    value = estimator_of(case, name, weight=weight)(view.logprobs, view.require("ref_logprobs"))
     return LossTerm(per_token=value, coef=coefficient)
 
 
@@ -130,7 +130,7 @@ def _kl_weight(case: Case, view: LossView, name: str | int) -> Tensor | None:
         return importance(view.logprobs)
     if not case.params.get("use_bias_correction_kl") and name != RATIO_TIMES_K1:
         return None
-    old = view.required("old_logprobs")
+    old = view.require("old_logprobs")
     if not by_sequence(case):
         return importance(view.logprobs, old, bound=peer_of(case).log_ratio)
     row = sequence_log_ratio(view.logprobs, old, view.valid_tokens, geometric=True).exp()[:, None]

@@ -103,7 +103,7 @@ def clipped_weight_loss(case: Case) -> PolicyLoss:
 
 
 def _light(view: LossView, cap: float) -> Tensor:
-    weight = clipped_weight(view.logprobs, view.required("old_logprobs"), minimum=0.0, maximum=cap)
+    weight = clipped_weight(view.logprobs, view.require("old_logprobs"), minimum=0.0, maximum=cap)
     return weight * Reinforce()(view)
 
 
@@ -203,6 +203,6 @@ def averaged(case: Case, view: LossView) -> LossView:
 
 def _gspo(view: LossView, loss: GSPO, bound: float) -> Tensor:
     """The peers' bound is on one side only, so that it is ours where no row goes beyond."""
-    old = view.required("old_logprobs")
+    old = view.require("old_logprobs")
     beyond = sequence_log_ratio(view.logprobs.detach(), old, view.valid_tokens, geometric=True).max() > bound
     return with_bound(loss, bound if beyond or bound == math.inf else LOG_RATIO_BOUND)(view)

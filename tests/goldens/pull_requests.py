@@ -60,7 +60,7 @@ def off_policy_is(case: Case) -> Outputs:
     low, high = case.params["weight_low"], case.params["weight_high"]
     base: PolicyLoss = Reinforce() if case.params["base_loss"] == "reinforce" else PPO
     weight = OffPolicyIS(low, high).token_weight(view)
-    ratio = policy_ratio(view.logprobs.detach(), view.required("rollout_logprobs"))
+    ratio = policy_ratio(view.logprobs.detach(), view.require("rollout_logprobs"))
     tokens = base(view) * weight
     total = masked_fill_invalid(tokens, view.valid_tokens).sum()
     return {

@@ -16,10 +16,10 @@ from goldens.views import gradient, objective, reduced, view_of_case
 from lightning_rl import LossView
 from lightning_rl.losses import DPPO, M2PO, SAPO, ClippedSurrogate, FunctionLoss, Reinforce
 from lightning_rl.signal.kl import k1, k2
-from lightning_rl.signal.masked import masked_fill_invalid, own_sum, row_mean
+from lightning_rl.signal.masked import local_sum, masked_fill_invalid, row_mean
 from lightning_rl.signal.ratios import sequence_log_ratio
 from lightning_rl.signal.reductions import token_mean
-from lightning_rl.signal.selection import own_values
+from lightning_rl.signal.selection import local_values
 
 
 @replays("rloo_sequence_ppo")
@@ -40,7 +40,7 @@ def gated(case: Case) -> Outputs:
     if "sequence" not in (case.params.get("level"), case.params.get("importance_sampling_level")):
         return policy_loss(case)
     view = view_of_case(case)
-    mean = row_mean(view.required("advantages"), view.valid_tokens)[:, None].expand_as(view.logprobs)
+    mean = row_mean(view.require("advantages"), view.valid_tokens)[:, None].expand_as(view.logprobs)
     loss = SAPO(**temperatures(case))
 
     def per_token(seen: LossView) -> Tensor:
@@ -53,7 +53,7 @@ def gated(case: Case) -> Outputs:
 
 
 def _row_log_ratio(view: LossView, *, geometric: bool) -> Tensor:
-    old = view.required("old_logprobs")
+    old = view.require("old_logprobs")
     return sequence_log_ratio(view.logprobs, old, view.valid_tokens, geometric=geometric)[:, None].expand_as(old)
 
 
@@ -62,7 +62,7 @@ def m2po(case: Case) -> Outputs:
     """M2PO; the peer takes what it leaves out from the denominator as well."""
     view = view_of_case(case)
     loss = M2PO(**clip_of(case), threshold=m2_threshold(case))
-    (kept,) = loss.prepare([view], own_sum, own_values)
+    (kept,) = loss.prepare([view], local_sum, local_values)
     return objective(view.replace(valid_tokens=kept), surrogate(case), token_mean, callbacks=corrections_of(case))
 
 
@@ -104,24 +104,24 @@ def components(case: Case) -> Outputs:
 
 
 def _squared(case: Case, view: LossView) -> Tensor:
-    return 2 * case.params["kl_tau"] * k2(view.logprobs, view.required("rollout_logprobs"))
+    return 2 * case.params["kl_tau"] * k2(view.logprobs, view.require("rollout_logprobs"))
 
 
 def _region(case: Case, view: LossView) -> Tensor:
     loss = bounded(case, DPPO(low=case.params["dppo_mask_low"], high=case.params["dppo_mask_high"]))
-    scaled = view.replace(advantages=case.params["adv_tau"] * view.required("advantages"))
+    scaled = view.replace(advantages=case.params["adv_tau"] * view.require("advantages"))
     return loss(scaled) + _squared(case, view)
 
 
 def _symmetric(case: Case, view: LossView) -> Tensor:
     bound, ones = case.params["ipo_threshold"], torch.ones_like(view.logprobs)
     outside = [DPPO(low=bound, high=bound).outside(view.replace(advantages=sign * ones)) for sign in (1, -1)]
-    scaled = view.replace(advantages=case.params["adv_tau"] * view.required("advantages"))
+    scaled = view.replace(advantages=case.params["adv_tau"] * view.require("advantages"))
     return torch.where(outside[0] | outside[1], 0.0, _plain(case, scaled)) + _squared(case, view)
 
 
 def _to_reference(case: Case, view: LossView) -> Tensor:
-    pull = k1(view.required("ref_logprobs"), view.logprobs).detach()
+    pull = k1(view.require("ref_logprobs"), view.logprobs).detach()
     low = case.params.get("low_threshold", case.params.get("dppo_mask_low"))
     shrunk = DPPO(low=low, high=math.inf).outside(view.replace(advantages=-torch.ones_like(pull)))
     return torch.where(shrunk, 0.0, _plain(case, view.replace(advantages=pull))) + _squared(case, view)

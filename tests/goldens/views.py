@@ -9,7 +9,7 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from lightning_rl import LossView, PolicyLoss, RLCallback
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 
 FIELDS = {"old_logprobs": "old_logp", "rollout_logprobs": "rollout_logp", "ref_logprobs": "ref_logp"}
@@ -54,7 +54,7 @@ def objective(
 
 def reduced(view: LossView, per_token: Tensor, reduction: Reduction) -> Tensor:
     """A loss per token as one number."""
-    weights = reduction(view.valid_tokens, view.trained, view.groups, own_sum)
+    weights = reduction(view.valid_tokens, view.trained, view.groups, local_sum)
     return (torch.where(view.valid_tokens, per_token, 0.0) * weights).sum()
 
 

@@ -14,7 +14,7 @@ def corrected(case: Case) -> Outputs:
     """What the corrections of a case do to its tokens."""
     view = view_of_case(case)
     done = Contribution(view, corrections_of(case))
-    ratio = policy_ratio(view.required("old_logprobs"), view.required("rollout_logprobs"))
+    ratio = policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs"))
     found = {"ratio": ratio, "abs_dev": (ratio - 1).abs(), "clipfrac_tokens": (done.kept_weight != ratio).to(ratio)}
     if "pg_loss" in case:
         found["weighted_loss"] = case["pg_loss"] * done.kept_weight

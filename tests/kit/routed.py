@@ -41,7 +41,7 @@ def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) 
     )
     fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(32, 8))
     found = [
-        (rollout.required("rollout_logprobs") - rollout.required("old_logprobs"))[rollout.valid_tokens]
+        (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
         for rollout in seen
     ]
     return torch.cat(found).abs()

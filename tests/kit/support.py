@@ -44,9 +44,9 @@ from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
 from lightning_rl.losses import ValueLoss
 from lightning_rl.rollouts.sample import Sampler
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction
-from lightning_rl.signal.selection import own_values
+from lightning_rl.signal.selection import local_values
 
 VOCABULARY, EOS = 16, 1
 
@@ -262,9 +262,11 @@ def run_step(
     algorithm = an_algorithm(callbacks, loss=loss, reduction=reduction, **options)
     if algorithm.loss.prepares:
         with torch.no_grad():
-            prepared = algorithm.loss.prepare([view.sanitize()], own_sum, own_values)
+            prepared = algorithm.loss.prepare([view.sanitize()], local_sum, local_values)
         view = view.replace(prepared=None if prepared is None else prepared[0])
-    found = algorithm.microbatch_loss(view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, own_sum))
+    found = algorithm.microbatch_loss(
+        view, lambda weigh: weigh(view.valid_tokens, view.trained, view.groups, local_sum)
+    )
     (gradient,) = torch.autograd.grad(found.total, view.logprobs)
     metrics = {name: float(part) for name, part in found.parts.items()}
     metrics |= {name: float(stat.value()) for name, stat in found.stats.items()}

@@ -22,8 +22,8 @@ from lightning_rl import (
     Reinforce,
     ValueLoss,
 )
-from lightning_rl.signal.masked import own_sum
-from lightning_rl.signal.selection import own_values
+from lightning_rl.signal.masked import local_sum
+from lightning_rl.signal.selection import local_values
 
 NAN = math.nan
 OLD, ROLLOUT = ("old_logprobs",), ("rollout_logprobs",)
@@ -56,7 +56,7 @@ def test_what_it_declares_is_what_it_needs(loss: PolicyLoss) -> None:
         given: dict[str, Any] = {"rollout_logprobs": [-1.0]}
         view = view_of([-1.0], **given).replace(**{missing: None}, prepared=torch.ones(1, 1, dtype=torch.bool))
         at_prepare = loss.prepares and missing == "rollout_logprobs"
-        ask = partial(loss.prepare, [view], own_sum, own_values) if at_prepare else partial(loss, view)
+        ask = partial(loss.prepare, [view], local_sum, local_values) if at_prepare else partial(loss, view)
         with pytest.raises(ValueError, match=f'expected a rollout with "{missing}"'):
             ask()
 

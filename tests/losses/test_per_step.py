@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import M2PO, ClipCov, ClippedSurrogate, KLCov, LossView, PolicyLoss
-from lightning_rl.signal.masked import GlobalSum, own_sum
-from lightning_rl.signal.selection import GlobalConcat, own_values
+from lightning_rl.signal.masked import GlobalSum, local_sum
+from lightning_rl.signal.selection import GlobalConcat, local_values
 
 LOSSES: list[PolicyLoss] = [
     ClipCov(fraction=0.2, cov_low=-1.0),
@@ -26,7 +26,7 @@ LOSSES: list[PolicyLoss] = [
 ]
 each = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 STEP = WITNESS.replace(
-    advantages=WITNESS.required("advantages") + 2.0 * WITNESS.groups[:, None],
+    advantages=WITNESS.require("advantages") + 2.0 * WITNESS.groups[:, None],
     logprobs=WITNESS.logprobs - 1.5 * WITNESS.groups[:, None],
 ).sanitize()
 """Groups whose means lie far apart, so that the means of a part are not those of the step."""
@@ -41,8 +41,8 @@ CUTS = {
 def chosen(
     loss: PolicyLoss,
     cut: Sequence[Sequence[int]],
-    global_sum: GlobalSum = own_sum,
-    global_concat: GlobalConcat = own_values,
+    global_sum: GlobalSum = local_sum,
+    global_concat: GlobalConcat = local_values,
     step: LossView = STEP,
 ) -> set[tuple[int, int]]:
     """Sample and position of every chosen token."""
@@ -57,7 +57,7 @@ def chosen(
 
 
 def prepared(loss: PolicyLoss, view: Any) -> list[list[bool]]:
-    found = loss.prepare([view], own_sum, own_values)
+    found = loss.prepare([view], local_sum, local_values)
     assert found is not None
     return found[0].tolist()
 
@@ -198,5 +198,5 @@ def test_masked_tokens_are_never_chosen_and_take_no_part() -> None:
 
 @each
 def test_a_step_without_a_valid_token_chooses_none(loss: PolicyLoss) -> None:
-    nothing: list[Tensor] | None = list(loss.prepare([STEP.padding_rows(2)], own_sum, own_values) or [])
+    nothing: list[Tensor] | None = list(loss.prepare([STEP.padding_rows(2)], local_sum, local_values) or [])
     assert [marks.any().item() for marks in nothing] == [False]

@@ -40,7 +40,7 @@ class Watching(PolicyLoss):
     def __call__(self, view: LossView) -> Tensor:
         assert torch.is_grad_enabled()
         self.given.append(view.prepared)
-        return -view.required("advantages") * view.logprobs
+        return -view.require("advantages") * view.logprobs
 
 
 def accumulate(loss: PolicyLoss, cut: list[list[int]], *callbacks: Any, **options: Any) -> tuple[StepGradient, int]:

@@ -20,7 +20,7 @@ each_reduction = pytest.mark.parametrize("reduction", REDUCTION_EXAMPLES.values(
 
 
 def same_along_rows(view: LossView) -> LossView:
-    per_row = row_mean(view.required("advantages"), view.valid_tokens)[:, None]
+    per_row = row_mean(view.require("advantages"), view.valid_tokens)[:, None]
     return view.replace(advantages=torch.where(view.valid_tokens, per_row, 0.0))
 
 

@@ -10,12 +10,12 @@ from torch.testing import assert_close
 
 from lightning_rl import LossView, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout, ValueLoss
 from lightning_rl.callbacks import EntropyBonus
-from lightning_rl.corrections.stat import merged_moments
+from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.rollout import GREEDY_SCORE
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.rewards import shaped_rewards
-from lightning_rl.signal.selection import GlobalConcat, own_values
+from lightning_rl.signal.selection import GlobalConcat, local_values
 
 LEAVES = ("logprobs", "entropy", "current_values")
 Cut = Sequence[Sequence[int]]
@@ -37,15 +37,15 @@ def evaluate(
     callbacks: Sequence[RLCallback] = (),
     reduction: Reduction = token_mean,
     cut: Cut | None = None,
-    global_sum: GlobalSum = own_sum,
-    global_concat: GlobalConcat = own_values,
+    global_sum: GlobalSum = local_sum,
+    global_concat: GlobalConcat = local_values,
     entropy_coef: float = 0.1,
     value_loss: ValueLoss = ValueLoss(coef=0.5),  # noqa: B008  frozen
 ) -> Found:
     """Loss, gradients and metrics of one step over the view, in one microbatch or cut by row numbers."""
-    leaves = {name: view.required(name).detach().requires_grad_() for name in LEAVES}
+    leaves = {name: view.require(name).detach().requires_grad_() for name in LEAVES}
     view = view.replace(**leaves)
-    bonus = EntropyBonus(entropy_coef).named("entropy")
+    bonus = EntropyBonus(entropy_coef).with_name("entropy")
     algorithm = an_algorithm(
         [*callbacks, bonus] if entropy_coef else callbacks,
         loss=loss or Reinforce(),
@@ -76,7 +76,7 @@ def evaluate(
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     parts = {name: torch.stack([part.parts[name] for part in found]).sum() for name in found[0].parts}
     metrics = {
-        name: merged_moments(torch.stack([part.stats[name].moments for part in found])) for name in found[0].stats
+        name: merge_moments(torch.stack([part.stats[name].moments for part in found])) for name in found[0].stats
     }
     return Found(total.detach(), (gradients[0], gradients[1], gradients[2]), parts, metrics)
 
@@ -86,7 +86,7 @@ def microbatch(view: LossView, rows: Sequence[int]) -> tuple[LossView, Tensor]:
     index = torch.tensor(list(rows), dtype=torch.int64)
     if not len(index):
         padding = view.padding_rows(1).fit_width(1)
-        return padding.replace(**{name: padding.required(name).requires_grad_() for name in LEAVES}), index
+        return padding.replace(**{name: padding.require(name).requires_grad_() for name in LEAVES}), index
     return view.select(index, width=max(int(view.response_lengths[index].max()), 1)), index
 
 
@@ -95,7 +95,7 @@ def prepared_view(view: LossView, loss: PolicyLoss) -> LossView:
     if not loss.prepares:
         return view
     with torch.no_grad():
-        prepared = loss.prepare([view.sanitize()], own_sum, own_values)
+        prepared = loss.prepare([view.sanitize()], local_sum, local_values)
     return view.replace(prepared=None if prepared is None else prepared[0])
 
 
@@ -115,9 +115,9 @@ def _tensors(found: Found) -> dict[str, Tensor]:
     return {"total": found.loss, **gradients, **found.parts, **found.metrics}
 
 
-def signal_of(rollout: Rollout, global_sum: GlobalSum = own_sum, **changes: Any) -> RewardSignal:
+def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: Any) -> RewardSignal:
     """What an estimator sees: small token rewards, and the task reward at the last valid token."""
-    tokens = changes.pop("token_rewards", rollout.required("returns") / 10)
+    tokens = changes.pop("token_rewards", rollout.require("returns") / 10)
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0)
     known: dict[str, Any] = {
         "scores": scores,

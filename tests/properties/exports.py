@@ -44,7 +44,7 @@ LOSS_EXAMPLES: dict[str, PolicyLoss] = {
     "clip_cov-all": ClipCov(fraction=1.0, cov_low=-1.0, cov_high=math.inf),
     "kl_cov-some": KLCov(fraction=0.3, coef=0.5),
     "m2po-tight": M2PO(threshold=0.005),
-    "function": FunctionLoss(lambda view: -view.required("advantages") * view.logprobs),
+    "function": FunctionLoss(lambda view: -view.require("advantages") * view.logprobs),
 }
 
 ESTIMATOR_EXAMPLES: dict[str, Estimator] = {

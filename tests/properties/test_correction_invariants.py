@@ -115,10 +115,10 @@ def test_i_12_a_share_counts_rows_or_tokens_before_anything_is_rejected(correcti
 
 @pytest.mark.parametrize("correction", corrections_with("metrics"), ids=name_of)
 def test_i_12_its_metrics_are_of_valid_tokens_or_trained_rows_alone(correction: RLCallback) -> None:
-    far = WITNESS.replace(rollout_logprobs=WITNESS.required("rollout_logprobs") + 0.9)  # every true ratio is below 1
+    far = WITNESS.replace(rollout_logprobs=WITNESS.require("rollout_logprobs") + 0.9)  # every true ratio is below 1
     found = {name: stat.moments for name, stat in correction.metrics(far).items()}
     assert {int(moments[0]) for moments in found.values()} <= {int(far.valid_tokens.sum()), int(far.trained.sum())}
-    ratios = (far.required("old_logprobs") - far.required("rollout_logprobs")).exp()[far.valid_tokens]
+    ratios = (far.require("old_logprobs") - far.require("rollout_logprobs")).exp()[far.valid_tokens]
     if f"{correction.name}/ratio_max" in found and correction.contributes & {"token_mask"}:
         assert found[f"{correction.name}/ratio_max"][3] == ratios.max() < 1  # not the 1 of a masked token
 
@@ -200,7 +200,7 @@ def test_i_10b_each_term_by_itself_has_a_gradient(correction: RLCallback) -> Non
 
 @pytest.mark.parametrize("correction", TRUST_REGIONS, ids=name_of)
 def test_i_25_the_pull_back_grows_with_the_drift(correction: RLCallback) -> None:
-    anchor = WITNESS.required("rollout_logprobs")
+    anchor = WITNESS.require("rollout_logprobs")
     fields: dict[str, Any] = dict.fromkeys(("old_logprobs", "ref_logprobs", "rollout_logprobs"), anchor)
     view = WITNESS.replace(**fields, token_extras={"teacher_logprobs": anchor})
     for sign in (-1.0, 1.0):

@@ -210,7 +210,7 @@ def test_i_19b_nor_does_that_of_a_row_that_a_correction_takes_out(name: str, cor
     def through(view: LossView) -> Tensor:
         masked = view.replace(rewarded=view.rewarded & corrections.reward_mask(view))
         kept = exclude_rows(masked, corrections)[0]
-        return estimate_signal(kept, ESTIMATOR_EXAMPLES[name], corrections)[0].required("advantages")
+        return estimate_signal(kept, ESTIMATOR_EXAMPLES[name], corrections)[0].require("advantages")
 
     cut_off = WITNESS.rewarded & ~corrections.reward_mask(WITNESS)
     assert cut_off.any() and not cut_off.all()
@@ -247,18 +247,18 @@ def test_i_23_a_group_of_one_teaches_nothing_to_who_compares(name: str, view: Lo
 @given(view=views(), penalty=st.sampled_from([0.0, 0.5]))
 @some
 def test_i_24_reward_is_conserved(view: LossView, penalty: float) -> None:
-    given = callback_of("penalty", token_reward=lambda rollout: -penalty * rollout.required("ref_logprobs"))
+    given = callback_of("penalty", token_reward=lambda rollout: -penalty * rollout.require("ref_logprobs"))
     plain = view.replace(values=torch.zeros_like(view.logprobs))
     corrections = Corrections([given])
     found, *_ = estimate_signal(plain, GAE(whitened=False), corrections)
     task = torch.where(view.rewarded & view.valid_tokens.any(-1), view.rewards, 0.0)
-    total = task - penalty * torch.where(view.valid_tokens, view.required("ref_logprobs"), 0.0).sum(-1)
+    total = task - penalty * torch.where(view.valid_tokens, view.require("ref_logprobs"), 0.0).sum(-1)
     first = view.valid_tokens & (view.valid_tokens.cumsum(-1) == 1)
-    placed = torch.where(first, found.required("returns"), 0.0).sum(-1)
+    placed = torch.where(first, found.require("returns"), 0.0).sum(-1)
     assert_close(placed, total)
     greedy = torch.where(view.rewarded, view.extras["greedy_score"], 0.0)
     remax, *_ = estimate_signal(plain, ReMax(), corrections)
-    assert_close(torch.where(first, remax.required("advantages"), 0.0).sum(-1), total - greedy * first.any(-1))
+    assert_close(torch.where(first, remax.require("advantages"), 0.0).sum(-1), total - greedy * first.any(-1))
 
 
 @each

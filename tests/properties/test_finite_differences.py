@@ -84,13 +84,13 @@ def at(logprobs: Tensor) -> LossView:
 
 
 def frozen_weight(loss: CISPO, point: Tensor) -> Function:
-    ratio = (point - VIEW.required(f"{loss.anchor}_logprobs")).exp()
+    ratio = (point - VIEW.require(f"{loss.anchor}_logprobs")).exp()
     weight = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-    return lambda logp: total(-weight * VIEW.required("advantages") * logp)
+    return lambda logp: total(-weight * VIEW.require("advantages") * logp)
 
 
 def frozen_ratio(loss: DPPO, point: Tensor) -> Function:
-    rollout, advantages = VIEW.required("rollout_logprobs"), VIEW.required("advantages")
+    rollout, advantages = VIEW.require("rollout_logprobs"), VIEW.require("advantages")
     assert loss.cap is not None
     weight = (point - rollout).exp().clamp(max=loss.cap)
 
@@ -102,8 +102,8 @@ def frozen_ratio(loss: DPPO, point: Tensor) -> Function:
 
 
 def frozen_sequence_ratio(loss: GSPO, point: Tensor) -> Function:
-    advantages = VIEW.required("advantages")
-    of_row = sequence_ratio(point, VIEW.required("old_logprobs"), VIEW.valid_tokens, geometric=True)[:, None]
+    advantages = VIEW.require("advantages")
+    of_row = sequence_ratio(point, VIEW.require("old_logprobs"), VIEW.valid_tokens, geometric=True)[:, None]
 
     def form(logprobs: Tensor) -> Tensor:
         ratio = of_row * (logprobs - point).exp()  # of the token: sg[s] p / sg[p]
@@ -144,16 +144,16 @@ def test_i_10b_gradient_of_every_loss_term(correction: RLCallback) -> None:
     def value(leaf: Tensor) -> Tensor:
         return total(correction.loss_term(VIEW.replace(**{field: leaf})).per_token)
 
-    check(lambda point: slope(value, point), lambda _: value, VIEW.required(field))
+    check(lambda point: slope(value, point), lambda _: value, VIEW.require(field))
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 @pytest.mark.parametrize("drift", [1.0, 12.0])
 def test_i_10b_gradient_of_every_kl_estimator(name: str, drift: float) -> None:
     def value(logprobs: Tensor) -> Tensor:
-        return total(KL_ESTIMATORS[name](logprobs, VIEW.required("ref_logprobs")))
+        return total(KL_ESTIMATORS[name](logprobs, VIEW.require("ref_logprobs")))
 
-    start = VIEW.required("ref_logprobs") + drift * (VIEW.logprobs - VIEW.required("ref_logprobs"))
+    start = VIEW.require("ref_logprobs") + drift * (VIEW.logprobs - VIEW.require("ref_logprobs"))
     check(lambda point: slope(value, point), lambda _: value, start)
 
 
@@ -186,9 +186,9 @@ def test_i_10b_gradient_under_every_mask_and_weight_which_are_held_fixed(correct
 @pytest.mark.parametrize("loss", VALUE_EXAMPLES.values(), ids=VALUE_EXAMPLES)
 def test_i_10b_gradient_of_the_value_loss(loss: Callable[..., Tensor]) -> None:
     def value(values: Tensor) -> Tensor:
-        return total(loss(values, VIEW.required("values"), VIEW.required("returns")))
+        return total(loss(values, VIEW.require("values"), VIEW.require("returns")))
 
-    check(lambda point: slope(value, point), lambda _: value, VIEW.required("current_values"))
+    check(lambda point: slope(value, point), lambda _: value, VIEW.require("current_values"))
 
 
 @pytest.mark.parametrize("field", ["logprobs", "entropy", "current_values"])
@@ -204,7 +204,7 @@ def test_i_10b_gradient_of_the_whole_objective(field: str) -> None:
         found = evaluate(VIEW.replace(**{field: point}), callbacks=unique, loss=LOSS_EXAMPLES["ppo"])
         return found.gradients[("logprobs", "entropy", "current_values").index(field)]
 
-    start = VIEW.required(field)
+    start = VIEW.require(field)
     ours, theirs = analytic(start), central(value, start)
     assert theirs.abs().max() > 1e-3 and (ours - theirs).abs().max() / theirs.abs().max() < ACCURACY
 

@@ -103,7 +103,7 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
     found = evaluate(signalled, callbacks=list(corrections.callbacks))
     stats = {name: stat.moments for name, stat in corrections.rollout_metrics(view).items()}
     return {
-        "kept": kept, "advantages": signalled.required("advantages"), "loss": found.loss, "gradient": found.gradients,
+        "kept": kept, "advantages": signalled.require("advantages"), "loss": found.loss, "gradient": found.gradients,
         "metrics": {**found.metrics, **stats}, "rounds": correction.max_rounds, "offers": correction.contributes,
         "parts": found.parts,
     }  # fmt: skip
@@ -143,7 +143,7 @@ def test_i_10_every_option_changes_something(kind: type, option: str) -> None:
     "correction", [one for ones in OFF.values() for one in ones], ids=lambda one: type(one).__name__
 )
 def test_i_10_an_off_value_is_the_absence_of_the_correction_bit_for_bit(correction: RLCallback) -> None:
-    found, plain = outcome(correction), outcome(RLCallback().named("nothing"))
+    found, plain = outcome(correction), outcome(RLCallback().with_name("nothing"))
     for what in ("kept", "advantages", "loss", "gradient"):
         assert equal(found[what], plain[what]), what
     shared = plain["metrics"].keys()

@@ -121,7 +121,7 @@ KL_KNOBS: dict[type, Knobs] = {
 }
 ALL_KNOBS = {**LOSS_KNOBS, **ESTIMATOR_KNOBS, **REDUCTION_KNOBS, **VALUE_KNOBS, **KL_KNOBS}
 FAR = WITNESS.replace(
-    logprobs=WITNESS.required("old_logprobs") + 2.5 * (WITNESS.logprobs - WITNESS.required("old_logprobs"))
+    logprobs=WITNESS.require("old_logprobs") + 2.5 * (WITNESS.logprobs - WITNESS.require("old_logprobs"))
 )
 """The witness with ratios beyond every bound, on either side and for either sign."""
 
@@ -136,7 +136,7 @@ def outcome(built: Any) -> list[Tensor]:
         found = built(signal_of(WITNESS))
         return [found.advantages] if found.returns is None else [found.advantages, found.returns]
     if isinstance(built, Clamped):
-        return [built(FAR.logprobs, FAR.required("ref_logprobs"))]
+        return [built(FAR.logprobs, FAR.require("ref_logprobs"))]
     if isinstance(built, SequenceSumNorm):
         return flat(evaluate(FAR, reduction=built))
     if isinstance(built, ValueLoss):
@@ -186,16 +186,16 @@ def test_i_10_every_coefficient_of_the_loss_changes_something_and_0_is_its_absen
 
 
 def unclipped(view: LossView) -> Tensor:
-    return -torch.exp(view.logprobs - view.required("old_logprobs")) * view.required("advantages")
+    return -torch.exp(view.logprobs - view.require("old_logprobs")) * view.require("advantages")
 
 
 def unclipped_rollout(view: LossView) -> Tensor:
-    return -torch.exp(view.logprobs - view.required("rollout_logprobs")) * view.required("advantages")
+    return -torch.exp(view.logprobs - view.require("rollout_logprobs")) * view.require("advantages")
 
 
 def weighed(view: LossView) -> Tensor:
-    weight = torch.exp(view.logprobs.detach() - view.required("old_logprobs"))
-    return -weight * view.required("advantages") * view.logprobs
+    weight = torch.exp(view.logprobs.detach() - view.require("old_logprobs"))
+    return -weight * view.require("advantages") * view.logprobs
 
 
 class HalfTheSquare(ValueLoss):

@@ -41,7 +41,7 @@ def slow_returns(rewards: Tensor, valid: Tensor, gamma: float) -> Tensor:
 @given(view=views(), gamma=decays, lam=decays)
 @many
 def test_i_30_advantages_equal_the_quadratic_form(dtype: torch.dtype, view: LossView, gamma: float, lam: float) -> None:
-    rewards, values = view.required("returns").to(dtype), view.required("values").to(dtype)
+    rewards, values = view.require("returns").to(dtype), view.require("values").to(dtype)
     end = view.rewards.to(dtype)
     found = gae(rewards, values, view.valid_tokens, gamma=gamma, lam=lam, bootstrap=end)
     expected = slow_gae(rewards, values, view.valid_tokens, gamma, lam, end)
@@ -55,7 +55,7 @@ def test_i_30_advantages_equal_the_quadratic_form(dtype: torch.dtype, view: Loss
 @given(view=views(), gamma=decays)
 @many
 def test_i_30_returns_equal_the_quadratic_form(dtype: torch.dtype, view: LossView, gamma: float) -> None:
-    rewards = view.required("returns").to(dtype)
+    rewards = view.require("returns").to(dtype)
     found = discounted_returns(rewards, view.valid_tokens, gamma=gamma)
     assert_close(found, slow_returns(rewards, view.valid_tokens, gamma), atol=exactly[dtype], rtol=exactly[dtype])
 
@@ -63,7 +63,7 @@ def test_i_30_returns_equal_the_quadratic_form(dtype: torch.dtype, view: LossVie
 @given(view=views(kinds=[kind for kind in KINDS if kind != "empty"]), gamma=decays, size=st.integers(1, 7))
 @some
 def test_i_30_chunks_joined_through_the_bootstrap_equal_the_whole(view: LossView, gamma: float, size: int) -> None:
-    rewards, valid = view.required("returns"), view.valid_tokens
+    rewards, valid = view.require("returns"), view.valid_tokens
     nothing = torch.zeros_like(rewards)
     following, chunks = torch.zeros(len(view), dtype=torch.float64), []
     for start in reversed(range(0, view.width, size)):

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from lightning_rl import ClipCov, ClippedSurrogate, LossView, PolicyLoss, RLCallback, ValueLoss
 from lightning_rl.corrections import Corrections
-from lightning_rl.corrections.stat import shown_value
+from lightning_rl.corrections.stat import reduce_moments
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 from properties.batches import KINDS, WITNESS, few, rows, shuffled_tokens, some, view_of_rows, views
@@ -26,8 +26,8 @@ PLACED = ("clip_cov", "clip_cov-some")  # draw tokens by sample and position
 
 def on_policy(view: LossView) -> LossView:
     """The view with four equal policies, and one advantage for all tokens of a row."""
-    same = view.required("old_logprobs")
-    per_row = torch.where(view.valid_tokens, row_mean(view.required("advantages"), view.valid_tokens)[:, None], 0.0)
+    same = view.require("old_logprobs")
+    per_row = torch.where(view.valid_tokens, row_mean(view.require("advantages"), view.valid_tokens)[:, None], 0.0)
     teacher = {"token_extras": {"teacher_logprobs": same}}
     return view.replace(logprobs=same, rollout_logprobs=same, ref_logprobs=same, advantages=per_row, **teacher)
 
@@ -36,7 +36,7 @@ def left_out(view: LossView, loss: PolicyLoss) -> Tensor:
     """Tokens that Clip-Cov leaves out, which is its point on policy as well."""
     if not isinstance(loss, ClipCov):
         return torch.zeros_like(view.valid_tokens)
-    return prepared_view(view, loss).required("prepared")
+    return prepared_view(view, loss).require("prepared")
 
 
 @each
@@ -46,9 +46,9 @@ def test_i_08_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, view
     loss, view = LOSS_EXAMPLES[name], on_policy(view)
     found = evaluate(view, loss=loss, reduction=sequence_mean)
     weights = sequence_mean(view.valid_tokens, view.trained, view.groups)
-    expected = -weights * view.required("advantages")
+    expected = -weights * view.require("advantages")
     agree(found.gradients[0], torch.where(left_out(view, loss), 0.0, expected))
-    metrics = {key: float(shown_value(m.tolist(), "mean")) for key, m in found.metrics.items() if m[0]}
+    metrics = {key: float(reduce_moments(m.tolist(), "mean")) for key, m in found.metrics.items() if m[0]}
     ones = {"policy/ratio_max", "policy/ess", "policy/kept"} & metrics.keys()
     zeros = {key for key in metrics if key.startswith(("kl/", "policy/cl", "policy/outside"))}
     assert [metrics[key] for key in ones] == [1.0] * len(ones)
@@ -86,7 +86,7 @@ def test_i_26_losses_are_affine_in_a_positive_factor_of_the_advantage(name: str,
     view = prepared_view(view, loss)  # the selection may look at the size of advantages; here it stays what it was
 
     def at(scale: float) -> Tensor:
-        found = evaluate(view.replace(advantages=view.required("advantages") * scale), loss=loss)
+        found = evaluate(view.replace(advantages=view.require("advantages") * scale), loss=loss)
         return torch.cat([found.parts["loss/policy"].reshape(1), found.gradients[0].flatten()])
 
     nothing = at(0.0)
@@ -99,7 +99,7 @@ def test_i_26_losses_are_affine_in_a_positive_factor_of_the_advantage(name: str,
 def test_i_26_on_policy_the_sign_of_the_advantage_is_that_of_the_gradient(name: str, view: LossView) -> None:
     loss, view = LOSS_EXAMPLES[name], prepared_view(on_policy(view), LOSS_EXAMPLES[name])
     plain = evaluate(view, loss=loss).gradients[0]
-    agree(evaluate(view.replace(advantages=-view.required("advantages")), loss=loss).gradients[0], -plain)
+    agree(evaluate(view.replace(advantages=-view.require("advantages")), loss=loss).gradients[0], -plain)
 
 
 @given(view=views())
@@ -108,9 +108,9 @@ def test_i_26_a_dual_clip_acts_on_negative_advantages_alone(view: LossView) -> N
     far = view.replace(logprobs=view.logprobs + 1.0)
     plain = evaluate(far, loss=ClippedSurrogate()).gradients[0]
     bounded = evaluate(far, loss=ClippedSurrogate(dual_clip=1.5)).gradients[0]
-    negative = far.required("advantages") < 0
+    negative = far.require("advantages") < 0
     assert torch.equal(plain[~negative], bounded[~negative])
-    gone = negative & view.valid_tokens & (far.logprobs - far.required("old_logprobs") > math.log(1.5))
+    gone = negative & view.valid_tokens & (far.logprobs - far.require("old_logprobs") > math.log(1.5))
     assert not bounded[gone].any() and plain[gone].all()
 
 
@@ -168,7 +168,7 @@ def test_i_12_shares_are_those_of_all_valid_tokens(name: str) -> None:
     metrics = evaluate(WITNESS, loss=LOSS_EXAMPLES[name]).metrics
     own = {key for key in metrics if key.startswith(("policy/", "kl/", "value/"))}
     assert own and {metrics[key][0].item() for key in own} == {float(WITNESS.valid_tokens.sum())}
-    ratio = (WITNESS.logprobs - WITNESS.required("old_logprobs")).exp()[WITNESS.valid_tokens]
+    ratio = (WITNESS.logprobs - WITNESS.require("old_logprobs")).exp()[WITNESS.valid_tokens]
     assert_close(metrics["policy/ratio_max"][3], ratio.max())
 
 

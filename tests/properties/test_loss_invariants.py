@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from lightning_rl import LossView
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 from properties.batches import WITNESS, disturbed, few, inserted, joined, some, twice, views, without_columns
 from properties.evaluation import agree, evaluate, prepared_view, same
@@ -146,7 +146,7 @@ def test_i_18_gradients_of_parts_add_up(name: str, given_view: tuple[LossView, l
     view, cut = given_view
     loss = LOSS_EXAMPLES[name]
     view = prepared_view(view, loss)
-    weights = REDUCTION_EXAMPLES["token_mean"](view.valid_tokens, view.trained, view.groups, own_sum)
+    weights = REDUCTION_EXAMPLES["token_mean"](view.valid_tokens, view.trained, view.groups, local_sum)
 
     def share(rows: list[int]) -> torch.Tensor:
         index = torch.tensor(rows, dtype=torch.int64)

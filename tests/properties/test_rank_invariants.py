@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import LossView
-from lightning_rl.signal.masked import GlobalSum, own_sum, whiten
+from lightning_rl.signal.masked import GlobalSum, local_sum, whiten
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.selection import GlobalConcat
 from properties.batches import WITNESS, few, inserted, rows, some, twice, view_of_rows, views, without_columns
@@ -23,7 +23,7 @@ each = pytest.mark.parametrize("reduction", REDUCTION_EXAMPLES.values(), ids=RED
 PREPARING = [name for name, loss in LOSS_EXAMPLES.items() if loss.prepares]
 
 
-def weights(reduction: Reduction, view: LossView, global_sum: GlobalSum = own_sum) -> Tensor:
+def weights(reduction: Reduction, view: LossView, global_sum: GlobalSum = local_sum) -> Tensor:
     return reduction(view.valid_tokens, view.trained, view.groups, global_sum)
 
 
@@ -113,7 +113,7 @@ def on_a_rank(
 @few
 def test_i_05_ranks_train_as_one_does(name: str, reduction: Reduction, view: LossView, dealt: list[int]) -> None:
     apart = 3.0 * view.groups[:, None]  # the means of a rank are not those of the step
-    view = view.replace(advantages=view.required("advantages") + apart, logprobs=view.logprobs - apart).sanitize()
+    view = view.replace(advantages=view.require("advantages") + apart, logprobs=view.logprobs - apart).sanitize()
     parts = dealt_by_group(view, dealt)
     found = in_lockstep(*[partial(on_a_rank, own, name, reduction) for own in parts])
     whole = evaluate(view, loss=LOSS_EXAMPLES[name], reduction=reduction)
@@ -151,6 +151,6 @@ def test_i_15_a_rank_without_tokens_waits_for_nobody(name: str, nothing: str) ->
 @given(view=views(), scale=st.sampled_from([-64.0, -0.5, 0.25, 1000.0]), shift=st.sampled_from([0.0, -3.0, 2.0**17]))
 @some
 def test_i_21_whitening_follows_scale_and_shift_in_float32(view: LossView, scale: float, shift: float) -> None:
-    values, mask = torch.round(view.required("advantages") * 8).float(), view.valid_tokens  # exact after the shift
+    values, mask = torch.round(view.require("advantages") * 8).float(), view.valid_tokens  # exact after the shift
     expected = math.copysign(1, scale) * whiten(values, mask)
     assert_close(whiten(values * scale + shift, mask), expected, atol=1e-6, rtol=1e-6)

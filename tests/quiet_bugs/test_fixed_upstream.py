@@ -127,9 +127,9 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     reference = Scorer(model, temperature=temperature, packed=True)
     plan = make_plan(rollout, minibatches=1, token_budget=99)
     found = add_logprobs(rollout, plan, policy, reference, Corrections(), old=True)
-    engines = found.required("rollout_logprobs")
-    assert_close(found.required("old_logprobs"), engines)
-    assert_close(found.required("ref_logprobs"), engines)
+    engines = found.require("rollout_logprobs")
+    assert_close(found.require("old_logprobs"), engines)
+    assert_close(found.require("ref_logprobs"), engines)
 
 
 def test_1_08_values_are_never_divided_by_the_temperature() -> None:

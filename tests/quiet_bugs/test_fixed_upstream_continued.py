@@ -42,13 +42,13 @@ def test_1_14_log_probabilities_of_the_engine_keep_their_precision() -> None:
     given = -torch.rand(6, generator=torch.Generator().manual_seed(0)) - 1
     said = Completion(token_ids=(2,) * 6, logprobs=given, finish=Finish.LENGTH, version=6)
     rollout = sample_groups(sampler_of(script=lambda _: said), PROMPT)
-    assert torch.equal(Rollout.from_state(rollout.state()).required("rollout_logprobs")[0], given)
+    assert torch.equal(Rollout.from_state(rollout.state()).require("rollout_logprobs")[0], given)
 
 
 def test_1_14_an_engine_in_half_precision_returns_log_probabilities_in_float32() -> None:
     engine = TransformersEngine()
     engine.start(tiny_policy(dtype=torch.bfloat16), None)
-    found = sample_groups(sampler_of(engine=engine), PROMPT).required("rollout_logprobs")
+    found = sample_groups(sampler_of(engine=engine), PROMPT).require("rollout_logprobs")
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
 
 
@@ -154,7 +154,7 @@ def test_1_21_a_pass_that_only_scores_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_1_22_a_log_probability_stands_where_its_token_stands(packed: bool) -> None:
     rollout, model = ragged_rollout(dtype=torch.float64).sanitize(), tiny_policy(dtype=torch.float64)
-    alone = torch.zeros_like(rollout.required("old_logprobs"))
+    alone = torch.zeros_like(rollout.require("old_logprobs"))
     for row in range(len(rollout)):
         prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
         ids = torch.cat([rollout.prompt_ids[row, :prompt], rollout.response_ids[row, :length]])

@@ -16,7 +16,7 @@ from lightning_rl.recording import RolloutRecorder
 
 def own_loss(view: LossView) -> Tensor:
     """A loss that lives in a script."""
-    return -view.logprobs * view.required("advantages")
+    return -view.logprobs * view.require("advantages")
 
 
 def main(folder: str, loss: str, delta: float, precision: Any, strategy: str, ranks: int) -> None:

@@ -84,7 +84,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     recorded(tmp_path)
     path = tmp_path / "rollout-000000.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))
-    with pytest.raises(ValueError, match="expected a recording of format 1, got 0"):
+    with pytest.raises(ValueError, match="expected a recording of format 2, got 0"):
         Recording.load(path)
 
 

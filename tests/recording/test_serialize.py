@@ -13,7 +13,7 @@ from lightning_rl import ClippedSurrogate
 from lightning_rl.callbacks import OPSM, IcePop, ReferenceKL, TeacherKL
 from lightning_rl.recording.serialize import Opaque, from_json, opaque_places, to_json
 from lightning_rl.signal.kl import k3
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import token_mean
 
 EQUAL = [None, True, 3, 0.1, math.inf, -math.inf, "text", [1, [2.5]], (1, (2,)), {"key": (1, None)}, k3, token_mean]
@@ -40,8 +40,8 @@ def test_callbacks_come_back_with_their_knobs(callback: Any) -> None:
 
 
 def test_a_partial_keeps_what_it_binds() -> None:
-    twin = from_json(to_json(partial(token_mean, global_sum=own_sum)))
-    assert (twin.func, twin.args, twin.keywords) == (token_mean, (), {"global_sum": own_sum})
+    twin = from_json(to_json(partial(token_mean, global_sum=local_sum)))
+    assert (twin.func, twin.args, twin.keywords) == (token_mean, (), {"global_sum": local_sum})
 
 
 @pytest.mark.parametrize("value", [lambda view: view, tiny_policy(), torch.zeros(2)], ids=["lambda", "model", "tensor"])

@@ -45,7 +45,7 @@ def teacher_forced(policy: PolicyModel, row: int) -> Tensor:
 @forms
 def test_log_probabilities_are_of_drawn_tokens_given_all_tokens(packed: bool) -> None:
     rollout, _, policy = scored(with_holes(), packed=packed)
-    found = rollout.required("old_logprobs")
+    found = rollout.require("old_logprobs")
     for row, actions in enumerate(ACTIONS):
         mask = torch.tensor(actions)
         expected = torch.where(mask, teacher_forced(policy, row).detach(), 0.0)
@@ -56,7 +56,7 @@ def test_log_probabilities_are_of_drawn_tokens_given_all_tokens(packed: bool) ->
 def test_what_nobody_drew_is_read_by_what_comes_after_it_and_by_nothing_before() -> None:
     other = [row.copy() for row in RESPONSES]
     other[0][2] = 12
-    first, second = (scored(with_holes(rows))[0].required("old_logprobs")[0] for rows in (RESPONSES, other))
+    first, second = (scored(with_holes(rows))[0].require("old_logprobs")[0] for rows in (RESPONSES, other))
     assert torch.equal(first[:1], second[:1]) and (first[3:] != second[3:]).all()
 
 
@@ -65,14 +65,14 @@ def test_advantages_and_returns_stand_at_drawn_tokens_alone() -> None:
     holes = rollout.action_mask.logical_not()
     assert torch.equal(rollout.valid_tokens, rollout.action_mask)
     signalled, rewards, stats = estimate_signal(rollout, GRPO(), Corrections())
-    assert not signalled.required("advantages")[holes].any() and signalled.required("advantages")[~holes].all()
+    assert not signalled.require("advantages")[holes].any() and signalled.require("advantages")[~holes].all()
     last = [4, 1, 1, 2]  # the last token that was drawn, before a hole at the end
     assert rewards.shaped.nonzero().tolist() == [[row, last[row]] for row in range(4) if float(rollout.rewards[row])]
     assert float(stats["length/mean"].value()) == 14 / 4, "a response is as long as what the model read"
     values = torch.where(holes, torch.nan, 0.25).double()
     ours, *_ = estimate_signal(rollout.replace(values=values), GAE(lam=0.9, whitened=False), Corrections())
-    assert not ours.required("advantages")[holes].any() and not ours.required("returns")[holes].any()
-    assert ours.required("advantages").isfinite().all()
+    assert not ours.require("advantages")[holes].any() and not ours.require("returns")[holes].any()
+    assert ours.require("advantages").isfinite().all()
 
 
 @forms
@@ -92,7 +92,7 @@ def test_the_gradient_is_that_of_drawn_tokens_over_their_number(packed: bool) ->
         )
         rows = [row for row in range(4) if row // 2 == step]
         number = sum(sum(ACTIONS[row]) for row in rows)
-        advantages = rollout.required("advantages")
+        advantages = rollout.require("advantages")
         loss = torch.zeros((), dtype=torch.float64)
         for row in rows:
             drawn = torch.tensor(ACTIONS[row])

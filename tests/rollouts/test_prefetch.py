@@ -110,7 +110,7 @@ def test_samples_have_the_log_probabilities_of_the_weights_that_their_version_na
             with torch.no_grad():
                 logits = policy(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-            torch.testing.assert_close(rollout.required("rollout_logprobs")[row, :length], expected)
+            torch.testing.assert_close(rollout.require("rollout_logprobs")[row, :length], expected)
 
 
 class Busy(TransformersEngine):

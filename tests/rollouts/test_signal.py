@@ -24,7 +24,7 @@ def signal(
     rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
 ) -> tuple[Tensor, dict[str, float], Rollout]:
     found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
-    return found.required("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
+    return found.require("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
 
 
 def without_eos(rollout: Rollout, action: Any = "zero_reward") -> tuple[Rollout, dict[str, Stat]]:
@@ -47,14 +47,14 @@ def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:
     for _ in range(2):  # idempotent
         advantages, stats, found = signal(rollout, Spy(whitened=False), ReferenceKL(0.05))
         assert_close(advantages, torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
-        assert_close(found.required("returns"), advantages)
+        assert_close(found.require("returns"), advantages)
         assert_close(shaped.pop(), torch.tensor([[-0.005, -0.01, 0.985]]), atol=1e-6, rtol=0)
         assert stats["reward/task"] == 1.0
         assert stats["reward/shaped"] == pytest.approx(0.97, abs=1e-6)
         assert stats["kl/penalty"] == pytest.approx(0.05 * 0.2, abs=1e-7)
-        raw = found.required("old_logprobs") - found.required("ref_logprobs")
+        raw = found.require("old_logprobs") - found.require("ref_logprobs")
         assert_close(raw.mean(), torch.tensor(0.2))
-        assert torch.equal(found.required("old_logprobs"), logprobs) and torch.equal(found.rewards, rollout.rewards)
+        assert torch.equal(found.require("old_logprobs"), logprobs) and torch.equal(found.rewards, rollout.rewards)
 
 
 @pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN])
@@ -114,7 +114,7 @@ def test_outside_rewarded_only_the_task_part_is_zero() -> None:
         rewarded=torch.tensor([False, True]), values=torch.zeros(2, 2)
     )
     found = signal(rollout, GAE(whitened=False), bonus)[2]
-    assert found.required("returns").tolist() == [[-0.5, -0.5], [1.0, 1.0]]
+    assert found.require("returns").tolist() == [[-0.5, -0.5], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("estimator", [GRPO(), RLOO(), PLAIN])
@@ -145,7 +145,7 @@ def test_a_token_reward_that_is_not_finite_raises_and_names_the_sample_and_the_p
 @pytest.mark.parametrize("poison", [NAN, INF])
 def test_an_advantage_that_is_not_finite_raises_and_names_the_sample(poison: float) -> None:
     rollout = rollout_of([1.0, 0.0, 2.0], [[1, 1], [1, 1], [1, 1]])
-    values = rollout.required("values") + torch.tensor([[0.0, 0.0], [0.0, poison], [0.0, 0.0]])
+    values = rollout.require("values") + torch.tensor([[0.0, 0.0], [0.0, poison], [0.0, 0.0]])
     with pytest.raises(ValueError, match=r"expected finite .* for sample 101"):
         signal(rollout.replace(values=values), PLAIN)
     with pytest.raises(ValueError, match=r"expected finite .* for sample 102 at position 0"):
@@ -173,8 +173,8 @@ def test_sanitising_changes_no_valid_token_and_no_integer() -> None:
     rollout = ragged_rollout().replace(token_extras={"routes": torch.full((12, 7, 2), NAN), "ids": torch.ones(12, 7)})
     found = rollout.sanitize()
     mask = rollout.valid_tokens
-    assert torch.equal(found.required("values")[mask], rollout.required("values")[mask])
-    assert not found.required("values")[~mask].any()
+    assert torch.equal(found.require("values")[mask], rollout.require("values")[mask])
+    assert not found.require("values")[~mask].any()
     assert found.token_extras["routes"][mask].isnan().all() and not found.token_extras["routes"][~mask].any()
     assert found.response_ids is rollout.response_ids and found.valid_tokens is mask
 
@@ -233,5 +233,5 @@ def test_a_token_estimator_sees_values_and_returns_what_the_critic_should_learn(
     for row, score in enumerate(rollout.rewards):
         steps = rollout.valid_tokens[row].nonzero().flatten()
         task[row, steps[-1:]] = score
-    assert_close(advantages, gae(task, rollout.required("values"), rollout.valid_tokens, gamma=0.9, lam=0.8))
-    assert_close(found.required("returns"), advantages + rollout.required("values"))
+    assert_close(advantages, gae(task, rollout.require("values"), rollout.valid_tokens, gamma=0.9, lam=0.8))
+    assert_close(found.require("returns"), advantages + rollout.require("values"))

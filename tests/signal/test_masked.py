@@ -14,8 +14,8 @@ from lightning_rl.signal.masked import (
     global_moments,
     group_index,
     last_true,
+    local_sum,
     masked_fill_invalid,
-    own_sum,
     row_mean,
     whiten,
 )
@@ -150,7 +150,7 @@ def test_groups_are_numbered_whatever_their_ids() -> None:
 
 def test_the_sum_of_one_rank_is_its_own() -> None:
     values = torch.tensor([1.0, 2.0])
-    assert own_sum(values) is values
+    assert local_sum(values) is values
 
 
 def test_global_moments_by_hand() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
-from lightning_rl.signal.masked import GlobalSum, own_sum
+from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
 
 VALID = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.bool)
@@ -22,7 +22,7 @@ each = pytest.mark.parametrize(
 )
 
 
-def weights(reduction: Reduction, rows: slice = slice(None), total: GlobalSum = own_sum) -> Tensor:
+def weights(reduction: Reduction, rows: slice = slice(None), total: GlobalSum = local_sum) -> Tensor:
     return reduction(VALID[rows], TRAINED[rows], GROUPS[rows], total)
 
 
@@ -45,7 +45,7 @@ def test_hand_worked_weights(reduction: Reduction, expected: list[float]) -> Non
 @each
 def test_padding_rows_and_padding_columns_weigh_nothing_and_change_nothing(reduction: Reduction) -> None:
     wide = torch.nn.functional.pad(VALID[:4], (0, 2))
-    found = reduction(wide, TRAINED[:4], GROUPS[:4], own_sum)
+    found = reduction(wide, TRAINED[:4], GROUPS[:4], local_sum)
     assert torch.equal(found[:, :3], weights(reduction)[:4]) and not found[:, 3:].any()
     assert not weights(reduction)[4].any()
 
@@ -55,7 +55,7 @@ def test_padding_rows_and_padding_columns_weigh_nothing_and_change_nothing(reduc
 def test_a_step_without_a_valid_token_weighs_0_and_not_nan(reduction: Reduction, rows: int) -> None:
     nothing = torch.zeros(rows, 2, dtype=torch.bool)
     for trained in (nothing.any(-1), ~nothing.any(-1)):
-        found = reduction(nothing, trained, torch.arange(rows), own_sum)
+        found = reduction(nothing, trained, torch.arange(rows), local_sum)
         assert found.shape == (rows, 2) and not found.any()
 
 
@@ -76,7 +76,7 @@ def test_a_constant_loss_is_the_constant_unless_rows_are_empty(reduction: Reduct
     rollout = ragged_rollout()
     tokens = rollout.valid_tokens
     assert tokens.any(-1).sum() == 11
-    found = reduction(tokens, rollout.trained, rollout.groups, own_sum)
+    found = reduction(tokens, rollout.trained, rollout.groups, local_sum)
     assert_close(found.sum(), torch.tensor(total, dtype=torch.float64))
 
 
@@ -84,14 +84,14 @@ def test_a_constant_loss_is_the_constant_unless_rows_are_empty(reduction: Reduct
 def test_a_batch_twice_over_has_the_same_mean(reduction: Reduction) -> None:
     per_token = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     once = (weights(reduction) * per_token).sum()
-    twice = reduction(VALID.repeat(2, 1), TRAINED.repeat(2), torch.cat([GROUPS, GROUPS + 100]), own_sum)
+    twice = reduction(VALID.repeat(2, 1), TRAINED.repeat(2), torch.cat([GROUPS, GROUPS + 100]), local_sum)
     assert_close((twice * per_token.repeat(2, 1)).sum(), once)
 
 
 @each
 def test_rows_may_come_in_any_order(reduction: Reduction) -> None:
     order = torch.tensor([3, 1, 4, 0, 2])
-    found = reduction(VALID[order], TRAINED[order], GROUPS[order], own_sum)
+    found = reduction(VALID[order], TRAINED[order], GROUPS[order], local_sum)
     assert torch.equal(found, weights(reduction)[order])
 
 

@@ -138,20 +138,20 @@ def test_wrong_advantages_fail_with_their_property(advantages: Any, broken: set[
 
 
 def detached(view: LossView) -> Tensor:
-    return -(view.logprobs.detach() - view.required("old_logprobs")).exp() * view.required("advantages")
+    return -(view.logprobs.detach() - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
 def in_place(view: LossView) -> Tensor:
-    return -view.required("advantages").mul_(2.0) * view.logprobs
+    return -view.require("advantages").mul_(2.0) * view.logprobs
 
 
 def mean_of_the_microbatch(view: LossView) -> Tensor:
-    advantages = view.required("advantages")
-    return -(view.logprobs - view.required("old_logprobs")).exp() * (advantages - advantages.mean())
+    advantages = view.require("advantages")
+    return -(view.logprobs - view.require("old_logprobs")).exp() * (advantages - advantages.mean())
 
 
 def already_reduced(view: LossView) -> Tensor:
-    return (-view.logprobs * view.required("advantages")).mean()
+    return (-view.logprobs * view.require("advantages")).mean()
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ class Widening(RLCallback):
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
-        return LossTerm(per_token=(view.logprobs - view.required("old_logprobs")).square() / view.width, coef=0.1)
+        return LossTerm(per_token=(view.logprobs - view.require("old_logprobs")).square() / view.width, coef=0.1)
 
 
 class ForeignName(RLCallback):

@@ -82,7 +82,7 @@ def test_a_run_sends_adapters_and_the_canary_agrees() -> None:
     fit(a_run(), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4, validation=[[2, 3]]))
     assert len(watch.rollouts) == 4
     for rollout in watch.rollouts:
-        difference = rollout.required("rollout_logprobs") - rollout.required("old_logprobs")
+        difference = rollout.require("rollout_logprobs") - rollout.require("old_logprobs")
         assert float(difference[rollout.valid_tokens].abs().max()) < 1e-4
     assert watch.rows[0]["time/canary"] > 0
 

@@ -55,7 +55,7 @@ def test_samples_have_the_log_probabilities_of_the_weights_that_their_version_na
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in rollouts]
     assert versions == [[0], [0], [1], [2]]
     for cycle, rollout in enumerate(rollouts[1:], 1):
-        valid, drawn = rollout.valid_tokens, rollout.required("rollout_logprobs")
+        valid, drawn = rollout.valid_tokens, rollout.require("rollout_logprobs")
         gaps = [(logprobs_under(weights[number], rollout) - drawn)[valid].abs() for number in (cycle - 1, cycle)]
         assert float(gaps[0].max()) < 1e-4 < float(gaps[1].max())
 

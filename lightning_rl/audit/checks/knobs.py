@@ -160,6 +160,6 @@ def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:
     def measure(estimator: Any, rollout: Rollout) -> list[Tensor]:
         other = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
         signalled = other.signal(rollout)[0]
-        return [signalled.required("advantages"), *([] if signalled.returns is None else [signalled.returns])]
+        return [signalled.require("advantages"), *([] if signalled.returns is None else [signalled.returns])]
 
     return _dead_knobs(evidence.algorithm.advantages, measure, [witness])

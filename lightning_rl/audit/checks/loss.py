@@ -13,7 +13,7 @@ from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.base import CONTRIBUTIONS, POLICY_LOSS_FACTORS
 from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.finding import Finding
-from lightning_rl.signal.masked import own_sum
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combined_by == "and")
@@ -83,7 +83,7 @@ def denominators(evidence: Evidence) -> Iterator[Finding]:
     rows, reduction = evidence.rows, evidence.algorithm.reduction
     expected = _weights_by_definition(evidence, reduction)
     if expected is not None:
-        weights = reduction(rows.valid_tokens, rows.trained, rows.groups, own_sum)
+        weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         yield from differences(weights, expected, rows.sample_ids)
     view, plain = evidence.view().sanitize(), evidence.table_step(corrections=ReplayCorrections())
     for contribution in evidence.contributions(*MASKS):

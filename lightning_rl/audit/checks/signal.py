@@ -151,7 +151,7 @@ def row_order(evidence: Evidence) -> Iterator[Finding]:
 @check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
 def advantage_support(evidence: Evidence) -> Iterator[Finding]:
     """Advantages are 0 outside the valid tokens; one scalar for a row is the same at all of its valid tokens."""
-    rollout, advantages = evidence.rollout, evidence.rollout.required("advantages")
+    rollout, advantages = evidence.rollout, evidence.rollout.require("advantages")
     valid, nowhere = rollout.valid_tokens, torch.zeros_like(advantages)
     yield from differences(
         torch.where(valid, nowhere, advantages),
@@ -192,7 +192,7 @@ def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
 def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding]:
     """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
     if looks_within_groups(evidence):
-        trained = evidence.groups.required("advantages")
+        trained = evidence.groups.require("advantages")
         yield from differences(trained, evidence.advantages, evidence.groups.sample_ids)
 
 

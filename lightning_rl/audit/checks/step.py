@@ -166,7 +166,7 @@ def _rollout_populations(evidence: Evidence) -> Mapping[str, Tensor]:
     """The values of each metric of the rollout."""
     rollout = evidence.rollout
     lengths, rewarded, valid = rollout.response_lengths[rollout.real], rollout.rewarded, rollout.valid_tokens
-    advantages = rollout.required("advantages")[valid]
+    advantages = rollout.require("advantages")[valid]
     return {
         "reward/task": rollout.rewards[rewarded],
         "length/mean": lengths,

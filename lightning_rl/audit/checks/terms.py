@@ -21,7 +21,7 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding]:
         if len(view) and not _has_gradient(per_token, leaf):
             yield Finding(culprit=str(term), expected="a term with a gradient")
     loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # where no clip holds it back
-    if loss.prepares or not bool((view.required("advantages") != 0).any()):
+    if loss.prepares or not bool((view.require("advantages") != 0).any()):
         return
     if not _has_gradient(loss(view), view.logprobs):
         yield Finding(culprit=f"loss {evidence.names['loss']}", expected="a loss with a gradient")
@@ -49,7 +49,7 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
     view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
     if not len(view):
         return
-    valid, advantages = view.valid_tokens, view.required("advantages")
+    valid, advantages = view.valid_tokens, view.require("advantages")
     per_token = torch.where(valid, evidence.algorithm.loss(view), 0.0)
     if not per_token.requires_grad:
         return  # gradient_liveness says so
@@ -93,7 +93,7 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
 def ratio_counts_once(evidence: Evidence) -> Iterator[Finding]:
     """Near a ratio of 1, loss times weights carries the current policy's probability at most once."""
     loss, view, step = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize(), 0.01
-    valid = view.valid_tokens & (view.required("advantages") != 0)
+    valid = view.valid_tokens & (view.require("advantages") != 0)
     if loss.prepares or not valid.any():
         return
     moved = view.replace(logprobs=(view.logprobs.detach() + step).requires_grad_())
