@@ -228,7 +228,9 @@ def test_masks_log_what_they_reject_of_the_population_before_rejection() -> None
 def test_names_must_be_there_and_unique() -> None:
     with pytest.raises(ValueError, match="expected RLCallback to set the class attribute `name`"):
         Corrections([RLCallback()])
-    with pytest.raises(ValueError, match=r'expected unique names, got "opsm" twice: use .named\("another"\) on one'):
+    with pytest.raises(
+        ValueError, match=r'expected unique names, got "opsm" twice: use .with_name\("another"\) on one'
+    ):
         Corrections([OPSM(), OPSM(0.5)])
     assert [c.name for c in Corrections([OPSM(), OPSM(0.5).with_name("a")]).callbacks] == ["a", "opsm"]
 

@@ -16,7 +16,7 @@ from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.distributed import ALONE
 from lightning_rl.signal.masked import local_sum
 
-NO_CONTRIBUTION = {"named", "traces_step"}
+NO_CONTRIBUTION = {"with_name", "traces_step"}
 RETURNS = {
     "row mask",
     "row float",
