@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lightning_rl import Engine, Request, Sampling, TransformersEngine, VLLMEngine
+from lightning_rl import Engine, Sampling, TransformersEngine, VLLMEngine
+from lightning_rl.generation import Request
 
 ROWS, PROMPT, LONGEST, VOCABULARY, RUNS = 64, 16, 96, 512, 7
 Generate = Callable[[Sequence[Request]], int]

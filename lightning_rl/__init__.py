@@ -5,7 +5,6 @@ from lightning_rl.advantages import (
     GRPO,
     OPO,
     RLOO,
-    Advantages,
     DrGRPO,
     Estimator,
     MaxRL,
@@ -14,21 +13,15 @@ from lightning_rl.advantages import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
-    RewardSignal,
 )
-from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
-from lightning_rl.data import Prompt, PromptDataModule
+from lightning_rl.data import PromptDataModule
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.generation import (
-    Canary,
-    CanaryError,
-    Completion,
     Engine,
     EngineError,
     FakeEngine,
-    Request,
     Sampling,
     TransformersEngine,
     VLLMEngine,
@@ -64,14 +57,9 @@ __all__ = [
     "OPO",
     "RLOO",
     "SAPO",
-    "Advantages",
-    "Algorithm",
     "AtomicCheckpointIO",
-    "Canary",
-    "CanaryError",
     "ClipCov",
     "ClippedSurrogate",
-    "Completion",
     "DrGRPO",
     "Engine",
     "EngineError",
@@ -85,7 +73,6 @@ __all__ = [
     "MaxRL",
     "Normalized",
     "PolicyLoss",
-    "Prompt",
     "PromptDataModule",
     "RLCallback",
     "RLLightningModule",
@@ -94,8 +81,6 @@ __all__ = [
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
-    "Request",
-    "RewardSignal",
     "Rollout",
     "Sampling",
     "SequenceSumNorm",

@@ -10,8 +10,8 @@ import torch
 from kit.support import fit, tiny_module, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rl import Prompt, PromptDataModule
-from lightning_rl.data import PromptBatches, Ticket, TicketLoader
+from lightning_rl import PromptDataModule
+from lightning_rl.data import Prompt, PromptBatches, Ticket, TicketLoader
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"

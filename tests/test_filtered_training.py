@@ -11,8 +11,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, Request, Rollout, Sampling, TransformersEngine
+from lightning_rl import FakeEngine, Rollout, Sampling, TransformersEngine
 from lightning_rl.callbacks import EntropyBonus, ReferenceKL, TeacherKL
+from lightning_rl.generation import Request
 from lightning_rl.generation.sampling import RowFilters
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.packing import pack

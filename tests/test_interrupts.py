@@ -12,18 +12,10 @@ from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_rl import (
-    Completion,
-    Engine,
-    EngineError,
-    Request,
-    RLCallback,
-    RLLightningModule,
-    Rollout,
-    TransformersEngine,
-)
+from lightning_rl import Engine, EngineError, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.callbacks import DynamicSampling
 from lightning_rl.checkpointing import INTERRUPTED, AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.engine import EngineState
 
 

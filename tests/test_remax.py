@@ -9,8 +9,9 @@ from kit.support import EOS, fit, recorder, tiny_module, tiny_policy, tiny_promp
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, RLLightningModule, Rollout
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, RLLightningModule, Rollout
 from lightning_rl.callbacks import ReferenceKL, RolloutKL
+from lightning_rl.generation import Request
 
 
 def trained(*callbacks: RLCallback, **options: Any) -> tuple[RLLightningModule, list[Rollout]]:

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import GRPO, OPO, RLOO, Advantages, DrGRPO, Estimator, MaxRL, Normalized, RawReward
+from lightning_rl import GRPO, OPO, RLOO, DrGRPO, Estimator, MaxRL, Normalized, RawReward
 from lightning_rl.advantages import (
     ESTIMATORS,
+    Advantages,
     FunctionEstimator,
     Level,
     RewardSignal,

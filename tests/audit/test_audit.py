@@ -18,11 +18,9 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
-    Completion,
     Finish,
     KLCov,
     Normalized,
-    Request,
     RLCallback,
     RLLightningModule,
     Rollout,
@@ -51,6 +49,7 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
+from lightning_rl.generation import Completion, Request
 
 RECIPES = {
     "grpo": presets.grpo,

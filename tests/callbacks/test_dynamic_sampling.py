@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from kit.support import fill_rollout, fit, recorder, rollout_of, tiny_module
 
-from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, Rollout, Sampling
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
+from lightning_rl.generation import Request
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Sampler
 

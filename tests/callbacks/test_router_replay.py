@@ -25,19 +25,10 @@ from torch import Tensor
 from torch.optim import SGD
 from typing_extensions import override
 
-from lightning_rl import (
-    ClipCov,
-    Completion,
-    FakeEngine,
-    Reinforce,
-    Request,
-    RLCallback,
-    Rollout,
-    TransformersEngine,
-    token_mean,
-)
+from lightning_rl import ClipCov, FakeEngine, Reinforce, RLCallback, Rollout, TransformersEngine, token_mean
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, ReferenceKL, RouterReplay
+from lightning_rl.generation import Completion, Request
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_routes import ExpertReplay, MicrobatchRoutes, expert_weights, record_routes, routers_of

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
 from typing_extensions import override
 
-from lightning_rl import PromptDataModule, Request, RLCallback, RLLightningModule, TransformersEngine
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, TransformersEngine
 from lightning_rl.callbacks import OPSM, ReferenceKL
 from lightning_rl.cli.doctor import versions as windows
 from lightning_rl.cli.doctor.command import examine
@@ -22,6 +22,7 @@ from lightning_rl.cli.doctor.memory import GIB, MemoryPlan, memory_plan, too_muc
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.finding import Finding
+from lightning_rl.generation import Request
 
 CHATML = (
     "{% for message in messages %}<s> {{ message.role }} {{ message.content }} </s> {% endfor %}"

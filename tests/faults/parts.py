@@ -10,21 +10,10 @@ from kit.engine_requests import with_sampling
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import (
-    Advantages,
-    Completion,
-    Estimator,
-    Finish,
-    LossTerm,
-    LossView,
-    Request,
-    RewardSignal,
-    RLCallback,
-    Rollout,
-    Stat,
-    TransformersEngine,
-)
+from lightning_rl import Estimator, Finish, LossTerm, LossView, RLCallback, Rollout, Stat, TransformersEngine
+from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.callbacks import OPSM, OverlongPenalty, ReferenceKL
+from lightning_rl.generation import Completion, Request
 
 
 class InPlaceKL(ReferenceKL):

@@ -14,7 +14,8 @@ import lightning_rl.update
 from faults import parts, patches
 from faults.fault import Fault
 from faults.patches import after, change_rows
-from lightning_rl import GAE, Algorithm, ClippedSurrogate, Rollout, Stat
+from lightning_rl import GAE, ClippedSurrogate, Rollout, Stat
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel

@@ -8,8 +8,8 @@ from kit.engine_requests import request_of
 from kit.support import tiny_policy
 from torch import Tensor
 
-from lightning_rl import FakeEngine, Request, TransformersEngine
-from lightning_rl.generation import Capabilities, Engine, EngineState, request_seed
+from lightning_rl import FakeEngine, TransformersEngine
+from lightning_rl.generation import Capabilities, Engine, EngineState, Request, request_seed
 
 
 def a_request(**options: object) -> Request:

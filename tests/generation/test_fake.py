@@ -4,7 +4,8 @@ import pytest
 import torch
 from kit.engine_requests import request_of
 
-from lightning_rl import Completion, FakeEngine, Finish, Request
+from lightning_rl import FakeEngine, Finish
+from lightning_rl.generation import Completion, Request
 
 
 def a_request(sample_id: int = 0, eos: int = 1) -> Request:

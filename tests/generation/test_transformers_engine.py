@@ -12,8 +12,8 @@ from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import Completion, Finish, Request, TransformersEngine
-from lightning_rl.generation import transformers
+from lightning_rl import Finish, TransformersEngine
+from lightning_rl.generation import Completion, Request, transformers
 from lightning_rl.policy import PolicyModel
 
 PROMPTS = [(2,), (3, 4, 5, 6, 7), (8, 9), (3, 4, 5, 6, 7), (2,), (10, 11, 12)]

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_rl import Request, Sampling
+from lightning_rl import Sampling
+from lightning_rl.generation import Request
 
 
 def request_of(prefix_ids: Sequence[int], sample_id: int = 0, seed: int = 0, **options: Any) -> Request:

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
-from lightning_rl import FakeEngine, Request, RLCallback
+from lightning_rl import FakeEngine, RLCallback
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
+from lightning_rl.generation import Request
 
 Result = dict[str, Any]
 

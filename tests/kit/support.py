@@ -25,7 +25,6 @@ from transformers import (
 from typing_extensions import override
 
 from lightning_rl import (
-    Algorithm,
     ClippedSurrogate,
     Finish,
     LossView,
@@ -38,6 +37,7 @@ from lightning_rl import (
     sequence_mean,
 )
 from lightning_rl.advantages import Estimator, resolve_advantages
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from kit.engine_requests import request_of
 from kit.support import tiny_model
-from lightning_rl import Completion, Engine, Request, VLLMEngine
+from lightning_rl import Engine, VLLMEngine
+from lightning_rl.generation import Completion, Request
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Starter = Callable[..., VLLMEngine]

@@ -8,7 +8,8 @@ from kit.support import an_algorithm
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import LossView, PolicyLoss, Reinforce, RewardSignal, RLCallback, Rollout, ValueLoss
+from lightning_rl import LossView, PolicyLoss, Reinforce, RLCallback, Rollout, ValueLoss
+from lightning_rl.advantages import RewardSignal
 from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.rollout import GREEDY_SCORE

@@ -4,8 +4,9 @@ import pytest
 import torch
 from kit.support import fill_rollout, fit, parity_reward, recorder, tiny_module
 
-from lightning_rl import FakeEngine, PromptDataModule, Request, RLCallback, Rollout, Sampling
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, Sampling
 from lightning_rl.corrections import Corrections
+from lightning_rl.generation import Request
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Sampler
 from properties.exports import corrections_with, name_of

@@ -24,10 +24,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Completion,
     FakeEngine,
     Finish,
-    Prompt,
     PromptDataModule,
     Sampling,
     SequenceSumNorm,
@@ -40,6 +38,8 @@ from lightning_rl import (
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.callbacks import IcePop, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import Corrections
+from lightning_rl.data import Prompt
+from lightning_rl.generation import Completion
 from lightning_rl.policy import PolicyModel, Scorer, make_plan, pack
 from lightning_rl.rollouts.logprobs import add_logprobs
 

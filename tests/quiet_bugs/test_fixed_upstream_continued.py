@@ -12,10 +12,8 @@ from torch.testing import assert_close
 from lightning_rl import (
     GRPO,
     RLOO,
-    Completion,
     Finish,
     LossTerm,
-    Prompt,
     RLCallback,
     Rollout,
     Stat,
@@ -25,6 +23,8 @@ from lightning_rl import (
     token_mean,
 )
 from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
+from lightning_rl.data import Prompt
+from lightning_rl.generation import Completion
 from lightning_rl.losses import GMPO, GSPO, LOSSES
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.plan import plan_of_rows

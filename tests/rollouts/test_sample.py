@@ -13,19 +13,11 @@ from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokeniz
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import (
-    Completion,
-    FakeEngine,
-    Finish,
-    Prompt,
-    PromptDataModule,
-    Request,
-    RLCallback,
-    Rollout,
-    Sampling,
-)
+from lightning_rl import FakeEngine, Finish, PromptDataModule, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
+from lightning_rl.data import Prompt
+from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Sampler, deal
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightning_rl import OPO, ReinforcePlusPlus, ReMax, RewardSignal
+from lightning_rl import OPO, ReinforcePlusPlus, ReMax
+from lightning_rl.advantages import RewardSignal
 from lightning_rl.signal.returns import check_decay, discounted_returns, gae
 
 NAN = math.nan

@@ -15,7 +15,8 @@ from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
-from lightning_rl import Completion, Request, TransformersEngine
+from lightning_rl import TransformersEngine
+from lightning_rl.generation import Completion, Request
 
 PATIENCE = 60.0  # seconds; below the timeout of the collectives
 SHORT, LONG = 3, 300

@@ -12,8 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rl import FakeEngine, Request
+from lightning_rl import FakeEngine
 from lightning_rl.distributed.tensor import check_plan
+from lightning_rl.generation import Request
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,8 +10,8 @@ from kit.vllm_models import Starter, a_model, moved
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import Canary, CanaryError, VLLMEngine
-from lightning_rl.generation import EngineState
+from lightning_rl import VLLMEngine
+from lightning_rl.generation import Canary, CanaryError, EngineState
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.weights.stream import Stream
 from lightning_rl.generation.weights.sync import synchronize

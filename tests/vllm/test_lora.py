@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_rl import CanaryError, RLLightningModule, VLLMEngine
+from lightning_rl import RLLightningModule, VLLMEngine
 from lightning_rl.callbacks import RolloutKL
+from lightning_rl.generation import CanaryError
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.lora import Adapter
 from lightning_rl.policy.lora import base_model_of

@@ -9,8 +9,8 @@ from kit.engine_requests import request_of, with_sampling
 from kit.support import tiny_tokenizer
 from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
 
-from lightning_rl import Completion, Finish, TransformersEngine, VLLMEngine
-from lightning_rl.generation import EngineState
+from lightning_rl import Finish, TransformersEngine, VLLMEngine
+from lightning_rl.generation import Completion, EngineState
 
 
 def what(completions: list[Completion]) -> list[tuple[tuple[int, ...], list[float]]]:

@@ -18,8 +18,9 @@ from kit.vllm_rank import Watch
 from torch.optim import AdamW
 from transformers import AutoTokenizer
 
-from lightning_rl import CanaryError, Completion, Finish, RLLightningModule, VLLMServerEngine
+from lightning_rl import Finish, RLLightningModule, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
+from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Cancelled
 

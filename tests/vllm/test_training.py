@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_rl import CanaryError, RLLightningModule
+from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import NoEOSMask, RolloutKL
-from lightning_rl.generation import EngineState
+from lightning_rl.generation import CanaryError, EngineState
 from lightning_rl.generation.vllm import internals
 
 

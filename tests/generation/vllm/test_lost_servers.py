@@ -10,8 +10,9 @@ from kit.scripted_server import KEY, Answer, ScriptedServer, servers
 from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch import Tensor
 
-from lightning_rl import Canary, CanaryError, EngineError, RLLightningModule, Rollout, VLLMServerEngine
+from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.generation import Canary, CanaryError
 from lightning_rl.generation.vllm import pool
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}

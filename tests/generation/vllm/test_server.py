@@ -13,8 +13,8 @@ from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from transformers import PreTrainedModel
 
-from lightning_rl import EngineError, Finish, Request, VLLMServerEngine
-from lightning_rl.generation import EngineState
+from lightning_rl import EngineError, Finish, VLLMServerEngine
+from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm import pool
 
 

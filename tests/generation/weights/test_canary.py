@@ -12,9 +12,9 @@ from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import Canary, CanaryError, FakeEngine, TransformersEngine
+from lightning_rl import FakeEngine, TransformersEngine
 from lightning_rl.distributed import collectives
-from lightning_rl.generation import Engine, EngineState
+from lightning_rl.generation import Canary, CanaryError, Engine, EngineState
 from lightning_rl.generation.weights import canary as canaries
 from lightning_rl.generation.weights.canary import Measurement, Values, canary_of
 from lightning_rl.generation.weights.stream import Stream
