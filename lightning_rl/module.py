@@ -397,7 +397,7 @@ class RLLightningModule(LightningModule):
         microbatches = current.plan.step(batch.step)
         tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
         tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
-        trace = self._trace(batch)
+        trace = self._trace(batch, with_parameters=tokens > 0)
         outputs: dict[str, Tensor] = {}
         if tokens:
             with self.run.times.phase("update", self.device):
@@ -420,8 +420,8 @@ class RLLightningModule(LightningModule):
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
         seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)
 
-    def _trace(self, ticket: Ticket) -> StepTrace | None:
-        """What keeps this optimizer step for those who observe it."""
+    def _trace(self, ticket: Ticket, *, with_parameters: bool) -> StepTrace | None:
+        """What keeps this optimizer step for those who observe it; parameters only of a step that will be made."""
         corrections, parallel = self.run.corrections, self.parallel
         if not corrections.traces_step(ticket.rollout, ticket.step):
             return None
@@ -430,7 +430,7 @@ class RLLightningModule(LightningModule):
         trace = StepTrace(rollout_number=ticket.rollout, step=ticket.step, scale=scale)
         trace.log(self.run.rollout_stats)
         watching = any(callback.traces_parameters for callback in corrections.contributors("observe_step"))
-        if watching and parallel.ranks == 1 and not parallel.sharded:
+        if with_parameters and watching and parallel.ranks == 1 and not parallel.sharded:
             self.run.tracer = ParameterTracer(self.required_policy, trace)
         return trace
 
