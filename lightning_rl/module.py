@@ -429,7 +429,8 @@ class RLLightningModule(LightningModule):
         scale = parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
         trace = StepTrace(rollout_number=ticket.rollout, step=ticket.step, scale=scale)
         trace.log(self.run.rollout_stats)
-        watching = any(callback.traces_parameters for callback in corrections.contributors("observe_step"))
+        watchers = [callback for callback in corrections.contributors("observe_step") if callback.traces_parameters]
+        watching = any(callback.traces_step(ticket.rollout, ticket.step) for callback in watchers)
         if with_parameters and watching and parallel.ranks == 1 and not parallel.sharded:
             self.run.tracer = ParameterTracer(self.required_policy, trace)
         return trace
