@@ -3,8 +3,10 @@
 import ast
 import re
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from lightning_rl.corrections import CONTRIBUTIONS
@@ -103,3 +105,9 @@ def test_the_table_of_contributions_is_the_codes() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]*) \| ([^|]*) \|", PAGES[0].read_text(), re.MULTILINE)
     entries = [(name, e.when, e.returns, e.combined_by, e.bends) for name, e in CONTRIBUTIONS.items()]
     assert [tuple(cell.strip() for cell in row) for row in rows] == entries
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = grimp.build_graph("lightning_rl", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
