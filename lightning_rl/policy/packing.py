@@ -156,7 +156,11 @@ def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """Attention within each of n sequences of one length, from [n, heads, length, D] to [n * length, heads, D]."""
-    mask = _window_mask(query, window)
+    mask = None
+    if window is not None and query.shape[2] > window:
+        position = torch.arange(query.shape[2], device=query.device)
+        distance = position[:, None] - position[None]
+        mask = (distance >= 0) & (distance < window)
     mixed = functional.scaled_dot_product_attention(
         query,
         key,
@@ -169,17 +173,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
-    if window is None or query.shape[2] <= window:
-        return None
-    position = torch.arange(query.shape[2], device=query.device)
-    distance = position[:, None] - position[None]
-    return (distance >= 0) & (distance < window)
-
-
 def _flash_applies(query: Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and _has_flash()
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _has_flash()
 
 
 @cache

@@ -14,7 +14,9 @@ NAME = "batches"
 
 def batches(recipe: Recipe) -> Iterator[Finding]:
     """A rollout splits into whole groups for each minibatch and rank, and training ends with a whole rollout."""
-    module, data, ranks = recipe.module, recipe.data, _ranks(recipe.trainer)
+    module, data, ranks = recipe.module, recipe.data, recipe.trainer.world_size
+    if isinstance(recipe.trainer.strategy, FSDP2Strategy):  # ranks that split layers between them share their rows
+        ranks //= int(recipe.trainer.strategy._tensor_parallel_size)  # noqa: SLF001
     prompts, steps, parts = data.prompts_per_rollout, module.steps_per_rollout, module.minibatches * ranks
     shape = f"{prompts} prompts x {module.group_size} samples"
     yield fact(NAME, f"{shape} for each rollout, which serves {steps} optimizer steps; {ranks} ranks")
@@ -30,13 +32,6 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
         cure = "none is lost, since the stream goes on where it stood; for whole passes add or drop prompts"
         yield warning(NAME, observed, cure)
     yield from _limits(recipe.trainer, steps)
-
-
-def _ranks(trainer: Trainer) -> int:
-    """Over how many ranks the rows are split; those that split layers between them work on the same rows."""
-    if isinstance(trainer.strategy, FSDP2Strategy):
-        return trainer.world_size // int(trainer.strategy._tensor_parallel_size)  # noqa: SLF001
-    return trainer.world_size
 
 
 def _limits(trainer: Trainer, steps: int) -> Iterator[Finding]:

@@ -255,9 +255,8 @@ class VLLMEngine(Engine):
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         """Outputs in the order of the prompts; after a failure no request is left behind for the next call."""
         engine = self._llm.llm_engine
-        device = next(self._model.parameters()).device
         try:
-            with torch.autocast(device.type, enabled=False):
+            with torch.autocast(next(self._model.parameters()).device.type, enabled=False):
                 outputs = self._llm.generate(
                     [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                     list(parameters),

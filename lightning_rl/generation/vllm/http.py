@@ -52,19 +52,15 @@ class Calls:
         """Ends the calls in flight, which then count as unanswered."""
         with self._lock:
             for connection in self._connections:
-                _shut_down(connection)
+                sock: socket.socket | None = connection.sock
+                with suppress(OSError):
+                    if sock is not None:
+                        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which close does not
 
     def cancel(self) -> None:
         """Ends all calls by our own will, those that begin later included."""
         self.cancelled.set()
         self.abort()
-
-
-def _shut_down(connection: http.client.HTTPConnection) -> None:
-    sock: socket.socket | None = connection.sock
-    with suppress(OSError):
-        if sock is not None:
-            sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which close does not
 
 
 class Client:

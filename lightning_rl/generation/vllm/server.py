@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
-from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
+from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Calls
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
@@ -171,7 +171,15 @@ class VLLMServerEngine(Engine):
 
         def draw(request: Request, calls: Calls) -> Completion:
             parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
-            return _completion(request, pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest))
+            sample = pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest)
+            versions = tuple(label.version for label in sample.labels)
+            return Completion(
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+                version=versions[0],
+                versions=None if len(set(versions)) == 1 else versions,
+            )
 
         return pool.map(draw, requests)
 
@@ -204,14 +212,3 @@ class VLLMServerEngine(Engine):
         if pool is not None:
             pool.close()
             pool.push.close()
-
-
-def _completion(request: Request, sample: Sample) -> Completion:
-    versions = tuple(label.version for label in sample.labels)
-    return Completion(
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
-        version=versions[0],
-        versions=None if len(set(versions)) == 1 else versions,
-    )
