@@ -61,7 +61,7 @@ def examine(recipe: Recipe, *, prompts: int, limit: float) -> list[Finding]:
     findings = [finding for check in OF_RECIPES for finding in check(recipe)]
     if any(finding.severity == "error" for finding in findings):
         return [*findings, warning("setup", "not tried, because of the errors above", "fix these first")]
-    trainer, examination = recipe.trainer, _Examination(prompts, limit)
+    trainer = recipe.trainer
     if starts_itself(trainer):
         cure = f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli doctor ..."
         observed = f"not tried, because this Trainer would start {trainer.world_size} ranks"
@@ -69,11 +69,10 @@ def examine(recipe: Recipe, *, prompts: int, limit: float) -> list[Finding]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            run_until_fit(recipe, examination)
+            run_until_fit(recipe, _Examination(findings, prompts, limit))
         except Exception as refused:  # noqa: BLE001  whatever keeps a fit from beginning is a finding
             text = f"{type(refused).__name__}: {refused}"
-            examination.findings.append(error("setup", text, "what the message says; no step was made"))
-    findings += examination.findings
+            findings.append(error("setup", text, "what the message says; no step was made"))
     texts = [str(each.message) for each in caught if "lightning_rl" in Path(each.filename).parts]
     return findings + [warning("setup", text, "as it says, or leave it") for text in dict.fromkeys(texts)]
 
@@ -81,9 +80,8 @@ def examine(recipe: Recipe, *, prompts: int, limit: float) -> list[Finding]:
 class _Examination(Callback):
     """Asks the checks that need a policy when a fit is about to begin, and ends it."""
 
-    def __init__(self, prompts: int, limit: float) -> None:
-        self.prompts, self.limit = prompts, limit
-        self.findings: list[Finding] = []
+    def __init__(self, findings: list[Finding], prompts: int, limit: float) -> None:
+        self.findings, self.prompts, self.limit = findings, prompts, limit
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -110,9 +110,6 @@ class Client:
             raise Unanswered(f"no answer from {self.url}{path}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        return self._parse(path, status, text)
-
-    def _parse(self, path: str, status: int, text: bytes) -> Any:
         quoted = text[:MAX_QUOTE].decode(errors="replace")
         if status >= 500 or status in BUSY:
             raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")

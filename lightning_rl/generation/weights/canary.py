@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -271,18 +272,15 @@ def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """What the embedding and every layer of a decoder put out at the first forward inside, as it is, by short names."""
     outputs: dict[str, Tensor] = {}
 
-    def hook_for(name: str) -> Any:
-        def capture(_module: nn.Module, _input: Any, output: Any) -> None:
-            # vLLM's layers return what they add and the stream that it is added to
-            parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
-            if name not in outputs and parts:
-                stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
-                outputs[name] = torch.as_tensor(stream).flatten(0, -2)
+    def capture(name: str, _module: nn.Module, _input: Any, output: Any) -> None:
+        # vLLM's layers return what they add and the stream that it is added to
+        parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
+        if name not in outputs and parts:
+            stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
+            outputs[name] = torch.as_tensor(stream).flatten(0, -2)
 
-        return capture
-
-    names = {name: match[1] for name, _ in model.named_modules() if (match := LAYER.search(name))}
-    handles = [model.get_submodule(name).register_forward_hook(hook_for(short)) for name, short in names.items()]
+    layers = [(part, match[1]) for name, part in model.named_modules() if (match := LAYER.search(name))]
+    handles = [part.register_forward_hook(partial(capture, short)) for part, short in layers]
     try:
         yield outputs
     finally:

@@ -62,9 +62,6 @@ def merge_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[
 
     Of each layer the weight is held until its A and B have come, which in the order of the parameters is at once.
     """
-    if not scales:
-        yield from stream
-        return
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, weight in stream:
         layer, part = part_of(name)
