@@ -158,8 +158,20 @@ class PromptDataModule(LightningDataModule):
         self._tokenizer = tokenizer
         for kind, rows in (("prompt", self.rows), ("validation prompt", self.validation_rows or [])):
             for number, row in enumerate(rows):
-                ids = self._encode(row, f"{kind} {number}")
-                _check_ids(ids, row, f"{kind} {number}", max_tokens, vocabulary)
+                name = f"{kind} {number}"
+                ids = self._encode(row, name)
+                if not ids:
+                    raise ValueError(f"expected {name} to have at least one token, got none: {row!r:.200}")
+                if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
+                    raise ValueError(
+                        f"expected token ids in [0, {vocabulary}), got {min(ids)} to {max(ids)} in {name}: the "
+                        "tokenizer does not fit the policy"
+                    )
+                if max_tokens is not None and len(ids) > max_tokens:
+                    raise ValueError(
+                        f"expected prompts of at most {max_tokens} tokens (context window minus max_new_tokens), got "
+                        f"{name} with {len(ids)}: shorten or drop it, or lower max_new_tokens"
+                    )
 
     def max_prompt_length(self) -> int:
         """Tokens of the longest prompt to train on, once a tokenizer is connected."""
@@ -222,9 +234,8 @@ class PromptDataModule(LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues the stream at a saved cursor, in a fit; an evaluation of a checkpoint leaves it alone."""
-        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        self.cursor = int(state_dict["cursor"])
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self.cursor = int(state_dict["cursor"])
 
     @property
     def _module(self) -> LightningModule:
@@ -287,18 +298,3 @@ def _rows(source: PromptSource) -> list[Any]:
 
 def _content(row: Any) -> Any:
     return row["prompt"] if isinstance(row, Mapping) else row
-
-
-def _check_ids(ids: Sequence[int], row: Any, name: str, max_tokens: int | None, vocabulary: int | None) -> None:
-    if not ids:
-        raise ValueError(f"expected {name} to have at least one token, got none: {row!r:.200}")
-    if vocabulary is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise ValueError(
-            f"expected token ids in [0, {vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer does not "
-            "fit the policy"
-        )
-    if max_tokens is not None and len(ids) > max_tokens:
-        raise ValueError(
-            f"expected prompts of at most {max_tokens} tokens (context window minus max_new_tokens), got {name} with "
-            f"{len(ids)}: shorten or drop it, or lower max_new_tokens"
-        )

@@ -122,7 +122,8 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
         equal = True
         for step in range(first, len(whole)):
             resumed = _run(recipe, options, steps, resume_from=folder / f"{step}.ckpt")
-            differences = _of_all_ranks(_differences(whole, resumed, step))
+            ranks: Any = distributed.process_objects([tuple(each) for each in _differences(whole, resumed, step)])
+            differences = [Difference(*difference) for rank in ranks for difference in rank]
             equal = equal and not differences
             marks = [
                 min((d.step for d in differences if d.place == place), default=None) for place in range(len(KINDS))
@@ -180,11 +181,6 @@ def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
                     yield f"{number}/{key}", value
-
-
-def _of_all_ranks(differences: list[Difference]) -> list[Difference]:
-    everyone: Any = distributed.process_objects([tuple(difference) for difference in differences])
-    return [Difference(*difference) for rank in everyone for difference in rank]
 
 
 def _of_first_rank(folder: Path) -> Path:

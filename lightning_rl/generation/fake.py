@@ -43,13 +43,13 @@ class FakeEngine(Engine):
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         self.requests.extend(requests)
-        return [self._completion(request, logprobs=logprobs) for request in requests]
-
-    def _completion(self, request: Request, *, logprobs: bool) -> Completion:
-        completion = self.script(request)
-        if not isinstance(completion, Completion):
-            ids = tuple(completion)
-            finish = Finish.STOP if ids and ids[-1] in request.eos_token_ids else Finish.LENGTH
-            scores = torch.full((len(ids),), self.logprob)
-            completion = Completion(token_ids=ids, logprobs=scores, finish=finish, version=self.version)
-        return completion if logprobs else replace(completion, logprobs=None)
+        completions: list[Completion] = []
+        for request in requests:
+            completion = self.script(request)
+            if not isinstance(completion, Completion):
+                ids = tuple(completion)
+                finish = Finish.STOP if ids and ids[-1] in request.eos_token_ids else Finish.LENGTH
+                scores = torch.full((len(ids),), self.logprob)
+                completion = Completion(token_ids=ids, logprobs=scores, finish=finish, version=self.version)
+            completions.append(completion if logprobs else replace(completion, logprobs=None))
+        return completions

@@ -4,7 +4,7 @@ Each prompt is prefilled once for all of its samples, finished rows leave the ba
 uniforms from its own generator (inverse CDF), so a sample does not depend on what else is in the batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -75,16 +75,19 @@ class TransformersEngine(Engine):
         training = model.training
         model.eval()  # transformers switches the cache off in train mode under activation checkpointing
         completions: dict[int, Completion] = {}
+        # alike in length, samples of one prompt beside each other
+        places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
             with record_routes(model) if ROUTES in self.extras else nullcontext() as take_routes:
-                for places in self._batches(requests):
-                    batch = [requests[place] for place in places]
+                for start in range(0, len(places), self.max_rows):
+                    chosen = places[start : start + self.max_rows]
+                    batch = [requests[place] for place in chosen]
                     max_tokens = max(request.sampling.max_new_tokens for request in batch)
                     extras = DecodeExtras(
                         len(batch), max_tokens, take_routes=take_routes, with_mask=SAMPLING_MASK in self.extras
                     )
-                    decode = _Decode(model, self._tokenizer, batch, self.version, max_tokens, extras)
-                    completions.update(zip(places, decode.run(logprobs=logprobs), strict=True))
+                    decode = _Decode(model, self._tokenizer, batch, self.version, extras)
+                    completions.update(zip(chosen, decode.run(logprobs=logprobs), strict=True))
         finally:
             model.train(training)
         return [completions[place] for place in range(len(requests))]
@@ -118,12 +121,6 @@ class TransformersEngine(Engine):
             raise RuntimeError(f"expected start() before {what}()")
         return self._model
 
-    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Places of the requests that decode together: alike in length, samples of one prompt beside each other."""
-        places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
-        for start in range(0, len(places), self.max_rows):
-            yield places[start : start + self.max_rows]
-
 
 @dataclass(slots=True)
 class _Live:
@@ -146,15 +143,15 @@ class _Decode:
         tokenizer: PreTrainedTokenizerBase | None,
         requests: list[Request],
         version: int,
-        max_tokens: int,
         extras: DecodeExtras,
     ) -> None:
         self.model, self.tokenizer, self.requests, self.version = model, tokenizer, requests, version
+        self.extras = extras
         samplings = [request.sampling for request in requests]
-        device, shape = model.device, (len(requests), max_tokens)
-        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        device, max_tokens = model.device, extras.shape[1]
+        self.tokens = torch.zeros(extras.shape, dtype=torch.int64, device=device)
         exact = torch.promote_types(model.dtype, torch.float32)
-        self.logprobs = torch.zeros(shape, dtype=exact, device=device)
+        self.logprobs = torch.zeros(extras.shape, dtype=exact, device=device)
         self.lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self.finish = torch.full_like(self.lengths, Finish.LENGTH)
         self.limits = torch.tensor([sampling.max_new_tokens for sampling in samplings], device=device)
@@ -163,9 +160,7 @@ class _Decode:
         eos = [torch.tensor(request.eos_token_ids, dtype=torch.int64) for request in requests]
         self.eos_ids = nn.utils.rnn.pad_sequence(eos, batch_first=True, padding_value=-1).to(device)
         self.stops = any(sampling.stop for sampling in samplings)
-        filtered = any(sampling.filters for sampling in samplings)
-        self.filters = RowFilters(samplings, device) if filtered else None
-        self.extras = extras
+        self.filters = RowFilters(samplings, device) if any(sampling.filters for sampling in samplings) else None
 
     def run(self, *, logprobs: bool) -> list[Completion]:
         """Decodes until every row has ended."""

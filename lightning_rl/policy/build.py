@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -39,14 +38,10 @@ def build_policy(
     if backbone is not None and backbone is not model:
         check_dropout(backbone)
         check_scoring(backbone, packed=packed)
-    for part in {model, backbone} - {None} if checkpointing else ():
-        _checkpoint_activations(cast(PreTrainedModel, part))
+    for part in {model, backbone or model} if checkpointing else ():
+        enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return built.train()  # transformers checkpoints activations in train mode only; there is no dropout
-
-
-def _checkpoint_activations(model: PreTrainedModel) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older
-    enable({"use_reentrant": False})
 
 
 def build_reference(
@@ -61,10 +56,8 @@ def build_reference(
         packed: whether it scores without padding.
     """
     if reference is None and unmoved is not None:
-        frozen = copy.deepcopy(unmoved)
-    else:
-        frozen = build_model(policy if reference is None else reference)
-    return check_frozen(frozen, packed=packed)
+        return check_frozen(copy.deepcopy(unmoved), packed=packed)
+    return check_frozen(build_model(policy if reference is None else reference), packed=packed)
 
 
 def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:

@@ -65,7 +65,7 @@ class _Head(torch.autograd.Function):
         temperature: float,
         sampling_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        exact = _exact_dtype(weight)
+        exact = torch.promote_types(weight.dtype, torch.float32)
         logprobs, entropy, normalizer = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden, weight):
@@ -118,17 +118,13 @@ def _logit_gradient(
     return grad.scatter_add_(1, targets[part, None], slope[:, None])
 
 
-def _exact_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     size = max(16, CHUNK_ELEMENTS // len(weight))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    exact = _exact_dtype(weight)
+    exact = torch.promote_types(weight.dtype, torch.float32)
     if hidden.is_cuda and hidden.dtype != exact:  # half-precision operands, float32 results: no rounding of the logits
         logits = torch.mm(hidden, weight.to(hidden.dtype).t(), out_dtype=exact)
     else:
@@ -139,11 +135,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _exclude(logits: Tensor, sampling_mask: Tensor | None, part: slice) -> Tensor:
-    return (
-        logits
-        if sampling_mask is None
-        else logits.masked_fill_(~from_bits(sampling_mask[part], logits.shape[1]), FILTERED)
-    )
+    if sampling_mask is None:
+        return logits
+    return logits.masked_fill_(~from_bits(sampling_mask[part], logits.shape[1]), FILTERED)
 
 
 def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:

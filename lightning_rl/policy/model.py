@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 
 
 class Outputs(NamedTuple):
@@ -178,46 +178,24 @@ def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
     """
     if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
-    rows = _random_rows(model)
-    layout = pack(rows, packed=packed).to(model.device)
-    ours = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
+    prompts = [row[:length] for row, length in zip(ids[0], (4, 1, 6), strict=True)]
+    responses = [row[:length] for row, length in zip(ids[1], (3, 6, 2), strict=True)]
+    layout = pack(Rollout.of_samples(prompts, responses, groups=range(3)), packed=packed).to(model.device)
+    scores = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
-    for row in range(len(rows)):
-        prompt, response = int(rows.prompt_lengths[row]), int(rows.response_lengths[row])
-        ids = torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]]).to(model.device)
-        theirs = model(input_ids=ids[None], use_cache=False).logits[0, prompt - 1 : -1].float().log_softmax(-1)
-        expected = theirs.gather(1, ids[prompt:, None])[:, 0]
-        worst = float((ours[row, :response].float() - expected).abs().max())
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        alone = torch.tensor(prompt + response, device=model.device)
+        logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.float().log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
+        worst = float((scores[row, : len(response)].float() - expected).abs().max())
         if not worst < tolerance:
             advice = "use packing=False" if packed else "its head is not a plain linear layer"
             raise ValueError(
                 f"expected {type(model).__name__} to give the same log-probabilities "
                 f"{'packed' if packed else 'padded'} as alone, but they differ by {worst:.2g}: {advice}"
             )
-
-
-def _random_rows(model: PreTrainedModel) -> Rollout:
-    vocabulary, number, width = _head_of(model).out_features, 3, 6
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([3, 6, 2])
-    ids = torch.randint(vocabulary, (2, number, width), generator=generator)
-    mask = torch.arange(width) < lengths[:, None]
-    whole = torch.ones(number, dtype=torch.bool)
-    return Rollout(
-        prompt_ids=ids[0],
-        prompt_lengths=torch.tensor([4, 1, 6]),
-        response_ids=ids[1],
-        response_lengths=lengths,
-        action_mask=mask,
-        valid_tokens=mask,
-        groups=torch.arange(number),
-        sample_ids=torch.arange(number),
-        finish=torch.full((number,), Finish.STOP, dtype=torch.uint8),
-        policy_version=torch.zeros_like(ids[1]),
-        trained=whole,
-        rewarded=whole,
-        rewards=torch.zeros(number),
-    )
 
 
 def check_dropout(model: PreTrainedModel) -> None:

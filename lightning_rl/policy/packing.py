@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 PACKED_ATTENTION = "lightning_rl_packed"
+HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,7 @@ class Layout:
     def to(self, device: torch.device | str) -> "Layout":
         """Every tensor on ``device``."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Spreads one value for each valid token [A] over [b, T], 0 elsewhere; the gradient comes back the same way."""
@@ -134,7 +134,14 @@ def _attention(
         window = int(attention_mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
     if _flash_applies(query):
-        return _flash(query, key, value, cu_seqlens, max(lengths), scaling, window), None
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        size, reach = max(lengths), (-1, -1) if window is None else (window - 1, 0)
+        mixed = flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, size, size, softmax_scale=scaling, causal=True, window_size=reach
+        )
+        return mixed[None], None
     runs, sizes = _runs(lengths)
     queries, keys, values = (
         [
@@ -156,7 +163,11 @@ def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """Attention within each of n sequences of one length, from [n, heads, length, D] to [n * length, heads, D]."""
-    mask = _window_mask(query, window)
+    mask = None
+    if window is not None and query.shape[2] > window:
+        position = torch.arange(query.shape[2], device=query.device)
+        distance = position[:, None] - position[None]
+        mask = (distance >= 0) & (distance < window)
     mixed = functional.scaled_dot_product_attention(
         query,
         key,
@@ -169,41 +180,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
-    if window is None or query.shape[2] <= window:
-        return None
-    position = torch.arange(query.shape[2], device=query.device)
-    distance = position[:, None] - position[None]
-    return (distance >= 0) & (distance < window)
-
-
 def _flash_applies(query: Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and _has_flash()
-
-
-@cache
-def _has_flash() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    reach = (-1, -1) if window is None else (window - 1, 0)
-    mixed = flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale=scaling, causal=True, window_size=reach
-    )
-    return mixed[None]
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and HAS_FLASH
 
 
 def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Tensor | None:

@@ -39,8 +39,9 @@ class Plan:
 
     def to(self, device: torch.device | str) -> "Plan":
         """Every layout on ``device``."""
-        moved = [[Microbatch(m.index.to(device), m.layout.to(device)) for m in step] for step in self.minibatches]
-        return Plan(tuple(tuple(step) for step in moved))
+        return Plan(
+            tuple(tuple(Microbatch(m.index.to(device), m.layout.to(device)) for m in step) for step in self.minibatches)
+        )
 
     def microbatches(self) -> list[Microbatch]:
         """Every microbatch once."""
@@ -83,7 +84,14 @@ def make_plan(
 
 def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Plan:
     """Lays out the rows of an existing plan."""
-    return Plan(tuple(tuple(_microbatch(rollout, rows, packed=packed) for rows in minibatch) for minibatch in plan))
+
+    def microbatch(rows: list[int]) -> Microbatch:
+        index = torch.tensor(rows, dtype=torch.int64)
+        selected = rollout.select(index) if rows else rollout.padding_rows(1)
+        selected = selected.fit_width(max(1, int(selected.response_lengths.max())))
+        return Microbatch(index, pack(selected, packed=packed))
+
+    return Plan(tuple(tuple(map(microbatch, minibatch)) for minibatch in plan))
 
 
 def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
@@ -99,10 +107,3 @@ def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: boo
         microbatches[-1].append(int(rows[place]))
         total += length
     return microbatches
-
-
-def _microbatch(rollout: Rollout, rows: list[int], *, packed: bool) -> Microbatch:
-    index = torch.tensor(rows, dtype=torch.int64)
-    selected = rollout.select(index) if rows else rollout.padding_rows(1)
-    selected = selected.fit_width(max(1, int(selected.response_lengths.max())))
-    return Microbatch(index, pack(selected, packed=packed))

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from lightning.pytorch import Trainer
-
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.distributed import FSDP2Strategy
@@ -14,7 +12,9 @@ NAME = "batches"
 
 def batches(recipe: Recipe) -> Iterator[Finding]:
     """A rollout splits into whole groups for each minibatch and rank, and training ends with a whole rollout."""
-    module, data, ranks = recipe.module, recipe.data, _ranks(recipe.trainer)
+    module, data, ranks = recipe.module, recipe.data, recipe.trainer.world_size
+    if isinstance(recipe.trainer.strategy, FSDP2Strategy):  # ranks that split layers between them share their rows
+        ranks //= int(recipe.trainer.strategy._tensor_parallel_size)  # noqa: SLF001
     prompts, steps, parts = data.prompts_per_rollout, module.steps_per_rollout, module.minibatches * ranks
     shape = f"{prompts} prompts x {module.group_size} samples"
     yield fact(NAME, f"{shape} for each rollout, which serves {steps} optimizer steps; {ranks} ranks")
@@ -29,23 +29,9 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
         observed = f"{rest} of {len(data.rows)} prompts are left over after the {whole} rollouts of a pass"
         cure = "none is lost, since the stream goes on where it stood; for whole passes add or drop prompts"
         yield warning(NAME, observed, cure)
-    yield from _limits(recipe.trainer, steps)
-
-
-def _ranks(trainer: Trainer) -> int:
-    """Over how many ranks the rows are split; those that split layers between them work on the same rows."""
-    if isinstance(trainer.strategy, FSDP2Strategy):
-        return trainer.world_size // int(trainer.strategy._tensor_parallel_size)  # noqa: SLF001
-    return trainer.world_size
-
-
-def _limits(trainer: Trainer, steps: int) -> Iterator[Finding]:
-    """A limit of the Trainer that ends training in the middle of a rollout wastes samples."""
-    limits = {
-        "max_steps": trainer.fit_loop.epoch_loop.max_steps,
-        "limit_train_batches": trainer.limit_train_batches,
-    }
-    for name, limit in limits.items():
+    max_steps, max_batches = recipe.trainer.fit_loop.epoch_loop.max_steps, recipe.trainer.limit_train_batches
+    for name, limit in (("max_steps", max_steps), ("limit_train_batches", max_batches)):
+        # one that ends training in the middle of a rollout wastes samples
         if isinstance(limit, int) and limit > 0 and limit % steps:
             observed = f"{name}={limit} ends within a rollout, which serves {steps} optimizer steps"
             yield warning(NAME, observed, f"{name}={limit // steps * steps or steps}")

@@ -61,15 +61,27 @@ def examine(recipe: Recipe, *, prompts: int, limit: float) -> list[Finding]:
     findings = [finding for check in OF_RECIPES for finding in check(recipe)]
     if any(finding.severity == "error" for finding in findings):
         return [*findings, warning("setup", "not tried, because of the errors above", "fix these first")]
-    return findings + _examine_setup(recipe, prompts, limit)
+    trainer = recipe.trainer
+    if starts_itself(trainer):
+        cure = f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli doctor ..."
+        observed = f"not tried, because this Trainer would start {trainer.world_size} ranks"
+        return [*findings, warning("setup", observed, cure)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run_until_fit(recipe, _Examination(findings, prompts, limit))
+        except Exception as refused:  # noqa: BLE001  whatever keeps a fit from beginning is a finding
+            text = f"{type(refused).__name__}: {refused}"
+            findings.append(error("setup", text, "what the message says; no step was made"))
+    texts = [str(each.message) for each in caught if "lightning_rl" in Path(each.filename).parts]
+    return findings + [warning("setup", text, "as it says, or leave it") for text in dict.fromkeys(texts)]
 
 
 class _Examination(Callback):
     """Asks the checks that need a policy when a fit is about to begin, and ends it."""
 
-    def __init__(self, prompts: int, limit: float) -> None:
-        self.prompts, self.limit = prompts, limit
-        self.findings: list[Finding] = []
+    def __init__(self, findings: list[Finding], prompts: int, limit: float) -> None:
+        self.findings, self.prompts, self.limit = findings, prompts, limit
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,20 +90,3 @@ class _Examination(Callback):
         samples = draw_samples(module, min(self.prompts, len(module.prompt_stream.rows)), self.limit)
         self.findings += [finding for check in OF_SAMPLES for finding in check(samples)]
         raise StopRecipe(module)
-
-
-def _examine_setup(recipe: Recipe, prompts: int, limit: float) -> list[Finding]:
-    """What comes up when the recipe's fit begins: its own refusal, or what the checks find."""
-    trainer, examination = recipe.trainer, _Examination(prompts, limit)
-    if starts_itself(trainer):
-        cure = f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli doctor ..."
-        return [warning("setup", f"not tried, because this Trainer would start {trainer.world_size} ranks", cure)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            run_until_fit(recipe, examination)
-        except Exception as refused:  # noqa: BLE001  whatever keeps a fit from beginning is a finding
-            text = f"{type(refused).__name__}: {refused}"
-            examination.findings.append(error("setup", text, "what the message says; no step was made"))
-    texts = [str(one.message) for one in caught if "lightning_rl" in Path(one.filename).parts]
-    return examination.findings + [warning("setup", text, "as it says, or leave it") for text in dict.fromkeys(texts)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from lightning_rl.cli.doctor.findings import error, fact
 from lightning_rl.finding import Finding
@@ -67,10 +67,9 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
     for name, weight in module.parallel.full_parameters(policy):
         weights += weight.numel() * weight.element_size() / shards
         trained += weight.numel() * weight.element_size() / shards * trains.get(name, True)
-    reference, shared = (
-        module.run.reference,
-        module.engine.capabilities.shares_policy and module.run.replica is None,
-    )
+    reference, optimizers = module.run.reference, module.trainer.optimizers
+    sgd = bool(optimizers) and isinstance(optimizers[0], SGD)
+    shared = module.engine.capabilities.shares_policy and module.run.replica is None
     text: Any = policy.model.config.get_text_config()
     itemsize = 2 if "16" in str(module.trainer.precision) else policy.model.dtype.itemsize
     layer = 34 * text.hidden_size * module.token_budget * itemsize / 2
@@ -79,7 +78,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
     return MemoryPlan(
         weights=weights,
         gradients=trained,
-        optimizer=trained * _states(module.trainer.optimizers),
+        optimizer=trained * (bool(optimizers[0].defaults.get("momentum")) if sgd else 2),
         reference=_bytes(reference.model) if type(reference) is Scorer else 0,  # or the policy without its adapters
         copy=0 if shared else _bytes(policy.model),
         cache=_cache(module, text, max_prompt_length + module.sampling.max_new_tokens),
@@ -99,8 +98,7 @@ def memory(module: RLLightningModule) -> Iterator[Finding]:
     yield fact("memory", f"estimated, for each device: {by_part}\n{by_phase}")
     if module.device.type != "cuda":
         return
-    available = torch.cuda.get_device_properties(module.device).total_memory
-    yield from too_much(phases, available)
+    yield from too_much(phases, torch.cuda.get_device_properties(module.device).total_memory)
 
 
 def too_much(phases: dict[str, float], available: float) -> Iterator[Finding]:
@@ -113,11 +111,6 @@ def too_much(phases: dict[str, float], available: float) -> Iterator[Finding]:
     for name, phase in phases.items():
         if phase > FULL * available:
             yield error("memory", f"{name} needs about {_size(phase)}, the device has {_size(available)}", cures[name])
-
-
-def _states(optimizers: list[Optimizer]) -> int:
-    optimizer = optimizers[0] if optimizers else None
-    return int(bool(optimizer.defaults.get("momentum"))) if isinstance(optimizer, SGD) else 2
 
 
 def _cache(module: RLLightningModule, text: Any, max_tokens: int) -> float:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from typing_extensions import override
-
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
@@ -50,9 +48,8 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     """Syncs the engine and draws the groups of ``number`` prompts, whose share of the stream moves on."""
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
-    sampler = replace(
-        module.sampler, rewards=Rewards({"none": _nothing}), corrections=Corrections(), greedy_baseline=False
-    )
+    nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
+    sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
     rollout = sampler.sample(prompts, group_size=module.group_size)
     seconds = time.perf_counter() - begin
     texts = [sampler.text(ids) for ids in _response_ids(rollout)]
@@ -118,23 +115,21 @@ def _reward_values(
     columns = {key: [prompt.columns.get(key) for prompt in samples.prompts] for key in keys}
     contents, ids = [prompt.content for prompt in samples.prompts], _response_ids(samples.rollout)
     begin = time.perf_counter()
-    call = _Call(lambda: list(function(contents, list(samples.texts), completion_ids=ids, **columns)))
-    call.join(samples.limit)
+    values = _call(lambda: list(function(contents, list(samples.texts), completion_ids=ids, **columns)), samples.limit)
     seconds = time.perf_counter() - begin
-    if call.is_alive():
+    if values is None:
         observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
         cure = "a time-out of its own around whatever it waits for, or --limit if it may take so long"
         yield error("reward", observed, cure)
         return None
-    if call.error is not None:
+    if isinstance(values, BaseException):
         yield error(
             "reward",
-            f"{name} raised {type(call.error).__name__}: {call.error}",
+            f"{name} raised {type(values).__name__}: {values}",
             "a reward for every completion that a policy may write, and None where it does not apply; it is called as "
             "reward(prompts, completions, *, completion_ids, **columns)",
         )
         return None
-    values = call.values
     if len(values) != len(ids):
         yield error("reward", f"{name} returned {len(values)} values for {len(ids)} samples", "one value for each")
         return None
@@ -165,31 +160,24 @@ def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator
         yield warning("groups", observed, cure)
 
 
-class _Call(threading.Thread):
-    """Foreign code in a thread that nobody waits for at the end."""
+def _call(function: Callable[[], list[Any]], limit: float) -> list[Any] | BaseException | None:
+    """What foreign code returns or raises; None after the limit, and then nobody waits for its thread at the end."""
+    results: list[list[Any] | BaseException] = []
 
-    def __init__(self, function: Callable[[], list[Any]]) -> None:
-        super().__init__(daemon=True)
-        self.function = function
-        self.values: list[Any] = []
-        self.error: BaseException | None = None
-        self.start()
-
-    @override
-    def run(self) -> None:
-        """Calls it."""
+    def run() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.values = self.function()
+                results.append(function())
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code
-            self.error = error
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return results[0] if results else None
 
 
 def _response_ids(rollout: Rollout) -> list[list[int]]:
     rows = zip(rollout.response_ids, rollout.response_lengths, strict=True)
     return [ids[:length].tolist() for ids, length in rows]
-
-
-def _nothing(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float]:
-    return [0.0] * len(prompts)

@@ -52,7 +52,12 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
     if unknown:
         observed = f"id {unknown[0]} ends responses, but the policy has only the ids below {vocabulary}"
         yield error("eos", observed, "eos_token_ids= with ids of this model, or the tokenizer that belongs to it")
-    ending = None if tokenizer is None or not tokenizer.chat_template else _ending(tokenizer)
+    ending = None  # the first special token that the template writes after an answer
+    if tokenizer is not None and tokenizer.chat_template:
+        _, answer, after = render(tokenizer, TALK[:2]).rpartition(ANSWER)
+        written: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        ending = next((token for token in written if token in special), None)
     if ending is not None and ending not in ids and not module.sampling.stop:
         name = _token_name(tokenizer, ending)
         observed = f"the chat template ends an answer with {name}, which ends no response: answers run on"
@@ -62,14 +67,6 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     """A conversation as text, without the beginning of another answer."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
-
-
-def _ending(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first special token that the template writes after an answer, if there is one."""
-    _, answer, after = render(tokenizer, TALK[:2]).rpartition(ANSWER)
-    ids: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((token for token in ids if token in special), None)
 
 
 def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str:

@@ -148,8 +148,27 @@ class Endpoint:
         """
         body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
         answer = self._client.call("POST", "/inference/v1/generate", body, timeout=self.timeout, calls=calls)
+        logprobs = prompt_logprobs = None
         with self._parsing():
-            return _sample(answer, ids, parameters)
+            (choice,) = answer["choices"]
+            tokens = tuple(map(int, choice["token_ids"]))
+            if parameters.get("logprobs") is not None:
+                content = choice["logprobs"]["content"]
+                if tuple(entry["token_id"] for entry in content) != tokens:
+                    raise ValueError("log-probabilities of other tokens")
+                logprobs = _finite([entry["logprob"] for entry in content])
+            if parameters.get("prompt_logprobs") is not None:
+                entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+                prompt_logprobs = _finite([entry[str(token)]["logprob"] for token, entry in entries])
+            return Sample(
+                token_ids=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=choice["finish_reason"],
+                stop_reason=choice["stop_reason"],
+                labels=_labels(choice, len(tokens)),
+                cached=int(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
+            )
 
     @contextmanager
     def _parsing(self) -> Iterator[None]:
@@ -167,29 +186,6 @@ class Endpoint:
 
     def _post(self, path: str, body: Any = None) -> Any:
         return self._client.call("POST", path, body, timeout=self.timeout)
-
-
-def _sample(answer: Any, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
-    (choice,) = answer["choices"]
-    tokens = tuple(map(int, choice["token_ids"]))
-    logprobs = prompt_logprobs = None
-    if parameters.get("logprobs") is not None:
-        content = choice["logprobs"]["content"]
-        if tuple(entry["token_id"] for entry in content) != tokens:
-            raise ValueError("log-probabilities of other tokens")
-        logprobs = _finite([entry["logprob"] for entry in content])
-    if parameters.get("prompt_logprobs") is not None:
-        entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        prompt_logprobs = _finite([entry[str(token)]["logprob"] for token, entry in entries])
-    return Sample(
-        token_ids=tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        finish_reason=choice["finish_reason"],
-        stop_reason=choice["stop_reason"],
-        labels=_labels(choice, len(tokens)),
-        cached=int(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
-    )
 
 
 def _labels(choice: Any, tokens: int) -> tuple[Label, ...]:

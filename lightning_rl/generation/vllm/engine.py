@@ -24,17 +24,8 @@ from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, 
 from lightning_rl.generation.vllm.lora import Adapter
 from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.versions import load_vllm
+from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
-from lightning_rl.generation.weights.stream import (
-    Stream,
-    WeightPlan,
-    adapter_scales,
-    add_aliases,
-    aliases_of,
-    copies,
-    merge_stream,
-    verify,
-)
 
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
@@ -92,7 +83,7 @@ class VLLMEngine(Engine):
         self._vllm: Any = None
         self._model: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._plan: WeightPlan | None = None
+        self._plan: stream.WeightPlan | None = None
         self._extras: OutputExtras | None = None
         self._lora, self._adapter = lora, cast(Adapter | None, None)
         self._base_loaded = False  # beside the adapter
@@ -150,7 +141,7 @@ class VLLMEngine(Engine):
         self._limits = Limits(max_length=self.max_length, vocabulary=vocabulary, has_tokenizer=tokenizer is not None)
         if tokenizer is not None:  # the very one, because vLLM chooses a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
-        self._aliases, self._scales = aliases_of(model), adapter_scales(model)
+        self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
         (self._model,) = self._llm.apply_model(_identity)
         self._extras = OutputExtras(self._llm, self.extras, vocabulary) if self.extras else None
@@ -170,15 +161,15 @@ class VLLMEngine(Engine):
         return {**options, **self.options, **FIXED}
 
     @override
-    def expect(self, weights: Stream) -> None:
+    def expect(self, weights: stream.Stream) -> None:
         sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
         self._weight_plan().compare(sent)
 
-    def _outgoing(self, weights: Stream) -> Stream:
-        whole = merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
-        return add_aliases(whole, self._aliases)
+    def _outgoing(self, weights: stream.Stream) -> stream.Stream:
+        whole = stream.merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
+        return stream.add_aliases(whole, self._aliases)
 
-    def _weight_plan(self) -> WeightPlan:
+    def _weight_plan(self) -> stream.WeightPlan:
         if self._plan is None:
             raise RuntimeError("expected start() before weights")
         return self._plan
@@ -193,12 +184,12 @@ class VLLMEngine(Engine):
         plan, rest = self._weight_plan(), iter(weights)
         if not plan.expected:
             raise RuntimeError("expected expect() before the first sync, because names are compared before any load")
-        outgoing = verify(self._outgoing(rest), plan.expected)
+        outgoing = stream.verify(self._outgoing(rest), plan.expected)
         try:
             if self._base_loaded:
                 deque(outgoing, maxlen=0)
             else:
-                internals.reload(self._llm, copies(outgoing, self.dtype, next(self._model.parameters()).device))
+                internals.reload(self._llm, stream.copies(outgoing, self.dtype, next(self._model.parameters()).device))
         except Exception:
             deque(rest, maxlen=0)
             if not self._base_loaded:
@@ -255,9 +246,8 @@ class VLLMEngine(Engine):
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         """Outputs in the order of the prompts; after a failure no request is left behind for the next call."""
         engine = self._llm.llm_engine
-        device = next(self._model.parameters()).device
         try:
-            with torch.autocast(device.type, enabled=False):
+            with torch.autocast(next(self._model.parameters()).device.type, enabled=False):
                 outputs = self._llm.generate(
                     [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                     list(parameters),

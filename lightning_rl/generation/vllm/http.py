@@ -52,19 +52,15 @@ class Calls:
         """Ends the calls in flight, which then count as unanswered."""
         with self._lock:
             for connection in self._connections:
-                _shut_down(connection)
+                sock: socket.socket | None = connection.sock
+                with suppress(OSError):
+                    if sock is not None:
+                        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which close does not
 
     def cancel(self) -> None:
         """Ends all calls by our own will, those that begin later included."""
         self.cancelled.set()
         self.abort()
-
-
-def _shut_down(connection: http.client.HTTPConnection) -> None:
-    sock: socket.socket | None = connection.sock
-    with suppress(OSError):
-        if sock is not None:
-            sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which close does not
 
 
 class Client:
@@ -114,9 +110,6 @@ class Client:
             raise Unanswered(f"no answer from {self.url}{path}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        return self._parse(path, status, text)
-
-    def _parse(self, path: str, status: int, text: bytes) -> Any:
         quoted = text[:MAX_QUOTE].decode(errors="replace")
         if status >= 500 or status in BUSY:
             raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")

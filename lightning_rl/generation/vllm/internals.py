@@ -37,7 +37,7 @@ class ProcessGroups:
         core: Any = import_module("vllm.v1.engine.core")
         if self._cleanup is None:
             self._cleanup = core.cleanup_dist_env_and_memory
-            core.cleanup_dist_env_and_memory = _keep_groups
+            core.cleanup_dist_env_and_memory = lambda *_, **__: None
         if self.engines == 0:
             self.default = self.default or not dist.is_initialized()
         self.engines += 1
@@ -49,10 +49,6 @@ class ProcessGroups:
             default, self.default = self.default, False
             parallel_state = import_module("vllm.distributed.parallel_state")
             (self._cleanup if default else parallel_state.destroy_model_parallel)()
-
-
-def _keep_groups(*_arguments: Any, **_options: Any) -> None:
-    """In place of vLLM's cleanup."""
 
 
 GROUPS = ProcessGroups()

@@ -121,19 +121,17 @@ class WeightPush:
                 self._check(endpoint, label)
             if current is None:
                 return
-            if label != current:
-                self._load(endpoint, current)
-
-    def _load(self, endpoint: Endpoint, label: Label) -> None:
-        if not self.writes:
-            raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {label.version}")
-        endpoint.load(self._folder_of(label), label)
-        self._loaded.add(endpoint.url)
-        try:
-            self._prove(endpoint, label)
-        except (Unanswered, CanaryError):
-            endpoint.clear_label()
-            raise
+            if label == current:
+                continue
+            if not self.writes:
+                raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {current.version}")
+            endpoint.load(self._folder_of(current), current)
+            self._loaded.add(endpoint.url)
+            try:
+                self._prove(endpoint, current)
+            except (Unanswered, CanaryError):
+                endpoint.clear_label()
+                raise
 
     def _check(self, endpoint: Endpoint, label: Label | None) -> None:
         if label is not None and endpoint.url in self._loaded:

@@ -18,21 +18,13 @@ from typing_extensions import override
 
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
-from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
+from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Calls
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
 from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
-from lightning_rl.generation.weights.stream import (
-    Stream,
-    adapter_scales,
-    add_aliases,
-    aliases_of,
-    copies,
-    merge_stream,
-    verify,
-)
 
 KEY = "VLLM_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -102,7 +94,7 @@ class VLLMServerEngine(Engine):
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
         proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())
         run, storage = process_objects(proposal)[0]
-        self._aliases, self._scales = aliases_of(model), adapter_scales(model)
+        self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         rank = dist.get_rank() if process_count() > 1 else 0
         push = WeightPush(run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=self.canary)
         pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank)
@@ -116,15 +108,15 @@ class VLLMServerEngine(Engine):
         self.max_length, self.block_size = served.max_length, served.block_size
 
     @override
-    def expect(self, weights: Stream) -> None:
+    def expect(self, weights: stream.Stream) -> None:
         """Compares names and shapes with every server's; those that come later are compared when they come."""
         pool = self._running()
         pool.push.sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
         for server in pool.ready():
             server.endpoint.compare(pool.push.sent)
 
-    def _outgoing(self, weights: Stream) -> Stream:
-        return add_aliases(merge_stream(weights, self._scales), self._aliases)
+    def _outgoing(self, weights: stream.Stream) -> stream.Stream:
+        return stream.add_aliases(stream.merge_stream(weights, self._scales), self._aliases)
 
     def _running(self) -> ServerPool:
         if self._pool is None:
@@ -144,8 +136,8 @@ class VLLMServerEngine(Engine):
         with failing_together("a push of the weights", EngineError):
             try:
                 if push.writes:
-                    stream = verify(self._outgoing(rest), dict(push.sent))
-                    before = push.write(copies(stream, self.dtype, torch.device("cpu")), version)
+                    outgoing = stream.verify(self._outgoing(rest), dict(push.sent))
+                    before = push.write(stream.copies(outgoing, self.dtype, torch.device("cpu")), version)
                     pool.update()
             finally:
                 deque(rest, maxlen=0)
@@ -171,7 +163,15 @@ class VLLMServerEngine(Engine):
 
         def draw(request: Request, calls: Calls) -> Completion:
             parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
-            return _completion(request, pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest))
+            sample = pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest)
+            versions = tuple(label.version for label in sample.labels)
+            return Completion(
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+                version=versions[0],
+                versions=None if len(set(versions)) == 1 else versions,
+            )
 
         return pool.map(draw, requests)
 
@@ -204,14 +204,3 @@ class VLLMServerEngine(Engine):
         if pool is not None:
             pool.close()
             pool.push.close()
-
-
-def _completion(request: Request, sample: Sample) -> Completion:
-    versions = tuple(label.version for label in sample.labels)
-    return Completion(
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
-        version=versions[0],
-        versions=None if len(set(versions)) == 1 else versions,
-    )

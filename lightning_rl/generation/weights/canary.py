@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lightning_rl.generation.engine import Engine, Request
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.policy import PolicyModel, pack
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 
 TOKENS = 64  # fixed ones that are scored
 SEED = 0  # of the fixed tokens
@@ -238,12 +239,21 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
     """The policy's part: two forwards on every rank. Fixed tokens are scored at temperature 1, as engines do."""
     inner = policy_in(policy)
     temperature = inner.temperature
+
+    def logprobs(rows: Sequence[Row]) -> Tensor:
+        if not rows:
+            return torch.zeros(0, dtype=torch.float64)
+        prompts, responses = zip(*rows, strict=True)
+        rollout = Rollout.of_samples(prompts, responses, groups=range(len(rows)))
+        scores = policy(pack(rollout, packed=packed).to(inner.model.device)).logprobs
+        return scores.double().cpu()[rollout.valid_tokens]
+
     try:
         inner.temperature = 1.0
-        fixed = _logprobs(policy, inner, measurement.fixed, packed=packed)
+        fixed = logprobs(measurement.fixed)
     finally:
         inner.temperature = temperature
-    return Values(fixed, _logprobs(policy, inner, measurement.drawn, packed=packed))
+    return Values(fixed, logprobs(measurement.drawn))
 
 
 def policy_in(module: nn.Module) -> PolicyModel:
@@ -257,54 +267,20 @@ def computes_exactly(engine: Engine, model: PolicyModel, layers: Mapping[str, Te
     return dtypes <= {torch.float32, torch.float64} and not torch.is_autocast_enabled(model.model.device.type)
 
 
-def _logprobs(policy: nn.Module, inner: PolicyModel, rows: Sequence[Row], *, packed: bool) -> Tensor:
-    if not rows:
-        return torch.zeros(0, dtype=torch.float64)
-    rollout = _rollout(rows)
-    logprobs = policy(pack(rollout, packed=packed).to(inner.model.device)).logprobs
-    return logprobs.double().cpu()[rollout.valid_tokens]
-
-
-def _rollout(rows: Sequence[Row]) -> Rollout:
-    prompts, responses = ([torch.tensor(ids) for ids in part] for part in zip(*rows, strict=True))
-    prompt, response = (nn.utils.rnn.pad_sequence(part, batch_first=True) for part in (prompts, responses))
-    lengths = torch.tensor([len(ids) for ids in responses])
-    mask = torch.arange(response.shape[1]) < lengths[:, None]
-    whole = torch.ones(len(rows), dtype=torch.bool)
-    return Rollout(
-        prompt_ids=prompt,
-        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
-        response_ids=response,
-        response_lengths=lengths,
-        action_mask=mask,
-        valid_tokens=mask,
-        groups=torch.arange(len(rows)),
-        sample_ids=torch.arange(len(rows)),
-        finish=torch.full((len(rows),), Finish.LENGTH, dtype=torch.uint8),
-        policy_version=torch.zeros_like(response),
-        trained=whole,
-        rewarded=whole,
-        rewards=torch.zeros(len(rows)),
-    )
-
-
 @contextmanager
 def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """What the embedding and every layer of a decoder put out at the first forward inside, as it is, by short names."""
     outputs: dict[str, Tensor] = {}
 
-    def hook_for(name: str) -> Any:
-        def capture(_module: nn.Module, _input: Any, output: Any) -> None:
-            # vLLM's layers return what they add and the stream that it is added to
-            parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
-            if name not in outputs and parts:
-                stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
-                outputs[name] = torch.as_tensor(stream).flatten(0, -2)
+    def capture(name: str, _module: nn.Module, _input: Any, output: Any) -> None:
+        # vLLM's layers return what they add and the stream that it is added to
+        parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
+        if name not in outputs and parts:
+            stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
+            outputs[name] = torch.as_tensor(stream).flatten(0, -2)
 
-        return capture
-
-    names = {name: match[1] for name, _ in model.named_modules() if (match := LAYER.search(name))}
-    handles = [model.get_submodule(name).register_forward_hook(hook_for(short)) for name, short in names.items()]
+    layers = [(part, match[1]) for name, part in model.named_modules() if (match := LAYER.search(name))]
+    handles = [part.register_forward_hook(partial(capture, short)) for part, short in layers]
     try:
         yield outputs
     finally:

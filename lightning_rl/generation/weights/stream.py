@@ -17,7 +17,6 @@ from lightning_rl.policy.lora import adapters_of
 
 Stream = Iterable[tuple[str, Tensor]]
 Shape = tuple[int, ...]
-BASE, ADAPTER_A, ADAPTER_B = ".base_layer.", ".lora_A.", ".lora_B."
 
 
 def aliases_of(model: PreTrainedModel) -> dict[str, str]:
@@ -63,9 +62,6 @@ def merge_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[
 
     Of each layer the weight is held until its A and B have come, which in the order of the parameters is at once.
     """
-    if not scales:
-        yield from stream
-        return
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, weight in stream:
         layer, part = part_of(name)
@@ -94,7 +90,7 @@ def part_of(name: str) -> tuple[str, str]:
         >>> part_of("model.q_proj.lora_A.default.weight"), part_of("model.q_proj.base_layer.weight"), part_of("norm")
         (('model.q_proj', 'A'), ('model.q_proj', 'weight'), ('norm', ''))
     """
-    for mark, part in ((ADAPTER_A, "A"), (ADAPTER_B, "B"), (BASE, "")):
+    for mark, part in ((".lora_A.", "A"), (".lora_B.", "B"), (".base_layer.", "")):
         layer, separator, rest = name.partition(mark)
         if separator:
             return layer, part or rest
@@ -132,7 +128,9 @@ class WeightPlan:
         for target, expected in self.shapes.items():
             if target not in parts:
                 raise ValueError(f"expected a tensor for the engine's {target} {list(expected)}, got none")
-            if self.whole and _stack_shape([shape for _, shape in parts[target]]) != expected:
+            first, *others = (shape for _, shape in parts[target])
+            stacked = (first[0] + sum(shape[0] for shape in others), *first[1:]) if others else first
+            if self.whole and (stacked != expected or any(shape[1:] != first[1:] for shape in others)):
                 names = ", ".join(f"{name} {list(shape)}" for name, shape in parts[target])
                 raise ValueError(f"expected {list(expected)} for the engine's {target}, got {names}")
         self.expected = dict(sent)
@@ -154,15 +152,6 @@ def verify(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple[str,
         yield name, weight
     if missing:
         raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} did not come")
-
-
-def _stack_shape(shapes: Sequence[Shape]) -> Shape | None:
-    """Shape of tensors that are stacked along their first dimension, or None if the others differ."""
-    if len(shapes) == 1:
-        return shapes[0]
-    if len({shape[1:] for shape in shapes}) != 1:
-        return None
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 class Checksums:

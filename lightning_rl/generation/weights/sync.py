@@ -7,13 +7,7 @@ from torch import nn
 
 from lightning_rl.distributed import failing_together
 from lightning_rl.generation.engine import Engine, EngineError, EngineState
-from lightning_rl.generation.weights.canary import (
-    capturing_layers,
-    computes_exactly,
-    first_difference,
-    policy_in,
-    trainer_values,
-)
+from lightning_rl.generation.weights import canary
 from lightning_rl.generation.weights.stream import Checksums, Stream
 
 
@@ -43,7 +37,7 @@ def synchronize(
         CanaryError: if the engine does not have the weights.
         RuntimeError: if another rank's sync failed. The engine then refuses to generate, as it does after every error.
     """
-    inner = policy_in(policy)
+    inner = canary.policy_in(policy)
     checksums = Checksums(engine.dtype or inner.model.dtype)
     copied = engine.canary is not None and engine.holds_copy
     with _failing_together(engine):
@@ -57,16 +51,16 @@ def synchronize(
             measurement = engine.canary.measure(
                 engine, vocabulary=text.vocab_size, temperature=inner.temperature, max_length=max_length
             )
-        with capturing_layers(inner.model) as layers:
-            trainer = trainer_values(policy, measurement, packed=packed)
-        exact = computes_exactly(engine, inner, layers)
+        with canary.capturing_layers(inner.model) as layers:
+            trainer = canary.trainer_values(policy, measurement, packed=packed)
+        exact = canary.computes_exactly(engine, inner, layers)
         with _failing_together(engine):
             return engine.canary.judge(
                 measurement,
                 trainer,
                 exact=exact,
                 checksums=checksums.values(),
-                where=lambda: first_difference(engine.layer_outputs(measurement.ids), layers, exact=exact),
+                where=lambda: canary.first_difference(engine.layer_outputs(measurement.ids), layers, exact=exact),
             )
 
 
