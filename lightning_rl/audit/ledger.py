@@ -100,13 +100,14 @@ class SignalLedger(RLCallback):
         size = torch.where(rollout.valid_tokens, rollout.require("advantages").double().abs(), 0.0).sum()
         amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
         self.totals = Totals(*self.collectives.sum(torch.stack(amounts)).tolist())
-        counts = {f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])}
-        shares = {
+        self._stats = {
+            f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])
+        }
+        self._stats |= {
             f"ledger/{unit}/{stage}": _share(taken[stage][place] / sampled[place].clamp(min=1), sampled[place])
             for stage in sampling_stages(self._corrections)
             for place, unit in enumerate(UNITS)
         }
-        self._stats = {**counts, **shares}
         at_sampling, at_update = (RunningStats(self.collectives).to(rollout.groups.device) for _ in range(2))
         at_sampling.update(self._stats)
         self._table = at_sampling, at_update

@@ -11,22 +11,21 @@ from lightning_rl.losses import PolicyLoss
 
 def run_checks(checks: Iterable[Check], evidence: Evidence) -> list[Finding]:
     """The findings of some checks, on this rank alone: other ranks may look at more or fewer rows."""
-    return [finding for check in checks for finding in _findings(check, evidence)]
-
-
-def _findings(check: Check, evidence: Evidence) -> list[Finding]:
-    try:
-        return check(evidence)
-    except Exception as raised:  # noqa: BLE001  user code ran on a copy of its own rows: what it raises is the finding
-        return [
-            Finding(
-                check=check.name,
-                culprit=_raiser(raised),
-                expected="the stages of the run to take a changed copy of its rows",
-                observed=f"{type(raised).__name__}: {raised}",
-                cure="carry every field to every row, padding included",
+    findings = list[Finding]()
+    for check in checks:
+        try:
+            findings += check(evidence)
+        except Exception as raised:  # noqa: BLE001  user code ran on a copy of its rows: what it raises is the finding
+            findings.append(
+                Finding(
+                    check=check.name,
+                    culprit=_raiser(raised),
+                    expected="the stages of the run to take a changed copy of its rows",
+                    observed=f"{type(raised).__name__}: {raised}",
+                    cure="carry every field to every row, padding included",
+                )
             )
-        ]
+    return findings
 
 
 def _raiser(raised: BaseException) -> str:

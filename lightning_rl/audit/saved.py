@@ -9,10 +9,9 @@ import torch
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.checks import CHECKS
-from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.recompute import recompute_step
 from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, RLCallback
@@ -38,7 +37,10 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
         state[name] = None if outputs is None else tuple(outputs)
     state |= {"number": evidence.number, "facts": asdict(evidence.facts)}
     state |= {"reference_weights": evidence.reference_weights, "plain": [tuple(plain) for plain in evidence.plain]}
-    state["batches"] = [[_sample_state(*sample) for sample in batch] for batch in evidence.batches]
+    state["batches"] = [
+        [(asdict(request), asdict(completion) | {"finish": int(completion.finish)}) for request, completion in batch]
+        for batch in evidence.batches
+    ]
     state["calls"] = [
         (call.name, [list(ids) for ids in call.completion_ids], list(call.values), call.seconds)
         for call in evidence.calls
@@ -98,13 +100,6 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         step=None if state["step"] is None else _step(state["step"]),
         edits=[Finding(**edit) for edit in state["edits"]],
     )
-
-
-def _sample_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
-    asked = {spec.name: getattr(request, spec.name) for spec in fields(request)}
-    returned = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
-    asked |= {"sampling": asdict(request.sampling)}
-    return asked, {**returned, "finish": int(completion.finish)}
 
 
 def _sample(asked: Mapping[str, Any], returned: Mapping[str, Any]) -> tuple[Request, Completion]:

@@ -32,10 +32,16 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
     algorithm, rows = evidence.algorithm, evidence.rows
     if len(rows) < MIN_TOKENS or int(rows.valid_tokens.sum(-1).max()) < MIN_TOKENS:
         return
-    views, groups = list(_views(evidence)), _varied_groups(evidence)
+
+    def losses(loss: Any, view: LossView) -> list[Tensor]:
+        return [torch.where(view.valid_tokens, loss(view), 0.0).detach()]
+
+    views, groups = list(_views(evidence)), evidence.groups.sanitize()
+    noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
+    groups = _variation(groups.replace(rewards=groups.rewards + noise), 1.0)  # as if all rewards and policies differed
     dead = [("estimator {estimator}", name) for name in _dead_in_estimator(evidence, groups)]
     if not algorithm.loss.prepares:
-        dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, _losses, views)] + dead
+        dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, losses, views)] + dead
     for callback in algorithm.corrections.callbacks:
         if not callback.state_dict():  # what adapts itself may rest for a while
             names = _dead_knobs(callback, _contributions, [groups, *views])
@@ -56,12 +62,9 @@ def knobs_of(thing: object) -> list[str]:
     return [
         name
         for name, parameter in inspect.signature(type(thing).__init__).parameters.items()
-        if name in held - declared and getattr(thing, name) != parameter.default and _is_number(getattr(thing, name))
+        if name in held - declared and (value := getattr(thing, name)) != parameter.default
+        if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _variants(thing: Any, name: str) -> Iterator[Any]:
@@ -97,20 +100,15 @@ def _differs(measure: Measure, variant: Any, witness: Any, before: list[Tensor])
     return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
 
 
-def _losses(loss: Any, view: LossView) -> list[Tensor]:
-    return [torch.where(view.valid_tokens, loss(view), 0.0).detach()]
-
-
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
     shown = SHOWN_A_VIEW if isinstance(rows, LossView) else SHOWN_A_ROLLOUT
     methods = [method for method in BENDING if method in shown and method in callback.contributes]
-    return [_values(getattr(callback, method)(rows), rows) for method in methods]
-
-
-def _values(contribution: Any, rows: Rollout) -> Tensor:
-    if isinstance(contribution, LossTerm):
-        return torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef
-    return contribution.double()
+    return [
+        torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef
+        if isinstance(contribution, LossTerm)
+        else contribution.double()
+        for contribution in (getattr(callback, method)(rows) for method in methods)
+    ]
 
 
 def _views(evidence: Evidence) -> Iterator[LossView]:
@@ -140,13 +138,6 @@ def _variation(rollout: RolloutT, drift: float) -> RolloutT:
         return torch.where(rollout.valid_tokens, moved, 0.0)
 
     return rollout.map(move)
-
-
-def _varied_groups(evidence: Evidence) -> Rollout:
-    """The groups with rewards that all differ, and as if the policies did."""
-    groups = evidence.groups.sanitize()
-    noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
-    return _variation(groups.replace(rewards=groups.rewards + noise), 1.0)
 
 
 def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:

@@ -89,7 +89,9 @@ def denominators(evidence: Evidence) -> Iterator[Finding]:
     for contribution in evidence.contributions(*MASKS):
         mask = contribution(view)
         kept = (mask[:, None] if mask.dim() == 1 else mask) & view.valid_tokens
-        alone = evidence.table_step(corrections=_only(contribution))
+        methods = {contribution.method: lambda _self, view, only=contribution: only(view)}
+        only = type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()
+        alone = evidence.table_step(corrections=ReplayCorrections([only]))
         yield from differences(
             torch.where(kept, plain.gradient, 0.0),
             torch.where(kept, alone.gradient, 0.0),
@@ -112,12 +114,6 @@ def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor |
         same = (rows.groups[:, None] == rows.groups[None]).double()
         return valid / (same @ valid.sum(-1)).clamp(min=1)[:, None] / (1 / same.sum(-1)).sum()
     return None
-
-
-def _only(contribution: Contribution) -> ReplayCorrections:
-    """A single contribution of a correction, without its others."""
-    methods = {contribution.method: lambda _self, view: contribution(view)}
-    return ReplayCorrections([type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()])
 
 
 @check(

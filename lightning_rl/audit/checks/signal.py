@@ -205,7 +205,7 @@ def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
     masked token, nothing counts twice.
     """
-    rollout, shaped = evidence.groups.sanitize(), evidence.shaped_reward.double()
+    rollout, shaped = evidence.groups.sanitize(), evidence.signal(evidence.groups)[1].double()
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
     tokens = torch.zeros_like(shaped)
     for bonus in evidence.contributions("reward_bonus"):

@@ -71,9 +71,8 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
     step, limit = evidence.step, evidence.facts.max_grad_norm
     if step is None or step.norm is None:
         return
-    parameters = [parameter for parameter in step.parameters.values() if parameter.gradient is not None]
-    summed = _concatenation([parameter.summed for parameter in parameters])
-    gradient = _concatenation([parameter.gradient for parameter in parameters if parameter.gradient is not None])
+    pairs = [(trace.summed, trace.gradient) for trace in step.parameters.values() if trace.gradient is not None]
+    summed, gradient = map(torch.cat, zip(*pairs, strict=True)) if pairs else (torch.zeros(0), torch.zeros(0))
     moving = len(summed) > 0 and float(summed.norm()) > 0
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
     away = float((gradient - factor * summed).norm() / gradient.norm().clamp(min=1e-300))
@@ -87,10 +86,6 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
     elif moving and clipped is not None and abs(factor - clipped) > 0.02 * clipped:
         expected = f"gradients times {clipped:.3g}, as the logged norm says"
         yield Finding(expected=expected, observed=f"gradients times {factor:.3g}")
-
-
-def _concatenation(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0)
 
 
 @check(
@@ -141,25 +136,18 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding]:
     for name, values in {**_rollout_populations(evidence), **_step_populations(step)}.items():
         if name not in step.logged or not values.numel():
             continue
-        count, mean, maximum = _joint_figures(step.logged[name])
-        truth, figure = values.double().mean(), mean
+        counts, means, _, maxima = torch.stack([part.cpu() for part in step.logged[name]]).unbind(-1)
+        count = float(counts.sum())
+        truth, figure = float(values.double().mean()), float((counts * means).sum()) / max(count, 1.0)
         if name in MAXIMA:
-            truth, figure = values.double().max(), maximum
-        close = abs(figure - float(truth)) <= 1e-3 * max(abs(float(truth)), 1e-2)
-        if count != values.numel() or not close:
+            truth, figure = float(values.double().max()), float(maxima.max())
+        if count != values.numel() or not abs(figure - truth) <= 1e-3 * max(abs(truth), 1e-2):
             yield Finding(
                 culprit=f"metric {name}",
-                expected=f"{float(truth):.6g} over {values.numel()}",
+                expected=f"{truth:.6g} over {values.numel()}",
                 observed=f"{figure:.6g} over {count:.0f}",
                 samples=evidence.rollout.sample_ids[:2].tolist(),
             )
-
-
-def _joint_figures(moments: Sequence[Tensor]) -> tuple[float, float, float]:
-    """Count, mean and maximum of all parts together."""
-    counts, means, _, maxima = torch.stack([part.cpu() for part in moments]).unbind(-1)
-    count = float(counts.sum())
-    return count, float((counts * means).sum()) / max(count, 1.0), float(maxima.max())
 
 
 def _rollout_populations(evidence: Evidence) -> Mapping[str, Tensor]:
