@@ -126,12 +126,11 @@ def update_charges(view: LossView, corrections: Corrections, loss: PolicyLoss) -
     size = view.require("advantages").double().abs()
     tokens = view.valid_tokens & (size > 0)
     charges = Charges(tokens, tokens.any(-1), torch.where(tokens, size, 0.0))
-    for callback in corrections.contributors("sequence_mask"):
-        charges.take_rows(f"{callback.name}.sequence_mask", ~callback.sequence_mask(view))
-    for callback in corrections.contributors("token_mask"):
-        charges.weigh(f"{callback.name}.token_mask", callback.token_mask(view))
-    for callback in corrections.contributors("token_weight"):
-        charges.weigh(f"{callback.name}.token_weight", callback.token_weight(view))
+    for method in POLICY_LOSS_FACTORS:
+        for callback in corrections.contributors(method):
+            factor = getattr(callback, method)(view)
+            factor = factor if factor.dim() == 2 else factor[:, None].expand_as(tokens)
+            charges.weigh(f"{callback.name}.{method}", factor)
     leaf = view.logprobs.detach().requires_grad_()
     with torch.enable_grad():
         gradient = gradient_of(torch.where(charges.tokens, loss(view.replace(logprobs=leaf)), 0.0), leaf)

@@ -19,12 +19,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit.checks import CHECKS, Check
+from lightning_rl.audit.checks import CHECKS, Check, run_checks
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
-from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows

@@ -95,7 +95,11 @@ class SignalLedger(RLCallback):
     def observe(self, rollout: Rollout) -> None:
         samples, self._samples = self._samples, []
         charges = signal_charges(rollout, concatenate([part for _, part in samples]), self._corrections)
-        taken = _sums([part.taken for part, _ in samples] + [charges.taken], rollout.groups.device)
+        taken = dict[str, Tensor]()
+        for part in [*(part for part, _ in samples), charges]:
+            for stage, amount in part.taken.items():
+                total = amount.to(rollout.groups.device)
+                taken[stage] = total + taken[stage] if stage in taken else total
         sampled = charges.remainder() + torch.stack(list(taken.values())).sum(0)
         size = torch.where(rollout.valid_tokens, rollout.require("advantages").double().abs(), 0.0).sum()
         amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
@@ -192,14 +196,6 @@ def table(number: int, stages: list[str], figures: dict[str, float]) -> str:
             cells = [f"{-share:>+9.1f} %" if abs(share) >= MIN_SHARE else " " * 11 for share in shares]
             lines.append(f"{stage:<{width}}" + "".join(cells))
     return "\n".join(lines)
-
-
-def _sums(parts: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for part in parts:
-        for stage, amount in part.items():
-            total[stage] = amount.to(device) + total[stage] if stage in total else amount.to(device)
-    return total
 
 
 def _share(share: Tensor, population: Tensor) -> Stat:

@@ -158,7 +158,6 @@ class _Draft:
         return {callback.name: to_json(state) for callback in callbacks if (state := callback.state_dict())}
 
     def begin_step(self, ticket: Ticket) -> None:
-        """Notes what the weights are before a step."""
         weights = fingerprint(self.module.parallel.full_parameters(self.module.required_policy))
         empty = {"states": None, "scale": 1.0, "parts": {}, "grad_norm": None, "made": False}
         self.steps.append({"ticket": ticket.index, "weights": weights, **empty})
@@ -169,7 +168,6 @@ class _Draft:
             self.steps[-1]["states"] = self._states()
 
     def keep_step(self, trace: StepTrace) -> None:
-        """Takes the outputs and gradients of a step."""
         current = self.module.run.current
         if current is None or self.rollout is None:
             return

@@ -49,8 +49,7 @@ def check_reward(
     )
 
     def look(rows: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Finding]:
-        first = list(islice(_findings(reward, rows), 1))
-        return [finding for finding in first if wanted in (None, finding.check)]
+        return [finding for finding in islice(_findings(reward, rows), 1) if wanted in (None, finding.check)]
 
     broken = smallest(st.lists(row, min_size=1, max_size=5), look)
     if broken is not None:

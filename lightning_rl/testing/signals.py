@@ -9,9 +9,9 @@ from torch import Tensor
 from lightning_rl.advantages import DrGRPO, Estimator, RawReward, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit import CHECKS, Finding
+from lightning_rl.audit.checks import run_checks
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.replay import ReplayCorrections

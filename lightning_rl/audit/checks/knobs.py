@@ -80,24 +80,18 @@ def _variants(thing: Any, name: str) -> Iterator[Any]:
 
 def _dead_knobs(thing: Any, measure: Measure, witnesses: Sequence[Any]) -> list[str]:
     names = knobs_of(thing)
-    plain = [measure(thing, witness) for witness in witnesses] if names else []
+    plain = [(witness, measure(thing, witness)) for witness in witnesses] if names else []
+
+    def differs(variant: Any, witness: Any, before: list[Tensor]) -> bool:
+        try:
+            after = measure(variant, witness)
+        except (ValueError, ZeroDivisionError, OverflowError):  # a number that its constructor would have refused
+            return True
+        return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
+
     return [
-        name
-        for name in names
-        if not any(
-            _differs(measure, variant, witness, before)
-            for variant in _variants(thing, name)
-            for witness, before in zip(witnesses, plain, strict=True)
-        )
+        name for name in names if not any(differs(other, *pair) for other in _variants(thing, name) for pair in plain)
     ]
-
-
-def _differs(measure: Measure, variant: Any, witness: Any, before: list[Tensor]) -> bool:
-    try:
-        after = measure(variant, witness)
-    except (ValueError, ZeroDivisionError, OverflowError):  # a number that its constructor would have refused
-        return True
-    return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
 
 
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
@@ -143,9 +137,8 @@ def _variation(rollout: RolloutT, drift: float) -> RolloutT:
 def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:
     rewarded = witness.rewarded & witness.valid_tokens.any(-1)
     sizes = torch.unique(witness.groups[rewarded], return_counts=True)[1]
-    if not len(sizes) or int(sizes.max()) < MIN_TOKENS:
-        return []
-    if int(witness.valid_tokens[rewarded].sum(-1).max()) < MIN_TOKENS:
+    longest = [sizes.max(), witness.valid_tokens[rewarded].sum(-1).max()] if len(sizes) else [0]
+    if min(map(int, longest)) < MIN_TOKENS:
         return []
 
     def measure(estimator: Any, rollout: Rollout) -> list[Tensor]:

@@ -153,18 +153,13 @@ def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
 
 def _moves_with_others(token_mask: Contribution, view: LossView, row: int, token: int) -> bool:
     """Whether the decision about a token changes when only the other tokens of its response do."""
-
-    def decision(seen: LossView) -> bool:
-        return bool(token_mask(seen)[row, token])
-
-    here = decision(view)
+    here = token_mask(view)[row, token]
     for shift in (3.0, -3.0):
         moved = torch.zeros_like(view.logprobs.detach())
         moved[row] = shift
         moved[row, token] = 0.0
-        current = view.replace(logprobs=view.logprobs.detach() + moved)
-        if decision(current) != here:
-            return True
-        if view.old_logprobs is not None and decision(view.replace(old_logprobs=view.old_logprobs + moved)) != here:
-            return True
+        for name in ("logprobs", "old_logprobs"):
+            field = getattr(view, name)
+            if field is not None and token_mask(view.replace(**{name: field.detach() + moved}))[row, token] != here:
+                return True
     return False

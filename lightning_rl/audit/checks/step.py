@@ -97,7 +97,7 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding]:
     if step is None:
         return
     stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
-    if stuck and any(_moves(parameter) for parameter in step.parameters.values()):
+    if stuck and any(map(_moves, step.parameters.values())):
         yield Finding(
             culprit=f"optimizer, parameter {stuck[0]}",
             expected="every trained parameter to move",
@@ -116,9 +116,7 @@ def _moves(parameter: ParameterTrace) -> bool:
 def _is_stuck(parameter: ParameterTrace) -> bool:
     """Whether a parameter stands still though its gradient and learning rate would move it in its precision."""
     gradient, before = parameter.gradient, parameter.before
-    if gradient is None or before is None or _moves(parameter):
-        return False
-    if before.dtype not in (torch.float32, torch.float64):
+    if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64) or _moves(parameter):
         return False
     size, unit = gradient.abs().clamp(max=1.0), torch.finfo(before.dtype).eps * before.abs().double()
     reachable = (size * max(parameter.lr, 1e-12) > REPRESENTABLE * unit) & (size > 1e-7)
@@ -151,7 +149,6 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _rollout_populations(evidence: Evidence) -> Mapping[str, Tensor]:
-    """The values of each metric of the rollout."""
     rollout = evidence.rollout
     lengths, rewarded, valid = rollout.response_lengths[rollout.real], rollout.rewarded, rollout.valid_tokens
     advantages = rollout.require("advantages")[valid]

@@ -127,12 +127,11 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
 def _agreement(evidence: Evidence) -> Rollout:
     """:attr:`Evidence.rows` as if every policy said the same of them."""
     now, rows = evidence.logprobs.detach(), evidence.on_policy
-    reference = {} if rows.ref_logprobs is None else {"ref_logprobs": now}
     same = {
         name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
         for name, tensor in rows.token_extras.items()
     }
-    return rows.replace(**reference, token_extras=same)
+    return rows.replace(ref_logprobs=None if rows.ref_logprobs is None else now, token_extras=same)
 
 
 def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:
