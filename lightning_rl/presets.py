@@ -70,8 +70,7 @@ def ppo(*, beta: float = 0.05) -> Preset:
     Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593.
     """
     options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
-    options |= {"loss": ClippedSurrogate(), "reduction": token_mean}
-    return Preset(options, (ReferenceKL(beta),))
+    return Preset({**options, "loss": ClippedSurrogate(), "reduction": token_mean}, (ReferenceKL(beta),))
 
 
 def grpo(*, beta: float = 0.04) -> Preset:
@@ -126,8 +125,8 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
     options = {"advantages": RLOO(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    options |= {"sampling": Sampling(max_new_tokens=max_new_tokens)}
-    return Preset(options, (ReferenceKL(beta, as_loss=True, estimator="k2"),))
+    callbacks = (ReferenceKL(beta, as_loss=True, estimator="k2"),)
+    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)
 
 
 def reinforce_plus_plus(*, beta: float = 0.01) -> Preset:

@@ -30,8 +30,7 @@ class OPO(Estimator):
         weights = torch.where(rewarded, signal.valid_tokens.sum(-1), 0).double()
         exact = masked_fill_invalid(scores, rewarded).double()
         zeros = torch.zeros(number, dtype=torch.float64, device=scores.device)
-        total = zeros.index_add(0, index, weights)
-        baseline = zeros.index_add(0, index, weights * exact) / total.clamp(min=1)
+        baseline = zeros.index_add(0, index, weights * exact) / zeros.index_add(0, index, weights).clamp(min=1)
         spread = group_statistics(scores, signal.groups, rewarded).spread
         per_row = torch.where(spread, exact - baseline[index], 0.0).to(scores.dtype)
         return Advantages(signal.spread_out(per_row))

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from lightning_rl.audit.finding import gradient_of
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import Finish, Rollout
@@ -47,17 +48,14 @@ class Charges:
         """Takes whole rows, and with them what is left of their tokens."""
         self._take(stage, self.rows & ~gone, self.tokens & ~gone[:, None], self.weight)
 
-    def take_tokens(self, stage: str, gone: Bool[Tensor, "B T"]) -> None:
-        """Takes tokens; a row goes with its last one."""
-        self._keep_tokens(stage, self.tokens & ~gone, self.weight)
+    def weigh(self, stage: str, factor: Shaped[Tensor, "B T"]) -> None:
+        """Multiplies the weight of each token with the size of a factor, or keeps those of a mask.
 
-    def weigh(self, stage: str, factor: Float[Tensor, "B T"]) -> None:
-        """Multiplies the weight of each token with the size of a factor; a factor of 0 takes the token."""
-        self._keep_tokens(stage, self.tokens & (factor != 0), self.weight * factor.double().abs())
-
-    def _keep_tokens(self, stage: str, tokens: Tensor, weight: Tensor) -> None:
+        A factor of 0 takes the token, and a row goes with its last one.
+        """
+        tokens = self.tokens & (factor != 0)
         emptied = self.tokens.any(-1) & ~tokens.any(-1)
-        self._take(stage, self.rows & ~emptied, tokens, weight)
+        self._take(stage, self.rows & ~emptied, tokens, self.weight * factor.double().abs())
 
     def _take(self, stage: str, rows: Tensor, tokens: Tensor, weight: Tensor) -> None:
         before = self.remainder()
@@ -115,7 +113,7 @@ def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections)
     for stage in _stages(corrections, "reward_mask"):
         charges.take_rows(stage, without & ~before.extras[f"ledger/{stage}"].to(device))
     charges.take_rows("zero_advantage", without)
-    charges.take_tokens("zero_advantage", idle)  # single tokens of rows that go on
+    charges.weigh("zero_advantage", ~idle)  # single tokens of rows that go on
     return charges
 
 
@@ -128,22 +126,13 @@ def update_charges(view: LossView, corrections: Corrections, loss: PolicyLoss) -
     size = view.require("advantages").double().abs()
     tokens = view.valid_tokens & (size > 0)
     charges = Charges(tokens, tokens.any(-1), torch.where(tokens, size, 0.0))
-    for callback in corrections.contributors("sequence_mask"):
-        charges.take_rows(f"{callback.name}.sequence_mask", ~callback.sequence_mask(view))
-    for callback in corrections.contributors("token_mask"):
-        charges.take_tokens(f"{callback.name}.token_mask", ~callback.token_mask(view))
-    for callback in corrections.contributors("token_weight"):
-        charges.weigh(f"{callback.name}.token_weight", callback.token_weight(view))
-    charges.take_tokens("clip", ~_reaches_policy(view, loss, charges.tokens))
-    return charges
-
-
-def _reaches_policy(view: LossView, loss: PolicyLoss, tokens: Tensor) -> Tensor:
-    """Tokens whose log-probability has a gradient of the policy loss over some tokens, [b, T] bool."""
+    for method in POLICY_LOSS_FACTORS:
+        for callback in corrections.contributors(method):
+            factor = getattr(callback, method)(view)
+            factor = factor if factor.dim() == 2 else factor[:, None].expand_as(tokens)
+            charges.weigh(f"{callback.name}.{method}", factor)
     leaf = view.logprobs.detach().requires_grad_()
     with torch.enable_grad():
-        total = torch.where(tokens, loss(view.replace(logprobs=leaf)), 0.0).sum()
-    if not total.requires_grad:
-        return torch.zeros_like(tokens)
-    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True, materialize_grads=True)
-    return gradient != 0
+        gradient = gradient_of(torch.where(charges.tokens, loss(view.replace(logprobs=leaf)), 0.0), leaf)
+    charges.weigh("clip", gradient != 0)
+    return charges

@@ -19,13 +19,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit.checks import CHECKS, Check
-from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.checks import CHECKS, Check, run_checks
+from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
-from lightning_rl.audit.recompute import recompute_step
-from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
@@ -117,7 +115,7 @@ class SignalAudit(RLCallback):
     def observe(self, rollout: Rollout) -> None:
         begin, self.seconds = time.perf_counter(), 0.0
         if self._run is not None and self._run.audited:
-            self._report([c for c in self.checks if not c.of_step], self._run.look_at(rollout), begin)
+            self._report(self._run.look_at(rollout), begin, of_step=False)
         self._since_last, self._spent = self._spent, 0.0
 
     @override
@@ -136,20 +134,19 @@ class SignalAudit(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
     ) -> None:
         begin = time.perf_counter()
-        evidence = None if self._run is None else self._run.end_step()
-        if evidence is not None:
-            self._report([c for c in self.checks if c.of_step], evidence, begin)
+        if self._run is not None and (evidence := self._run.end_step()) is not None:
+            self._report(evidence, begin, of_step=True)
 
-    def _report(self, checks: Sequence[Check], evidence: Evidence, begin: float) -> None:
+    def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
         run, number = cast(_RunWatch, self._run), evidence.number
-        findings = run_checks(checks, evidence)
+        findings = run_checks([check for check in self.checks if check.of_step is of_step], evidence)
         self.findings += findings
-        path = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt"
+        path, text = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
         if findings:
             save(evidence, findings, path)
-        text = "\n".join([*map(str, findings), *([f"It lies in {path}."] if findings else [])])
-        texts = [str(text) for text in process_objects(text) if text]
+            text = "\n".join([*map(str, findings), f"It lies in {path}."])
+        texts = [text for text in process_objects(text) if text]
         self._count(begin)
         if texts and self.mode == "raise":
             raise AuditError("\n".join(texts))
@@ -232,8 +229,9 @@ class _RunWatch:
             return
         self.fields.look()
         evidence = replace(evidence, algorithm=repeatable(self.module.algorithm, self._corrections))
-        rollout, reduction = evidence.rollout, evidence.algorithm.reduction
-        step = StepEvidence.of(trace, rollout, reduction, parallel.collectives, parallel.rank)
+        step = StepEvidence.of(
+            trace, evidence.rollout, evidence.algorithm.reduction, parallel.collectives, parallel.rank
+        )
         step.expected, step.parts = recompute_step(evidence, step)
         if self.fields.edited:
             step.logged = {}

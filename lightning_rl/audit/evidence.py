@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.finding import gradient_of
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
@@ -110,11 +111,11 @@ class Evidence:
     @property
     def names(self) -> dict[str, str]:
         """How findings call the parts of the run."""
-        loss, reduction = self.algorithm.loss, self.algorithm.reduction
+        loss = self.algorithm.loss
         return {
             "estimator": self.algorithm.advantages.name,
             "loss": name_of(loss.function if isinstance(loss, FunctionLoss) else loss),
-            "reduction": name_of(reduction),
+            "reduction": name_of(self.algorithm.reduction),
             "engine": self.facts.engine,
         }
 
@@ -123,34 +124,20 @@ class Evidence:
         corrections = self.algorithm.corrections
         return [Contribution(callback, method) for method in methods for callback in corrections.contributors(method)]
 
-    @cached_property
-    def completions(self) -> dict[int, Completion]:
-        """What the engine returned for each sample."""
-        return {request.sample_id: completion for batch in self.batches for request, completion in batch}
-
     def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
         """Another rollout of this run with its signal, on this rank alone, and its shaped reward."""
-        raw, algorithm = rollout.replace(advantages=None, returns=None), self.algorithm
-        rollout, rewards, _ = estimate_signal(raw, algorithm.advantages, algorithm.corrections)
+        raw = rollout.replace(advantages=None, returns=None)
+        rollout, rewards, _ = estimate_signal(raw, self.algorithm.advantages, self.algorithm.corrections)
         return rollout, rewards.shaped
 
     def advantages_of(self, rollout: Rollout) -> Tensor:
         """The advantages that the signal stage makes of another rollout, [B, T]."""
         return self.signal(rollout)[0].require("advantages")
 
-    @property
+    @cached_property
     def advantages(self) -> Tensor:
         """The advantages that the signal stage makes of :attr:`groups`, [B, T]."""
-        return self._signal[0].require("advantages")
-
-    @property
-    def shaped_reward(self) -> Tensor:
-        """The shaped reward of :attr:`groups`, [B, T]."""
-        return self._signal[1]
-
-    @cached_property
-    def _signal(self) -> tuple[Rollout, Tensor]:
-        return self.signal(self.groups)
+        return self.advantages_of(self.groups)
 
     @property
     def logprobs(self) -> Tensor:
@@ -203,14 +190,11 @@ class Evidence:
         corrections: Corrections | None = None,
     ) -> TableStep:
         """The update stage on :attr:`rows` or a changed copy, without a model; in one microbatch, or cut into some."""
-        rollout, outputs = self.rows if rows is None else rows, self.drift_outputs(0.3)
-        table = outputs.logprobs
-        microbatch_rows = [list(range(len(rollout)))] if partition is None else [list(part) for part in partition]
-        plan = plan_of_rows(rollout.to("cpu"), [microbatch_rows], packed=self.facts.packing)
+        rollout, outputs, totals = self.rows if rows is None else rows, self.drift_outputs(0.3), list[float]()
+        cut = [range(len(rollout))] if partition is None else partition
+        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=self.facts.packing)
         microbatches = plan.to(rollout.groups.device).step(0)
-        algorithm, totals = self.algorithm, list[float]()
-        if corrections is not None:
-            algorithm = algorithm.replace(corrections=corrections)
+        algorithm = self.algorithm.replace(corrections=corrections or self.algorithm.corrections)
 
         def backward(loss: Tensor) -> None:
             totals.append(float(loss.detach()))
@@ -218,7 +202,28 @@ class Evidence:
                 loss.backward()
 
         gradient = accumulate_gradient(rollout, microbatches, from_table(outputs), algorithm, backward=backward)
+        table = outputs.logprobs
         return TableStep(gradient.parts, torch.zeros_like(table) if table.grad is None else table.grad, sum(totals))
+
+
+def recompute_step(evidence: Evidence, step: StepEvidence) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The gradient that the log-probabilities of a step should have got, [b, T], and the parts of its loss.
+
+    A live optimizer step once more, in one piece and with the rows of all ranks in every denominator. None for a loss
+    that needs the other ranks' tokens.
+    """
+    algorithm = evidence.algorithm
+    if not len(step.rows) or (algorithm.loss.prepares and len(step.masks) > 1):
+        return None, {}
+    leaf = step.outputs.logprobs.detach().requires_grad_()
+    view = loss_view(step.rows, step.outputs._replace(logprobs=leaf), entropy_gradient=algorithm.trains_entropy)
+    loss = algorithm.microbatch_loss(
+        evidence.prepare(view.sanitize()), lambda reduction: step.weights_over_ranks(reduction).to(leaf.device)
+    )
+    if not loss.total.requires_grad:
+        return torch.zeros_like(leaf), loss.parts
+    parts = {name: part for name, part in loss.parts.items() if name != "loss/total"}
+    return gradient_of(loss.total, leaf), parts
 
 
 def pattern_of(rows: Rollout) -> Tensor:

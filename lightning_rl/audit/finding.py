@@ -36,6 +36,13 @@ def differences(
         )
 
 
+def gradient_of(per_token: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of a sum with respect to a leaf; 0 where it has none."""
+    if not per_token.requires_grad:
+        return torch.zeros_like(leaf)
+    return torch.autograd.grad(per_token.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+
+
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same numbers, NaN at the same places."""
     if one.shape != other.shape:

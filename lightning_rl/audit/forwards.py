@@ -61,7 +61,12 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
     finally:
         policy.temperature = temperature
     back = torch.tensor(order, dtype=torch.int64, device=rows.groups.device).argsort()
-    parts = [None if part is None else _fit_width(part, rows.width)[: len(rows)][back] for part in outputs]
+    parts = [
+        None
+        if part is None
+        else nn.functional.pad(part, (0, rows.width - part.shape[1]))[: len(rows), : rows.width][back]
+        for part in outputs
+    ]
     return Outputs(*parts)  # pyright: ignore[reportArgumentType]
 
 
@@ -122,7 +127,3 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
         entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
         stretches.append(PlainForward(name, row, begin, logprobs, at_one, at_square, entropy))
     return stretches
-
-
-def _fit_width(tensor: Tensor, width: int) -> Tensor:
-    return nn.functional.pad(tensor, (0, width - tensor.shape[1]))[:, :width]

@@ -95,18 +95,23 @@ class SignalLedger(RLCallback):
     def observe(self, rollout: Rollout) -> None:
         samples, self._samples = self._samples, []
         charges = signal_charges(rollout, concatenate([part for _, part in samples]), self._corrections)
-        taken = _sums([part.taken for part, _ in samples] + [charges.taken], rollout.groups.device)
+        taken = dict[str, Tensor]()
+        for part in [*(part for part, _ in samples), charges]:
+            for stage, amount in part.taken.items():
+                total = amount.to(rollout.groups.device)
+                taken[stage] = total + taken[stage] if stage in taken else total
         sampled = charges.remainder() + torch.stack(list(taken.values())).sum(0)
         size = torch.where(rollout.valid_tokens, rollout.require("advantages").double().abs(), 0.0).sum()
         amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
         self.totals = Totals(*self.collectives.sum(torch.stack(amounts)).tolist())
-        counts = {f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])}
-        shares = {
+        self._stats = {
+            f"ledger/{unit}/{SAMPLED}": Stat.single(sampled[place]).sum() for place, unit in enumerate(UNITS[:2])
+        }
+        self._stats |= {
             f"ledger/{unit}/{stage}": _share(taken[stage][place] / sampled[place].clamp(min=1), sampled[place])
             for stage in sampling_stages(self._corrections)
             for place, unit in enumerate(UNITS)
         }
-        self._stats = {**counts, **shares}
         at_sampling, at_update = (RunningStats(self.collectives).to(rollout.groups.device) for _ in range(2))
         at_sampling.update(self._stats)
         self._table = at_sampling, at_update
@@ -191,14 +196,6 @@ def table(number: int, stages: list[str], figures: dict[str, float]) -> str:
             cells = [f"{-share:>+9.1f} %" if abs(share) >= MIN_SHARE else " " * 11 for share in shares]
             lines.append(f"{stage:<{width}}" + "".join(cells))
     return "\n".join(lines)
-
-
-def _sums(parts: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for part in parts:
-        for stage, amount in part.items():
-            total[stage] = amount.to(device) + total[stage] if stage in total else amount.to(device)
-    return total
 
 
 def _share(share: Tensor, population: Tensor) -> Stat:

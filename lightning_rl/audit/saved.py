@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.checks import CHECKS
-from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.checks import CHECKS, run_checks
+from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.recompute import recompute_step
-from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, RLCallback
 from lightning_rl.finding import Finding
@@ -36,14 +34,27 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     for name in OUTPUTS:
         outputs = getattr(evidence, name)
         state[name] = None if outputs is None else tuple(outputs)
-    state |= {"number": evidence.number, "facts": asdict(evidence.facts)}
+    state |= {"number": evidence.number, "step": None, "facts": asdict(evidence.facts)}
     state |= {"reference_weights": evidence.reference_weights, "plain": [tuple(plain) for plain in evidence.plain]}
-    state["batches"] = [[_sample_state(*sample) for sample in batch] for batch in evidence.batches]
+    state["batches"] = [
+        [
+            (
+                _fields_of(request) | {"sampling": asdict(request.sampling)},
+                _fields_of(completion) | {"finish": int(completion.finish)},
+            )
+            for request, completion in batch
+        ]
+        for batch in evidence.batches
+    ]
     state["calls"] = [
         (call.name, [list(ids) for ids in call.completion_ids], list(call.values), call.seconds)
         for call in evidence.calls
     ]
-    state["step"] = None if evidence.step is None else _step_state(evidence.step)
+    if (step := evidence.step) is not None:
+        parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
+        values = {"rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
+        state["step"] = _fields_of(step) | values
+        del state["step"]["expected"], state["step"]["parts"]  # which are recomputed
     state["edits"] = [asdict(finding) for finding in evidence.edits]
     state["findings"] = [asdict(finding) for finding in findings]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,23 +111,13 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
     )
 
 
-def _sample_state(request: Request, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
-    asked = {spec.name: getattr(request, spec.name) for spec in fields(request)}
-    returned = {spec.name: getattr(completion, spec.name) for spec in fields(completion)}
-    asked |= {"sampling": asdict(request.sampling)}
-    return asked, {**returned, "finish": int(completion.finish)}
-
-
 def _sample(asked: Mapping[str, Any], returned: Mapping[str, Any]) -> tuple[Request, Completion]:
     request = Request(**{**asked, "sampling": Sampling(**asked["sampling"])})
     return request, Completion(**{**returned, "finish": Finish(returned["finish"])})
 
 
-def _step_state(step: StepEvidence) -> dict[str, Any]:
-    recomputed = ("expected", "parts")
-    state = {spec.name: getattr(step, spec.name) for spec in fields(step) if spec.name not in recomputed}
-    parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
-    return {**state, "rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {spec.name: getattr(value, spec.name) for spec in fields(value)}
 
 
 def _step(state: Mapping[str, Any]) -> StepEvidence:

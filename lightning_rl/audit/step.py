@@ -55,7 +55,10 @@ class StepEvidence:
         microbatches = [microbatch for microbatch in trace.microbatches if microbatch.view.real.any()]
         views = [microbatch.view for microbatch in microbatches]
         ids = torch.cat([view.sample_ids for view in views]) if views else rollout.sample_ids[:0]
-        rows = rollout.select((ids[:, None] == rollout.sample_ids).int().argmax(-1), width=_width(views))
+        rows = rollout.select(
+            (ids[:, None] == rollout.sample_ids).int().argmax(-1),
+            width=max((view.width for view in views), default=None),
+        )
 
         def join(parts: Sequence[Tensor]) -> Tensor:
             padded = [pad(part, (0, rows.width - part.shape[1])) for part in parts]
@@ -87,7 +90,3 @@ class StepEvidence:
         weights = reduction(torch.cat(valid), trained, groups, local_sum)
         begin = sum(map(len, valid[: self.rank]))
         return weights[begin : begin + len(self.rows), : self.rows.width]
-
-
-def _width(views: Sequence[Rollout]) -> int | None:
-    return max((view.width for view in views), default=None)

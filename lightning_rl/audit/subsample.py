@@ -24,7 +24,7 @@ def some_rows(groups: Rollout, turn: int) -> Rollout:
     lengths, ids = groups.response_lengths.tolist(), groups.sample_ids.tolist()
     rows = (groups.trained & groups.valid_tokens.any(-1)).nonzero()[:, 0].tolist()
     rows.sort(key=lambda row: _hash(ids[row], turn))
-    ends = [max(rows, key=lambda row: lengths[row]), min(rows, key=lambda row: lengths[row])] if rows else []
+    ends = [pick(rows, key=lengths.__getitem__) for pick in (max, min)] if rows else []
     chosen = sorted(list(dict.fromkeys([*ends, *rows]))[:MAX_ROWS])
     width = max([1, *(lengths[row] for row in chosen)])
     return groups.select(torch.tensor(chosen, dtype=torch.int64, device=groups.groups.device)).fit_width(width)

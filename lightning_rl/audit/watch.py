@@ -1,7 +1,8 @@
 """Watch: whose hook edits the fields of a finished rollout, by whatever way they are written."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from lightning.pytorch import Callback
@@ -26,16 +27,16 @@ SOMEBODY = "a stage of the run, or whoever else writes to it"
 
 
 class HookProfiler:
-    """The run's own profiler, and somebody who is told before and after each action which one it is.
+    """The run's own profiler, and somebody who looks before and after some actions.
 
     Args:
         profiler: of the run; everything is handed on to it.
-        before: told the action.
-        after: told the action, unless it raised.
+        culprits: of the actions that are looked at.
+        look: called before, and with the culprit after, unless the action raised.
     """
 
-    def __init__(self, profiler: Profiler, before: Callable[[str], None], after: Callable[[str], None]) -> None:
-        self.profiler, self.before, self.after = profiler, before, after
+    def __init__(self, profiler: Profiler, culprits: Mapping[str, str], look: Callable[..., None]) -> None:
+        self.profiler, self.culprits, self.look = profiler, culprits, look
 
     def __getattr__(self, name: str) -> Any:
         """What the run's own has."""
@@ -43,11 +44,13 @@ class HookProfiler:
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Within the run's own, told on either side."""
-        self.before(action_name)
+        """Within the run's own, looked at on either side."""
+        if action_name in self.culprits:
+            self.look()
         with self.profiler.profile(action_name):
             yield action_name
-        self.after(action_name)
+        if action_name in self.culprits:
+            self.look(self.culprits[action_name])
 
 
 class FieldWatch:
@@ -63,16 +66,16 @@ class FieldWatch:
 
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
-        self._culprits = {
-            f"[Callback]{callback.state_key}.{hook}": f"callback {_name_of(callback)}.{hook}"
-            for callback in callbacks
-            for hook in HOOKS
-            if getattr(type(callback), hook) is not getattr(Callback, hook)
-        }
+        culprits = dict[str, str]()
+        for callback in callbacks:
+            name = callback.name if isinstance(callback, RLCallback) else type(callback).__name__
+            for hook in HOOKS:
+                if getattr(type(callback), hook) is not getattr(Callback, hook):
+                    culprits[f"[Callback]{callback.state_key}.{hook}"] = f"callback {name}.{hook}"
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
-        self._profiler = HookProfiler(self._trainer.profiler, self._before_action, self._after_action)
+        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look)
         self._trainer.profiler = self._profiler
         module.run.corrections.before_each = self._before_contribution
         module.run.corrections.after_each = self._after_contribution
@@ -108,14 +111,6 @@ class FieldWatch:
         if rollout is self._finished:
             self.look(f"callback {callback.name}.{method}", rollout)
 
-    def _before_action(self, action: str) -> None:
-        if action in self._culprits:
-            self.look()
-
-    def _after_action(self, action: str) -> None:
-        if action in self._culprits:
-            self.look(self._culprits[action])
-
     def look(self, culprit: str = SOMEBODY, rollout: Rollout | None = None) -> None:
         """Compares, and notes what differs together with who did it; what was noted once becomes the truth."""
         current = self._module.run.current
@@ -125,32 +120,25 @@ class FieldWatch:
             return
         tensors = dict(rollout.tensors())
         for name, raw in list(self._raw.items()):
-            if name not in tensors:
-                del self._raw[name]
-                self._edits.append(_edit(culprit, name, "none"))
-            elif not bitwise_equal(raw, tensors[name]):
+            if name in tensors and bitwise_equal(raw, tensors[name]):
+                continue
+            edit = Finding(
+                check="raw_fields",
+                culprit=culprit,
+                expected=f"{name} as it was in the finished rollout",
+                observed="other values" if name in tensors else "none",
+                cure="return new tensors from every contribution, and keep no reference to edit later",
+            )
+            if name in tensors:
                 self._raw[name] = tensors[name].clone()
                 (places,) = differences(raw, tensors[name], rollout.sample_ids, rtol=0.0, atol=0.0)
-                self._edits.append(_edit(culprit, name, "other values", places))
+                edit = replace(edit, samples=places.samples, positions=places.positions)
+            else:
+                del self._raw[name]
+            self._edits.append(edit)
         self.edited = self.edited or bool(self._edits)
 
     def take(self) -> list[Finding]:
         """Edits since the last time."""
         edits, self._edits = self._edits, []
         return edits
-
-
-def _name_of(callback: Callback) -> str:
-    return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
-
-
-def _edit(culprit: str, field: str, observed: str, places: Finding | None = None) -> Finding:
-    return Finding(
-        check="raw_fields",
-        culprit=culprit,
-        expected=f"{field} as it was in the finished rollout",
-        observed=observed,
-        cure="return new tensors from every contribution, and keep no reference to edit later",
-        samples=places.samples if places else (),
-        positions=places.positions if places else (),
-    )

@@ -2,16 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, cast
 
 from torch import nn
 from typing_extensions import override
 
 from lightning_rl.distributed.parallel import Parallel
-
-
-class _SyncsGradients(Protocol):
-    require_backward_grad_sync: bool
 
 
 class DataParallel(Parallel):
@@ -20,7 +16,7 @@ class DataParallel(Parallel):
     @override
     @contextmanager
     def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        wrapper = cast(_SyncsGradients, self.strategy.model)
+        wrapper = cast(Any, self.strategy.model)
         before = wrapper.require_backward_grad_sync
         wrapper.require_backward_grad_sync = last  # what no_sync() sets
         try:

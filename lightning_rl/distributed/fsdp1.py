@@ -68,11 +68,8 @@ class FullyShardedDataParallel1(Parallel):
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         units = [(name, part) for name, part in model.named_modules() if isinstance(part, FullyShardedDataParallel)]
         for place, unit in units:
-            inner = tuple(
-                f"{_plain(name)}."
-                for name, part in unit.named_modules()
-                if name and isinstance(part, FullyShardedDataParallel)
-            )
+            parts = [name for name, part in unit.named_modules() if isinstance(part, FullyShardedDataParallel) and name]
+            inner = tuple(f"{_plain(name)}." for name in parts)
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                 for name, parameter in unit.named_parameters():
                     if not _plain(name).startswith(inner):

@@ -28,8 +28,10 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     for part in _backbones(model):
         check_plan(part, mesh.size())
-        for _, module, style in _plan_entries(part):
-            for linear in _linears(module, style) if style in SPLIT else ():
+        for module, style in _plan_entries(part):
+            # with LoRA also the adapter's matrix that has the split side, B for columns
+            adapters = getattr(module, "lora_B" if style == "colwise" else "lora_A", {}).values()
+            for linear in (getattr(module, "base_layer", module), *adapters) if style in SPLIT else ():
                 parallelize_module(linear, mesh, SPLIT[style]())
 
 
@@ -41,7 +43,7 @@ def check_plan(backbone: PreTrainedModel, size: int) -> None:
     """
     name, config = type(backbone).__name__, backbone.config.get_text_config()
     planned = list(_plan_entries(backbone))
-    unknown = sorted({style for _, _, style in planned} - {*SPLIT, PARTIAL})
+    unknown = sorted({style for _, style in planned} - {*SPLIT, PARTIAL})
     split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     uneven = [f"{key}={getattr(config, key)}" for key in split if getattr(config, key, size) % size]
     obstacles = {
@@ -58,10 +60,9 @@ def check_plan(backbone: PreTrainedModel, size: int) -> None:
 def add_up_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Adds up the gradients of parameters that are whole on each rank but met only some of the heads."""
     for part in _backbones(model):
-        for _, module, style in _plan_entries(part):
+        for module, style in _plan_entries(part):
             for parameter in module.parameters() if style == PARTIAL else ():
-                if parameter.grad is not None:
-                    grad = parameter.grad
+                if (grad := parameter.grad) is not None:
                     dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=group)
 
 
@@ -71,17 +72,10 @@ def _backbones(model: nn.Module) -> Iterator[PreTrainedModel]:
             yield part
 
 
-def _plan_entries(backbone: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, module and style of everything that the plan names and the model has."""
+def _plan_entries(backbone: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
+    """Module and style of everything that the plan names and the model has."""
     plan = getattr(backbone.config.get_text_config(), "base_model_tp_plan", None) or {}
     for name, module in backbone.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
-            yield name, module, style
-
-
-def _linears(module: nn.Module, style: str) -> Iterator[nn.Module]:
-    """A layer's matrices that are split: with LoRA also the adapter's one that has the split side, B for columns."""
-    yield getattr(module, "base_layer", module)
-    adapters = getattr(module, "lora_B" if style == "colwise" else "lora_A", {})
-    yield from adapters.values()
+            yield module, style

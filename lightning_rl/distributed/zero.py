@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: optimizer states (1), gradients (2) and weights (3) split over the ranks."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
 
@@ -61,7 +61,7 @@ class ZeRO(Parallel):
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         if self.sharded:
             zero = import_module("deepspeed").zero
-            for parameter in read_by_root(model):  # read outside of the layer that they belong to
+            for parameter in cast(Any, model).head_parameters():  # read outside of the layer that they belong to
                 zero.register_external_parameter(model, parameter)
         return model
 
@@ -94,13 +94,5 @@ class ZeRO(Parallel):
     @override
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
-            with self._gather(parameter):
+            with import_module("deepspeed").zero.GatheredParameters([parameter], enabled=self.sharded):
                 yield name, parameter.detach()
-
-    def _gather(self, parameter: nn.Parameter) -> AbstractContextManager[object]:
-        return import_module("deepspeed").zero.GatheredParameters([parameter], enabled=self.sharded)
-
-
-def read_by_root(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the root reads itself instead of calling the layer that holds them."""
-    return list(cast(Any, model).head_parameters())

@@ -54,7 +54,12 @@ class DPPO(RatioLoss):
         """The tokens that have left the trust region and are left out."""
         advantages = view.require("advantages")
         now, then = view.logprobs.detach().exp(), view.require("rollout_logprobs").exp()
-        distance = (now - then).abs() if self.divergence == "tv" else _binary_kl(then, now)
+        distance = (now - then).abs()
+        if self.divergence == "kl":
+            (p, q), (rest_p, rest_q) = (
+                [x.clamp(min=1e-8) for x in pair] for pair in ((then, now), (1 - then, 1 - now))
+            )
+            distance = p * (p / q).log() + rest_p * (rest_p / rest_q).log()
         grown = (now > then) & (distance > self.high) & (advantages > 0)
         shrunk = (now < then) & (distance > self.low) & (advantages <= 0)
         return grown | shrunk
@@ -69,10 +74,3 @@ class DPPO(RatioLoss):
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
         return {"policy/outside": Stat.of(self.outside(view), view.valid_tokens)}
-
-
-def _binary_kl(then: Tensor, now: Tensor) -> Tensor:
-    tiny = 1e-8
-    rest_then, rest_now = (1 - then).clamp(min=tiny), (1 - now).clamp(min=tiny)
-    then, now = then.clamp(min=tiny), now.clamp(min=tiny)
-    return then * (then / now).log() + rest_then * (rest_then / rest_now).log()

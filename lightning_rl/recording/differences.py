@@ -1,6 +1,6 @@
 """Differences: where two computations of one thing part, named by sample and position."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,8 @@ def replay_differences(recording: Recording, replayed: Replayed) -> Iterator[tup
     recorded = [from_json(step["parts"]) for step in recording.header["steps"]]
     steps = [f"step {number}" for number in range(len(recorded))]
     for name in dict.fromkeys(name for parts in [*recorded, *replayed.parts] for name in parts):
-        ours, theirs = (_column(name, each) for each in (recorded, replayed.parts))
+        figures = [[float(parts.get(name, "nan")) for parts in each] for each in (recorded, replayed.parts)]
+        ours, theirs = torch.tensor(figures, dtype=torch.float64)
         yield name, difference(name, ours, theirs, steps)
     for number, gradient in enumerate(replayed.gradients):
         label = f"gradient of pass {number}"
@@ -147,11 +148,6 @@ def _order(name: str) -> tuple[int, int, str]:
     kind, _, rest = name.partition("/")
     stem = rest.partition("/")[0]
     return ("rollout", "sampled", "pass").index(kind), ORDER.index(stem) if stem in ORDER else 0, name
-
-
-def _column(name: str, parts: Sequence[Mapping[str, Any]]) -> Tensor:
-    values = [float("nan") if name not in step else float(step[name]) for step in parts]
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _short(value: Any) -> str:

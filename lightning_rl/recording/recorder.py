@@ -158,7 +158,6 @@ class _Draft:
         return {callback.name: to_json(state) for callback in callbacks if (state := callback.state_dict())}
 
     def begin_step(self, ticket: Ticket) -> None:
-        """Notes what the weights are before a step."""
         weights = fingerprint(self.module.parallel.full_parameters(self.module.required_policy))
         empty = {"states": None, "scale": 1.0, "parts": {}, "grad_norm": None, "made": False}
         self.steps.append({"ticket": ticket.index, "weights": weights, **empty})
@@ -169,25 +168,20 @@ class _Draft:
             self.steps[-1]["states"] = self._states()
 
     def keep_step(self, trace: StepTrace) -> None:
-        """Takes the outputs and gradients of a step."""
         current = self.module.run.current
         if current is None or self.rollout is None:
             return
         self.plan = current.plan.rows()
         self.steps[-1] |= {"scale": trace.scale, "made": trace.made}
-        prefix = f"pass/{trace.step // self.module.minibatches}"
         for microbatch in trace.microbatches:
             view = microbatch.view.sanitize()
             values = {"logprobs": view.logprobs, "entropy": view.entropy, "gradient": microbatch.gradient}
             values |= {} if view.current_values is None else {"values": view.current_values}
             rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)[view.real]
             for name, tensor in values.items() if len(rows) else ():
-                self._write_rows(f"{prefix}/{name}", rows, tensor[view.real])
-
-    def _write_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
-        shape = cast(Rollout, self.rollout).response_ids.shape
-        table = self.tensors.setdefault(name, torch.zeros(shape, dtype=values.dtype))
-        table[rows.cpu(), : values.shape[1]] = values.detach().cpu()
+                empty = torch.zeros(self.rollout.response_ids.shape, dtype=tensor.dtype)
+                table = self.tensors.setdefault(f"pass/{trace.step // self.module.minibatches}/{name}", empty)
+                table[rows.cpu(), : tensor.shape[1]] = tensor[view.real].detach().cpu()
 
     def end_step(self, outputs: Mapping[str, Tensor]) -> None:
         """Notes this rank's share of the loss, and the gradient norm of all ranks before clipping."""
@@ -197,21 +191,14 @@ class _Draft:
 
     def recording(self) -> Recording:
         """All of it; steps that the run did not come to are missing."""
-        rollout = cast(Rollout, self.rollout).to("cpu")
+        rollout, tokenizer = cast(Rollout, self.rollout).to("cpu"), self.module.tokenizer
         scored = torch.tensor([self.scored[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.bool)
         tensors = {f"rollout/{name}": tensor for name, tensor in rollout.tensors()}
-        return Recording(
-            header={**self.header, "plan": self.plan, "steps": self.steps, "samples": self._samples(rollout)},
-            tensors={**tensors, "sampled/scored": scored, **self.tensors},
-        )
-
-    def _samples(self, rollout: Rollout) -> list[dict[str, Any]]:
-        tokenizer = self.module.tokenizer
 
         def text(ids: Tensor) -> Any:
             return ids.tolist() if tokenizer is None else tokenizer.decode(ids.tolist())
 
-        return [
+        samples = [
             {
                 "sample": int(rollout.sample_ids[row]),
                 "group": int(rollout.groups[row]),
@@ -222,3 +209,7 @@ class _Draft:
             }
             for row in range(len(rollout))
         ]
+        return Recording(
+            header={**self.header, "plan": self.plan, "steps": self.steps, "samples": samples},
+            tensors={**tensors, "sampled/scored": scored, **self.tensors},
+        )

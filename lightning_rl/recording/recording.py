@@ -42,10 +42,8 @@ class Recording:
     @property
     def rollout(self) -> Rollout:
         """The finished rollout."""
-        prefix = "rollout/"
-        return Rollout.from_state(
-            {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
-        )
+        fields = [name for name in self.tensors if name.startswith("rollout/")]
+        return Rollout.from_state({name.removeprefix("rollout/"): self.tensors[name] for name in fields})
 
     def algorithm(self) -> Algorithm:
         """What turned the rollout into advantages, a loss and its gradient, made anew at every call."""
@@ -63,10 +61,9 @@ class Recording:
     def save(self, folder: Path) -> Path:
         """Writes both files, each whole or not at all; returns the path of the JSON, which comes last."""
         folder.mkdir(parents=True, exist_ok=True)
-        header = self.header
-        stem = stem_of(header["rollout"], header["rank"], header["ranks"])
+        stem = stem_of(*(self.header[key] for key in ("rollout", "rank", "ranks")))
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        text = json.dumps({"format": FORMAT, **header}, indent=1, allow_nan=False)
+        text = json.dumps({"format": FORMAT, **self.header}, indent=1, allow_nan=False)
         write_atomically(folder / f"{stem}.safetensors", lambda part: save_file(tensors, part))
         write_atomically(folder / f"{stem}.json", lambda part: part.write_text(text, encoding="utf-8"))
         return folder / f"{stem}.json"

@@ -65,7 +65,9 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
         load_states(algorithm, recording.header["states"])
     replayed = _replay_signal(recording, algorithm, collectives)
     rollout, packed = replayed.rollout, from_json(recording.header["options"])["packing"]
-    plan = plan_of_rows(rollout, _trained_rows(recording, rollout), packed=packed)
+    trained = rollout.trained.tolist()  # this algorithm may exclude others
+    rows = [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
+    plan = plan_of_rows(rollout, rows, packed=packed)
     for number, step in enumerate(recording.header["steps"]):
         if number % recording.minibatches == 0:
             replayed.gradients.append(torch.zeros_like(replayed.shaped))
@@ -73,8 +75,7 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
         if restore:
             load_states(algorithm, step["states"] or {})
         made = step["states"] is not None
-        parts = _replay_step(recording, number, plan, replayed, algorithm, collectives) if made else {}
-        replayed.parts.append(parts)
+        replayed.parts.append(_replay_step(recording, number, plan, replayed, algorithm, collectives) if made else {})
     return replayed
 
 
@@ -99,12 +100,6 @@ def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Coll
     masked, _ = exclude_rows(sampled, corrections)
     signalled, rewards, _ = estimate_signal(masked, algorithm.advantages, corrections, collectives.sum)
     return Replayed(signalled, rewards.shaped)
-
-
-def _trained_rows(recording: Recording, rollout: Rollout) -> list[list[list[int]]]:
-    """The recorded plan without rows that this algorithm excludes."""
-    trained = rollout.trained.tolist()
-    return [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
 
 
 def _replay_step(

@@ -53,12 +53,11 @@ def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
         return {PARTIAL: to_json(value.func, around), **bound}
     if (name := _import_path(value)) is not None:
         return {NAME: name}
-    kind = _import_path(type(value))
-    if kind is None or id(value) in around or isinstance(value, Tensor | nn.Module):
-        return {OPAQUE: _text(value)}
-    state = _state(value)
-    if state is None:
-        return {OPAQUE: _text(value)}
+    kind, state = _import_path(type(value)), _state(value)
+    if kind is None or state is None or id(value) in around or isinstance(value, Tensor | nn.Module):
+        qualname = getattr(value, "__qualname__", None)
+        text = f"the {type(value).__name__} {qualname}" if isinstance(qualname, str) else f"a {type(value).__name__}"
+        return {OPAQUE: text}
     return {OBJECT: kind, "state": {key: to_json(item, (*around, id(value))) for key, item in state.items()}}
 
 
@@ -128,8 +127,3 @@ def _state(value: Any) -> dict[str, Any] | None:
     if not hasattr(value, "__dict__"):
         return None
     return {key: item for key, item in vars(value).items() if key not in LENT}
-
-
-def _text(value: Any) -> str:
-    name = getattr(value, "__qualname__", None)
-    return f"the {type(value).__name__} {name}" if isinstance(name, str) else f"a {type(value).__name__}"

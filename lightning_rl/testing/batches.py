@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -79,15 +78,13 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
     rollout_logprobs = torch.where(valid, -noise(1.0).abs() - 0.2, 0.0)
     old = rollout_logprobs + noise(0.15)
     rewards = torch.tensor([float(row.reward) for row in rows], dtype=torch.float64)
-    per_token: dict[str, Any] = {
-        "rollout_logprobs": rollout_logprobs,
-        "old_logprobs": old,
-        "ref_logprobs": old + noise(0.3),
-        "values": noise(0.5),
-        "advantages": noise(1.0),
-        "returns": noise(1.0),
-    }
     return sampled.replace(
+        rollout_logprobs=rollout_logprobs,
+        old_logprobs=old,
+        ref_logprobs=old + noise(0.3),
+        values=noise(0.5),
+        advantages=noise(1.0),
+        returns=noise(1.0),
         valid_tokens=valid,
         trained=trained,
         rewards=rewards,
@@ -95,5 +92,4 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
         rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
         extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=generator, dtype=torch.float64)[sampled.groups]},
         token_extras={"teacher_logprobs": old + noise(0.3)},
-        **per_token,
     )

@@ -49,8 +49,7 @@ def check_reward(
     )
 
     def look(rows: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Finding]:
-        first = list(islice(_findings(reward, rows), 1))
-        return [finding for finding in first if wanted in (None, finding.check)]
+        return [finding for finding in islice(_findings(reward, rows), 1) if wanted in (None, finding.check)]
 
     broken = smallest(st.lists(row, min_size=1, max_size=5), look)
     if broken is not None:
@@ -60,7 +59,10 @@ def check_reward(
 
 def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """The properties that some rows show to be broken, until one makes the next senseless."""
-    call, number = _call_of(reward, rows), len(rows)
+    columns, number = {name: [row[name] for row in rows] for name in rows[0]}, len(rows)
+    prompts, completions = columns.pop("prompt"), columns.pop("completion")
+    ids = [[ord(letter) for letter in completion] for completion in completions]
+    call = RewardCall("reward", ids, (), 0.0, prompts, completions, columns, reward)
     arguments = [*call[1:2], *call[4:7]]
     before = copy.deepcopy(arguments)
     try:
@@ -83,13 +85,6 @@ def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Fin
         if rows_valued_otherwise(call, order):
             observed, cure = f"another one among rows {list(order)}", "score each row by itself, by its own arguments"
             yield _finding("reward_order", "the same value for a completion", observed, cure)
-
-
-def _call_of(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> RewardCall:
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    prompts, completions = columns.pop("prompt"), columns.pop("completion")
-    ids = [[ord(letter) for letter in completion] for completion in completions]
-    return RewardCall("reward", ids, (), 0.0, prompts, completions, columns, reward)
 
 
 def _is_value(value: Any) -> bool:

@@ -9,15 +9,14 @@ from torch import Tensor
 from lightning_rl.advantages import DrGRPO, Estimator, RawReward, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit import CHECKS, Finding
+from lightning_rl.audit.checks import run_checks
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.run_checks import run_checks
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
 from lightning_rl.naming import name_of
-from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
@@ -100,35 +99,27 @@ def check_callback(callback: RLCallback) -> None:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
     estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else DrGRPO()
-    _check(
-        f"callback {callback.name}",
-        PLAIN.replace(advantages=estimator, corrections=ReplayCorrections([callback])),
-        CALLBACK,
-    )
+    algorithm = PLAIN.replace(advantages=estimator, corrections=ReplayCorrections([callback]))
+    _check(f"callback {callback.name}", algorithm, CALLBACK)
 
 
 def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
-        return _findings(algorithm, names if wanted is None else [wanted], rollout_of_rows(*example))
+        rollout = rollout_of_rows(*example)
+        groups = some_groups(rollout, 0)
+        evidence = Evidence(algorithm=algorithm, facts=FACTS, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
+        for name in names if wanted is None else [wanted]:
+            if name == "advantage_support":
+                try:
+                    evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
+                except ValueError:  # masked_values and excluded_rows say so
+                    continue
+            findings = run_checks([CHECKS[name]], evidence)
+            if findings:
+                return findings
+        return []
 
     broken = smallest(st.tuples(batches(min_rows=2), st.integers(0, 9)), look)
     if broken is not None:
         (rows, _), finding = broken
         raise PropertyError(what, finding, [str(row) for row in rows])
-
-
-def _findings(algorithm: Algorithm, names: Sequence[str], rollout: Rollout) -> list[Finding]:
-    """Findings about one rollout, of the first check that finds something."""
-    groups = some_groups(rollout, 0)
-    rows = some_rows(groups, 0)
-    evidence = Evidence(algorithm=algorithm, facts=FACTS, rollout=rollout, groups=groups, rows=rows)
-    for name in names:
-        if name == "advantage_support":
-            try:
-                evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
-            except ValueError:  # masked_values and excluded_rows say so
-                continue
-        findings = run_checks([CHECKS[name]], evidence)
-        if findings:
-            return findings
-    return []

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.corrections import RLCallback
 from lightning_rl.finding import Finding
+from lightning_rl.losses import PolicyLoss
 
 CheckFunction = Callable[[Evidence], Iterable[Finding]]
 
@@ -30,8 +32,19 @@ class Check:
     of_rows: bool = True
 
     def __call__(self, evidence: Evidence) -> list[Finding]:
-        """The violations."""
-        return [self._complete(finding, evidence) for finding in self.function(evidence)]
+        """The violations; what a stage of the run raises on a changed copy is one too."""
+        try:
+            return [self._complete(finding, evidence) for finding in self.function(evidence)]
+        except Exception as raised:  # noqa: BLE001  user code ran on a copy of its rows: what it raises is the finding
+            return [
+                Finding(
+                    check=self.name,
+                    culprit=_raiser(raised),
+                    expected="the stages of the run to take a changed copy of its rows",
+                    observed=f"{type(raised).__name__}: {raised}",
+                    cure="carry every field to every row, padding included",
+                )
+            ]
 
     def _complete(self, finding: Finding, evidence: Evidence) -> Finding:
         if finding.check:
@@ -42,6 +55,23 @@ class Check:
             rows = evidence.step.rows if self.of_step and evidence.step is not None else evidence.rows
             said["samples"] = rows.sample_ids[:2].tolist()
         return Finding(**said)
+
+
+def run_checks(checks: Iterable[Check], evidence: Evidence) -> list[Finding]:
+    """The findings of some checks, on this rank alone: other ranks may look at more or fewer rows."""
+    return [finding for check in checks for finding in check(evidence)]
+
+
+def _raiser(raised: BaseException) -> str:
+    culprit, trace = "a stage of the run", raised.__traceback__
+    while trace is not None:
+        part = trace.tb_frame.f_locals.get("self")
+        if isinstance(part, RLCallback):
+            culprit = f"callback {part.name}.{trace.tb_frame.f_code.co_name}"
+        elif isinstance(part, PolicyLoss):
+            culprit = f"loss {type(part).__name__}"
+        trace = trace.tb_next
+    return culprit
 
 
 def check(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.signal import edits_of
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
 from lightning_rl.audit.finding import bitwise_equal
 from lightning_rl.corrections import LossTerm, Stat
@@ -44,11 +45,9 @@ def _tensors(contribution: object) -> list[Tensor]:
 def loss_fits(evidence: Evidence) -> Iterator[Finding]:
     """The policy loss is one number for each token, and the loss edits nothing that it is shown."""
     view = evidence.prepare(evidence.view().sanitize())
-    before = {name: tensor.detach().clone() for name, tensor in view.tensors()}
-    per_token = evidence.algorithm.loss(view)
+    edits, per_token = edits_of(evidence.algorithm.loss, view), evidence.algorithm.loss(view)
     if not isinstance(per_token, Tensor) or per_token.shape != view.valid_tokens.shape:
         observed = list(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
         yield Finding(expected=f"a value per token {list(view.valid_tokens.shape)}", observed=str(observed))
-    edits = [name for name, tensor in view.tensors() if not bitwise_equal(tensor.detach(), before[name])]
     if edits:
         yield Finding(expected="a view that is as it was", observed=f"edits of {', '.join(edits)}")

@@ -32,10 +32,16 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
     algorithm, rows = evidence.algorithm, evidence.rows
     if len(rows) < MIN_TOKENS or int(rows.valid_tokens.sum(-1).max()) < MIN_TOKENS:
         return
-    views, groups = list(_views(evidence)), _varied_groups(evidence)
+
+    def losses(loss: Any, view: LossView) -> list[Tensor]:
+        return [torch.where(view.valid_tokens, loss(view), 0.0).detach()]
+
+    views, groups = list(_views(evidence)), evidence.groups.sanitize()
+    noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
+    groups = _variation(groups.replace(rewards=groups.rewards + noise), 1.0)  # as if all rewards and policies differed
     dead = [("estimator {estimator}", name) for name in _dead_in_estimator(evidence, groups)]
     if not algorithm.loss.prepares:
-        dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, _losses, views)] + dead
+        dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, losses, views)] + dead
     for callback in algorithm.corrections.callbacks:
         if not callback.state_dict():  # what adapts itself may rest for a while
             names = _dead_knobs(callback, _contributions, [groups, *views])
@@ -56,12 +62,9 @@ def knobs_of(thing: object) -> list[str]:
     return [
         name
         for name, parameter in inspect.signature(type(thing).__init__).parameters.items()
-        if name in held - declared and getattr(thing, name) != parameter.default and _is_number(getattr(thing, name))
+        if name in held - declared and (value := getattr(thing, name)) != parameter.default
+        if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _variants(thing: Any, name: str) -> Iterator[Any]:
@@ -77,40 +80,29 @@ def _variants(thing: Any, name: str) -> Iterator[Any]:
 
 def _dead_knobs(thing: Any, measure: Measure, witnesses: Sequence[Any]) -> list[str]:
     names = knobs_of(thing)
-    plain = [measure(thing, witness) for witness in witnesses] if names else []
+    plain = [(witness, measure(thing, witness)) for witness in witnesses] if names else []
+
+    def differs(variant: Any, witness: Any, before: list[Tensor]) -> bool:
+        try:
+            after = measure(variant, witness)
+        except (ValueError, ZeroDivisionError, OverflowError):  # a number that its constructor would have refused
+            return True
+        return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
+
     return [
-        name
-        for name in names
-        if not any(
-            _differs(measure, variant, witness, before)
-            for variant in _variants(thing, name)
-            for witness, before in zip(witnesses, plain, strict=True)
-        )
+        name for name in names if not any(differs(other, *pair) for other in _variants(thing, name) for pair in plain)
     ]
-
-
-def _differs(measure: Measure, variant: Any, witness: Any, before: list[Tensor]) -> bool:
-    try:
-        after = measure(variant, witness)
-    except (ValueError, ZeroDivisionError, OverflowError):  # a number that its constructor would have refused
-        return True
-    return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
-
-
-def _losses(loss: Any, view: LossView) -> list[Tensor]:
-    return [torch.where(view.valid_tokens, loss(view), 0.0).detach()]
 
 
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
     shown = SHOWN_A_VIEW if isinstance(rows, LossView) else SHOWN_A_ROLLOUT
     methods = [method for method in BENDING if method in shown and method in callback.contributes]
-    return [_values(getattr(callback, method)(rows), rows) for method in methods]
-
-
-def _values(contribution: Any, rows: Rollout) -> Tensor:
-    if isinstance(contribution, LossTerm):
-        return torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef
-    return contribution.double()
+    return [
+        torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef
+        if isinstance(contribution, LossTerm)
+        else contribution.double()
+        for contribution in (getattr(callback, method)(rows) for method in methods)
+    ]
 
 
 def _views(evidence: Evidence) -> Iterator[LossView]:
@@ -142,19 +134,11 @@ def _variation(rollout: RolloutT, drift: float) -> RolloutT:
     return rollout.map(move)
 
 
-def _varied_groups(evidence: Evidence) -> Rollout:
-    """The groups with rewards that all differ, and as if the policies did."""
-    groups = evidence.groups.sanitize()
-    noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
-    return _variation(groups.replace(rewards=groups.rewards + noise), 1.0)
-
-
 def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:
     rewarded = witness.rewarded & witness.valid_tokens.any(-1)
     sizes = torch.unique(witness.groups[rewarded], return_counts=True)[1]
-    if not len(sizes) or int(sizes.max()) < MIN_TOKENS:
-        return []
-    if int(witness.valid_tokens[rewarded].sum(-1).max()) < MIN_TOKENS:
+    longest = [sizes.max(), witness.valid_tokens[rewarded].sum(-1).max()] if len(sizes) else [0]
+    if min(map(int, longest)) < MIN_TOKENS:
         return []
 
     def measure(estimator: Any, rollout: Rollout) -> list[Tensor]:

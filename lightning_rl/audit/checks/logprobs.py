@@ -129,7 +129,7 @@ def on_policy_identity(evidence: Evidence) -> Iterator[Finding]:
     for expected, observed, before, now in pairs:
         if before is None or now is None:
             continue
-        gap, scale = _gap(rows.valid_tokens, now, before), 1.0
+        gap, scale = torch.where(rows.valid_tokens, now - before, 0.0).abs(), 1.0
         if now is outputs.values:
             scale += float(before.abs().max())
         if gap.numel() and float(gap.max()) > bound * scale:
@@ -139,10 +139,6 @@ def on_policy_identity(evidence: Evidence) -> Iterator[Finding]:
                 samples=rows.sample_ids[gap.amax(-1) > bound][:4].tolist(),
                 positions=[int(gap.amax(0).argmax())],
             )
-
-
-def _gap(valid: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    return torch.where(valid, ours - theirs, 0.0).abs()
 
 
 @check(
@@ -167,7 +163,7 @@ def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding]:
     if evidence.outputs is None or evidence.outputs.values is None or evidence.double_temperature is None:
         return
     rows, values, others = evidence.rows, evidence.outputs.values, evidence.double_temperature.values
-    gap = _gap(rows.valid_tokens, values, values if others is None else others)
+    gap = torch.where(rows.valid_tokens, values - (values if others is None else others), 0.0).abs()
     if gap.numel() and float(gap.max()) > evidence.facts.tolerance / 10 * (1 + float(values.abs().max())):
         yield Finding(
             observed=f"values {float(gap.max()):.3g} apart",
@@ -185,8 +181,8 @@ def packing(evidence: Evidence) -> Iterator[Finding]:
     """A row has the same log-probabilities whichever rows it is packed with, and padded instead of packed."""
     if evidence.outputs is None or evidence.reversed is None:
         return
-    rows = evidence.rows
-    gap = _gap(rows.valid_tokens, evidence.outputs.logprobs.double(), evidence.reversed.logprobs.double())
+    rows, ours, theirs = evidence.rows, evidence.outputs.logprobs, evidence.reversed.logprobs
+    gap = torch.where(rows.valid_tokens, ours.double() - theirs.double(), 0.0).abs()
     per_row = gap.sum(-1) / rows.valid_tokens.sum(-1).clamp(min=1)
     wrong = per_row > evidence.facts.tolerance
     if wrong.any():

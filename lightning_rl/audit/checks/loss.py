@@ -89,7 +89,9 @@ def denominators(evidence: Evidence) -> Iterator[Finding]:
     for contribution in evidence.contributions(*MASKS):
         mask = contribution(view)
         kept = (mask[:, None] if mask.dim() == 1 else mask) & view.valid_tokens
-        alone = evidence.table_step(corrections=_only(contribution))
+        methods = {contribution.method: lambda _self, view, only=contribution: only(view)}
+        only = type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()
+        alone = evidence.table_step(corrections=ReplayCorrections([only]))
         yield from differences(
             torch.where(kept, plain.gradient, 0.0),
             torch.where(kept, alone.gradient, 0.0),
@@ -112,12 +114,6 @@ def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor |
         same = (rows.groups[:, None] == rows.groups[None]).double()
         return valid / (same @ valid.sum(-1)).clamp(min=1)[:, None] / (1 / same.sum(-1)).sum()
     return None
-
-
-def _only(contribution: Contribution) -> ReplayCorrections:
-    """A single contribution of a correction, without its others."""
-    methods = {contribution.method: lambda _self, view: contribution(view)}
-    return ReplayCorrections([type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()])
 
 
 @check(
@@ -157,18 +153,13 @@ def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
 
 def _moves_with_others(token_mask: Contribution, view: LossView, row: int, token: int) -> bool:
     """Whether the decision about a token changes when only the other tokens of its response do."""
-
-    def decision(seen: LossView) -> bool:
-        return bool(token_mask(seen)[row, token])
-
-    here = decision(view)
+    here = token_mask(view)[row, token]
     for shift in (3.0, -3.0):
         moved = torch.zeros_like(view.logprobs.detach())
         moved[row] = shift
         moved[row, token] = 0.0
-        current = view.replace(logprobs=view.logprobs.detach() + moved)
-        if decision(current) != here:
-            return True
-        if view.old_logprobs is not None and decision(view.replace(old_logprobs=view.old_logprobs + moved)) != here:
-            return True
+        for name in ("logprobs", "old_logprobs"):
+            field = getattr(view, name)
+            if field is not None and token_mask(view.replace(**{name: field.detach() + moved}))[row, token] != here:
+                return True
     return False

@@ -1,6 +1,6 @@
 """Checks of what is logged: raw KL from untouched inputs, populations before rejection, sizes of weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -50,19 +50,15 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
         plain, others = ({name: stat.moments for name, stat in contribution(v).items()} for v in (view, poisoned_view))
         counts = {name: int(moments[0]) for name, moments in plain.items()}
         problems = [(name, f"a population of {n}") for name, n in counts.items() if n not in populations]
-        problems += [(name, f"a value that moves with {POISON_TEXT}") for name in _unequal(plain, others)]
+        problems += [
+            (name, f"a value that moves with {POISON_TEXT}")
+            for name, moments in others.items()
+            if not torch.allclose(plain[name], moments, rtol=1e-6, atol=1e-9, equal_nan=True)
+        ]
         for name, observed in problems[:1]:
             expected = f"{name} over all valid tokens or trained rows, before rejection"
             yield Finding(culprit=str(contribution), expected=expected, observed=observed)
             return
-
-
-def _unequal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    return [
-        name
-        for name, moments in theirs.items()
-        if not torch.allclose(ours[name], moments, rtol=1e-6, atol=1e-9, equal_nan=True)
-    ]
 
 
 @check(

@@ -19,10 +19,11 @@ DRAW = "stage draw"
 def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     """The tokens, log-probabilities and finish reasons that train are those that the engine returned, row by row."""
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
+    completions = {request.sample_id: completion for batch in evidence.batches for request, completion in batch}
     ids, actions, finish = (part.tolist() for part in (rollout.response_ids, rollout.action_mask, rollout.finish))
     rows, logprobs = list[int](), list[Tensor]()
     for row, sample in enumerate(rollout.sample_ids.tolist()):
-        completion = evidence.completions.get(sample)
+        completion = completions.get(sample)
         if completion is None:
             continue
         sampled = [token for token, action in zip(ids[row], actions[row], strict=True) if action]

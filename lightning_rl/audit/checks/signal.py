@@ -1,8 +1,9 @@
 """Checks of rewards and advantages: the signal stage is repeated on changed copies of a few whole groups."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ def looks_within_groups(evidence: Evidence) -> bool:
     """Whether estimator and bonuses look at one group at a time."""
     bonuses = evidence.contributions("reward_bonus")
     return evidence.algorithm.advantages.within_groups and not any(bonus.callback.compares_rows for bonus in bonuses)
+
+
+def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
+    """The fields that a function edits of what it is shown."""
+    before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
+    function(shown)
+    return [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
 
 
 def poison(rollout: Rollout) -> Rollout:
@@ -176,10 +184,7 @@ def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
     """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
         shown = (evidence.groups if contribution.method in SHOWN_A_ROLLOUT else evidence.view()).sanitize()
-        before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
-        contribution(shown)
-        edits = [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
-        if edits:
+        if edits := edits_of(contribution, shown):
             samples = shown.sample_ids[:2].tolist()
             yield Finding(culprit=str(contribution), observed=f"edits of {', '.join(edits)}", samples=samples)
 
@@ -205,7 +210,7 @@ def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
     masked token, nothing counts twice.
     """
-    rollout, shaped = evidence.groups.sanitize(), evidence.shaped_reward.double()
+    rollout, shaped = evidence.groups.sanitize(), evidence.signal(evidence.groups)[1].double()
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
     tokens = torch.zeros_like(shaped)
     for bonus in evidence.contributions("reward_bonus"):

@@ -71,9 +71,8 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
     step, limit = evidence.step, evidence.facts.max_grad_norm
     if step is None or step.norm is None:
         return
-    parameters = [parameter for parameter in step.parameters.values() if parameter.gradient is not None]
-    summed = _concatenation([parameter.summed for parameter in parameters])
-    gradient = _concatenation([parameter.gradient for parameter in parameters if parameter.gradient is not None])
+    pairs = [(trace.summed, trace.gradient) for trace in step.parameters.values() if trace.gradient is not None]
+    summed, gradient = map(torch.cat, zip(*pairs, strict=True)) if pairs else (torch.zeros(0), torch.zeros(0))
     moving = len(summed) > 0 and float(summed.norm()) > 0
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
     away = float((gradient - factor * summed).norm() / gradient.norm().clamp(min=1e-300))
@@ -89,10 +88,6 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(expected=expected, observed=f"gradients times {factor:.3g}")
 
 
-def _concatenation(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0)
-
-
 @check(
     cure="give the optimizer every parameter that trains, and step the scheduler once per optimizer step", of_step=True
 )
@@ -102,7 +97,7 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding]:
     if step is None:
         return
     stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
-    if stuck and any(_moves(parameter) for parameter in step.parameters.values()):
+    if stuck and any(map(_moves, step.parameters.values())):
         yield Finding(
             culprit=f"optimizer, parameter {stuck[0]}",
             expected="every trained parameter to move",
@@ -121,9 +116,7 @@ def _moves(parameter: ParameterTrace) -> bool:
 def _is_stuck(parameter: ParameterTrace) -> bool:
     """Whether a parameter stands still though its gradient and learning rate would move it in its precision."""
     gradient, before = parameter.gradient, parameter.before
-    if gradient is None or before is None or _moves(parameter):
-        return False
-    if before.dtype not in (torch.float32, torch.float64):
+    if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64) or _moves(parameter):
         return False
     size, unit = gradient.abs().clamp(max=1.0), torch.finfo(before.dtype).eps * before.abs().double()
     reachable = (size * max(parameter.lr, 1e-12) > REPRESENTABLE * unit) & (size > 1e-7)
@@ -141,29 +134,21 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding]:
     for name, values in {**_rollout_populations(evidence), **_step_populations(step)}.items():
         if name not in step.logged or not values.numel():
             continue
-        count, mean, maximum = _joint_figures(step.logged[name])
-        truth, figure = values.double().mean(), mean
+        counts, means, _, maxima = torch.stack([part.cpu() for part in step.logged[name]]).unbind(-1)
+        count = float(counts.sum())
+        truth, figure = float(values.double().mean()), float((counts * means).sum()) / max(count, 1.0)
         if name in MAXIMA:
-            truth, figure = values.double().max(), maximum
-        close = abs(figure - float(truth)) <= 1e-3 * max(abs(float(truth)), 1e-2)
-        if count != values.numel() or not close:
+            truth, figure = float(values.double().max()), float(maxima.max())
+        if count != values.numel() or not abs(figure - truth) <= 1e-3 * max(abs(truth), 1e-2):
             yield Finding(
                 culprit=f"metric {name}",
-                expected=f"{float(truth):.6g} over {values.numel()}",
+                expected=f"{truth:.6g} over {values.numel()}",
                 observed=f"{figure:.6g} over {count:.0f}",
                 samples=evidence.rollout.sample_ids[:2].tolist(),
             )
 
 
-def _joint_figures(moments: Sequence[Tensor]) -> tuple[float, float, float]:
-    """Count, mean and maximum of all parts together."""
-    counts, means, _, maxima = torch.stack([part.cpu() for part in moments]).unbind(-1)
-    count = float(counts.sum())
-    return count, float((counts * means).sum()) / max(count, 1.0), float(maxima.max())
-
-
 def _rollout_populations(evidence: Evidence) -> Mapping[str, Tensor]:
-    """The values of each metric of the rollout."""
     rollout = evidence.rollout
     lengths, rewarded, valid = rollout.response_lengths[rollout.real], rollout.rewarded, rollout.valid_tokens
     advantages = rollout.require("advantages")[valid]

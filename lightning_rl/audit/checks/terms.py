@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Contribution, Evidence
+from lightning_rl.audit.finding import gradient_of
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import Rollout
 
@@ -18,22 +19,13 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding]:
         view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
         leaf = view.entropy if term.callback.trains_entropy else view.logprobs
         per_token = torch.where(view.valid_tokens, term(view).per_token, 0.0)
-        if len(view) and not _has_gradient(per_token, leaf):
+        if len(view) and not (gradient_of(per_token, leaf) != 0).any():
             yield Finding(culprit=str(term), expected="a term with a gradient")
     loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # where no clip holds it back
     if loss.prepares or not bool((view.require("advantages") != 0).any()):
         return
-    if not _has_gradient(loss(view), view.logprobs):
+    if not (gradient_of(loss(view), view.logprobs) != 0).any():
         yield Finding(culprit=f"loss {evidence.names['loss']}", expected="a loss with a gradient")
-
-
-def _has_gradient(per_token: Tensor, leaf: Tensor) -> bool:
-    return per_token.requires_grad and bool((_gradient(per_token, leaf) != 0).any())
-
-
-def _gradient(per_token: Tensor, leaf: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(per_token.sum(), leaf, allow_unused=True, materialize_grads=True)
-    return gradient
 
 
 @check(
@@ -51,9 +43,7 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
         return
     valid, advantages = view.valid_tokens, view.require("advantages")
     per_token = torch.where(valid, evidence.algorithm.loss(view), 0.0)
-    if not per_token.requires_grad:
-        return  # gradient_liveness says so
-    gradient = _gradient(per_token, view.logprobs).double()
+    gradient = gradient_of(per_token, view.logprobs).double()
     agrees = (valid * advantages).sum(-1, keepdim=True) * advantages > 0  # a loss may act on the whole row
     places = valid & agrees & (gradient * advantages.double().sign() > 1e-6)
     if places.any():
@@ -137,12 +127,11 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
 def _agreement(evidence: Evidence) -> Rollout:
     """:attr:`Evidence.rows` as if every policy said the same of them."""
     now, rows = evidence.logprobs.detach(), evidence.on_policy
-    reference = {} if rows.ref_logprobs is None else {"ref_logprobs": now}
     same = {
         name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
         for name, tensor in rows.token_extras.items()
     }
-    return rows.replace(**reference, token_extras=same)
+    return rows.replace(ref_logprobs=None if rows.ref_logprobs is None else now, token_extras=same)
 
 
 def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:
@@ -153,7 +142,7 @@ def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float |
     per_token = torch.where(view.valid_tokens, term.per_token, 0.0)
     if not per_token.requires_grad or (drift == 0.0 and float(per_token.detach().abs().sum()) > 1e-6):
         return None
-    return float(_gradient(per_token, leaf).sum()) * (1.0 if term.coef >= 0 else -1.0)
+    return float(gradient_of(per_token, leaf).sum()) * (1.0 if term.coef >= 0 else -1.0)
 
 
 def _reward(evidence: Evidence, token_reward: Contribution, drift: float) -> float | None:
