@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Shaped
@@ -14,9 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
-
-if TYPE_CHECKING:
-    from lightning_rl.generation.weights.canary import Canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +86,14 @@ class EngineError(RuntimeError):
     """The engine cannot generate any more, through no fault of the run, which may go on from where it stands."""
 
 
+class SyncProof(Protocol):
+    """What proves syncs, and remembers the last one."""
+
+    def forget(self) -> None:
+        """Forgets it, because the engine ends."""
+        ...
+
+
 class EngineState(Enum):
     """Asleep: holds no memory. Awake: could generate, but from which weights? Synced: holds the trainer's weights."""
 
@@ -130,7 +135,7 @@ class Engine(ABC):
 
     Attributes:
         capabilities: what it can do; a subclass says so, for the class or in its constructor.
-        canary: proves each sync of an engine that holds a copy; None for no proof.
+        canary: proves each sync of an engine that holds a copy, see :class:`.weights.canary.Canary`; None for no proof.
         holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong; known after the first.
         extras: what completions carry about their tokens, by name.
         dtype: of its weights, once it is started; None for that of the trainer.
@@ -141,7 +146,7 @@ class Engine(ABC):
     """
 
     capabilities: Capabilities = Capabilities()
-    canary: "Canary | None" = None
+    canary: SyncProof | None = None
     holds_copy: bool = False
     extras: frozenset[str] = frozenset()
     dtype: torch.dtype | None = None

@@ -42,20 +42,21 @@ def synchronize(
     copied = engine.canary is not None and engine.holds_copy
     with _failing_together(engine):
         engine.load_weights(checksums.observe(weights) if copied else weights, version)
-    if engine.canary is None or not engine.holds_copy:
+    proof = engine.canary
+    if not isinstance(proof, canary.Canary) or not engine.holds_copy:
         return None
     text = inner.model.config.get_text_config()
     max_length = min(engine.max_length or 2**31, getattr(text, "max_position_embeddings", None) or 2**31)
     with context():
         with _failing_together(engine):
-            measurement = engine.canary.measure(
+            measurement = proof.measure(
                 engine, vocabulary=text.vocab_size, temperature=inner.temperature, max_length=max_length
             )
         with canary.capturing_layers(inner.model) as layers:
             trainer = canary.trainer_values(policy, measurement, packed=packed)
         exact = canary.computes_exactly(engine, inner, layers)
         with _failing_together(engine):
-            return engine.canary.judge(
+            return proof.judge(
                 measurement,
                 trainer,
                 exact=exact,
