@@ -96,7 +96,8 @@ class VLLMServerEngine(Engine):
         run, storage = process_objects(proposal)[0]
         self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         rank = dist.get_rank() if process_count() > 1 else 0
-        push = WeightPush(run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=self.canary)
+        canary = self.canary if isinstance(self.canary, Canary) else None
+        push = WeightPush(run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=canary)
         pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank)
         for error in pool.refresh():
             if isinstance(error, ValueError):

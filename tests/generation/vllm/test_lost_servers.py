@@ -158,7 +158,7 @@ def test_each_server_is_measured_by_the_canary(caplog: pytest.LogCaptureFixture)
         engine.start(policy, None)
         engine.expect(policy.named_parameters())
         engine.load_weights(policy.named_parameters(), 0)
-        assert engine.canary is not None
+        assert isinstance(engine.canary, Canary)
         measured = engine.canary.measure(engine, vocabulary=16, temperature=1.0, max_length=64)
         assert measured.values.keys() == {one.url, two.url}
         fixed = measured.values[one.url].fixed
