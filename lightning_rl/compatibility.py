@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
+from lightning_rl.corrections import POLICY_LOSS_FACTORS, TOKEN_REWARDS, Corrections, LossView
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import SAMPLING_MASK, Rollout
@@ -112,7 +112,7 @@ def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: b
         ValueError: naming both sides and the fix.
     """
     name = estimator.name
-    for callback in () if estimator.per_token else corrections.contributors("token_reward"):
+    for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
             f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "

@@ -96,7 +96,7 @@ def test_the_layers_are_those_of_the_contract() -> None:
 
 
 def test_every_room_is_described() -> None:
-    text = PAGES[0].read_text().split("## The rooms")[1].split("## Corrections")[0]
+    text = PAGES[0].read_text().split("## The rooms")[1].split("## Contributions")[0]
     rooms = {name for layer in contract() for name in layer.split(" : ")}
     assert {room for room in rooms if not re.search(rf"/{room}(?:\.py)?\)", text)} == set()
 

@@ -1,6 +1,14 @@
 """What a correction may contribute, what it gets to see, and how contributions combine."""
 
-from lightning_rl.corrections.base import CONTRIBUTIONS, POLICY_LOSS_FACTORS, Contribution, LossTerm, RLCallback
+from lightning_rl.corrections.base import (
+    CONTRIBUTIONS,
+    POLICY_LOSS_FACTORS,
+    REWARDS,
+    TOKEN_REWARDS,
+    Contribution,
+    LossTerm,
+    RLCallback,
+)
 from lightning_rl.corrections.combine import Corrections
 from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.corrections.stat import Stat
@@ -10,6 +18,8 @@ from lightning_rl.corrections.view import LossView
 __all__ = [
     "CONTRIBUTIONS",
     "POLICY_LOSS_FACTORS",
+    "REWARDS",
+    "TOKEN_REWARDS",
     "Contribution",
     "Corrections",
     "LossTerm",

@@ -65,6 +65,8 @@ CONTRIBUTIONS: Mapping[str, Contribution] = {
 """Every contribution method, in the order of a rollout's life. :meth:`Corrections.contributors` says who offers one."""
 
 POLICY_LOSS_FACTORS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "policy loss")
+REWARDS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "rewards" and "float" in entry.returns)
+TOKEN_REWARDS = tuple(name for name in REWARDS if CONTRIBUTIONS[name].returns == "token float")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ it wrote, on any machine and without the model.
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,18 +28,9 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
-OPTIONS = (
-    "group_size",
-    "minibatches",
-    "epochs",
-    "sampling",
-    "token_budget",
-    "packing",
-    "activation_checkpointing",
-    "max_staleness",
-    "max_grad_norm",
-    "seed",
-)
+RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}
+RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "self"}
+OPTIONS = [name for name in signature(RLLightningModule.__init__).parameters if name not in RECORDED_ELSEWHERE]
 
 
 class RolloutRecorder(RLCallback):

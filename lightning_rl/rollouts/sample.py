@@ -197,9 +197,9 @@ class Sampler:
     def converse(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion for each request.
 
-        The answer is the whole response: conversations have one turn. One of several goes on from here, with requests
-        of ``turn + 1`` whose prefix is the one before, what was drawn and what came back; the tokens that nobody drew
-        are holes of ``action_mask``.
+        The answer is the whole response: conversations have one turn. One of several goes on in :meth:`generate`, with
+        requests of ``turn + 1`` whose prefix is the one before, what was drawn and what came back; the tokens that
+        nobody drew are holes, which ``Rollout.of_samples(actions=)`` takes.
         """
         with self.forward_context():  # for no requests as well: ranks may share an engine
             return self.engine.generate(requests, logprobs=self.engine.capabilities.returns_logprobs)

@@ -13,7 +13,7 @@ from lightning_rl.audit.checks import run_checks
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.corrections import LossView, RLCallback
+from lightning_rl.corrections import TOKEN_REWARDS, LossView, RLCallback
 from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
 from lightning_rl.naming import name_of
@@ -98,7 +98,7 @@ def check_callback(callback: RLCallback) -> None:
     Raises:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
     """
-    estimator = ReinforcePlusPlus() if "token_reward" in callback.contributes else DrGRPO()
+    estimator = ReinforcePlusPlus() if callback.contributes & {*TOKEN_REWARDS} else DrGRPO()
     algorithm = PLAIN.replace(advantages=estimator, corrections=ReplayCorrections([callback]))
     _check(f"callback {callback.name}", algorithm, CALLBACK)
 

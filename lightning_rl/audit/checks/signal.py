@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
 from lightning_rl.audit.finding import bitwise_equal, differences
+from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout
 
@@ -64,7 +65,7 @@ def advantage_changes(evidence: Evidence, changed: Rollout, rows: Tensor | None 
 def _culprit_of(evidence: Evidence, changed: Rollout) -> str:
     """Who made the signal differ: a correction whose own part differs, or the estimator."""
     plain = evidence.groups
-    for contribution in evidence.contributions("token_reward", "reward_bonus"):
+    for contribution in evidence.contributions(*REWARDS):
         ours, theirs = contribution(plain.sanitize()), contribution(changed.sanitize())
         kept = plain.valid_tokens if ours.dim() == 2 else plain.rewarded
         if not torch.allclose(ours[kept].double(), theirs[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -215,7 +216,7 @@ def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     tokens = torch.zeros_like(shaped)
     for bonus in evidence.contributions("reward_bonus"):
         scores = scores + bonus(rollout).double()
-    for reward in evidence.contributions("token_reward"):
+    for reward in evidence.contributions(*TOKEN_REWARDS):
         tokens = tokens + reward(rollout).double()
     totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
     totals = totals + torch.where(rollout.valid_tokens, tokens, 0.0).sum(-1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Contribution, Evidence
 from lightning_rl.audit.finding import gradient_of
+from lightning_rl.corrections import TOKEN_REWARDS
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import Rollout
 
@@ -113,7 +114,7 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
     """What is 0 where all policies agree, a distance, draws the current policy back and not away: as a loss its slope
     rises with the log-probability, as a reward it punishes tokens that got likelier.
     """
-    for contribution in evidence.contributions("loss_term", "token_reward"):
+    for contribution in evidence.contributions("loss_term", *TOKEN_REWARDS):
         if contribution.callback.trains_entropy:
             continue
         force = _slope if contribution.method == "loss_term" else _reward
