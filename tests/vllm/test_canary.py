@@ -222,7 +222,7 @@ def test_a_tied_head_that_stays_behind_is_found(
     def without_head(stream: Stream, _: object) -> Stream:
         return ((name, weight) for name, weight in stream if name != "lm_head.weight")
 
-    monkeypatch.setattr("lightning_rl.generation.vllm.engine.verify", without_head)
+    monkeypatch.setattr("lightning_rl.generation.weights.stream.verify", without_head)
     with pytest.raises(CanaryError, match=r"every layer agrees, so it is the final norm or the head$"):
         run.sync()
 
