@@ -22,7 +22,7 @@ install: $(INSTALLED) ## Put the library and its tools into .venv
 demo: $(INSTALLED) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
-test-fast: $(INSTALLED) ## Tests that take less than a minute together
+test-fast: $(INSTALLED) ## Tests without subprocesses and long fits
 	$(BIN)/pytest $(PARALLEL) -m "not slow and not long"
 
 test: check-static ## Static checks, then every test but the long ones
