@@ -8,13 +8,16 @@ import math
 import warnings
 from dataclasses import dataclass
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, TOKEN_REWARDS, Corrections, LossView
+from lightning_rl.distributed import parallel_of
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss
+from lightning_rl.metrics import callbacks_of
 from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 
@@ -196,6 +199,22 @@ def check_flags(trainer: Trainer) -> None:
         raise ValueError(
             f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: token_budget= "
             "of RLLightningModule cuts a step into as many microbatches as it takes"
+        )
+    for callback in callbacks_of(trainer):
+        _check_averaging(callback, trainer)
+
+
+def _check_averaging(callback: Callback, trainer: Trainer) -> None:
+    if isinstance(callback, StochasticWeightAveraging):
+        raise ValueError(
+            "expected Trainer without StochasticWeightAveraging, which copies the module before it has a policy and "
+            "would average nothing: use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging"
+        )
+    if isinstance(callback, WeightAveraging) and parallel_of(trainer.strategy).sharded:
+        name = type(callback).__name__
+        raise ValueError(
+            f"expected Trainer without {name} under a strategy that shards the policy, got "
+            f"{type(trainer.strategy).__name__}: it averages whole weights, so use DDP, or leave it out"
         )
 
 

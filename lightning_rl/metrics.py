@@ -17,7 +17,8 @@ from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments
 from lightning_rl.distributed import ALONE, Collectives
 
-SHOWN_ON_THE_BAR = ("reward/task",)
+ON_THE_BAR = ("reward/task", "kl/rollout", "length/mean", "tokens_per_second")
+LIGHTNINGS_DEFAULT = 50  # log_every_n_steps of a Trainer that was given none
 
 
 class RunningStats(Metric):
@@ -96,8 +97,13 @@ class MetricLog:
         """Every metric with a value, over all ranks. A collective."""
         return {name: value for stats in self.groups.values() if stats.keys for name, value in stats.figures().items()}
 
+    @property
+    def pending(self) -> bool:
+        """Whether anything was added since the last row."""
+        return any(stats.keys and not stats.published for stats in self.groups.values())
+
     def row(self) -> dict[str, float]:
-        """The same, after which every group begins anew with its next update."""
+        """The values, after which every group begins anew with its next update."""
         values = self.values()
         for stats in self.groups.values():
             stats.published = True
@@ -150,10 +156,10 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def monitored_keys(trainer: Trainer) -> set[str]:
-    """What checkpoints, early stopping and the progress bar read; the only keys that pass through ``self.log``."""
+    """What checkpoints and early stopping read."""
     watching = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
     monitors = {callback.monitor for callback in watching if callback.monitor}
-    return {key for key in monitors if not key.startswith("val/")} | set(SHOWN_ON_THE_BAR)
+    return {key for key in monitors if not key.startswith("val/")}
 
 
 def global_values(
@@ -165,26 +171,45 @@ def global_values(
     return running.figures()
 
 
-def log_row(module: LightningModule, metrics: MetricLog, ticket: int) -> None:
-    """Logs one whole row every ``log_every_n_steps`` tickets, straight to every logger.
+def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:
+    """Tickets between two rows of metrics; 0 for no rows.
 
-    ``self.log`` would cost half a millisecond for each key and call; it gets only what something reads back.
+    A Trainer that was not told otherwise has ``log_every_n_steps=50``, which would leave one row of 50 rollouts; it
+    gets a row for each rollout.
+    """
+    default = log_every_n_steps == LIGHTNINGS_DEFAULT
+    return min(log_every_n_steps, steps_per_rollout) if default else log_every_n_steps
+
+
+def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int) -> None:
+    """Logs one whole row every ``every`` tickets, straight to every logger; Lightning gets what something reads back.
+
+    ``self.log`` would cost half a millisecond for each key and call.
     """
     known = set(metrics.groups["rollout"].keys)  # Lightning has had these when the rollout was finished
     if monitored_keys(module.trainer) - known:
         values = metrics.values()
         log_for_monitors(module, {name: value for name, value in values.items() if name not in known})
-    every = module.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
     if every and (ticket + 1) % every == 0:
         row = metrics.row()
-        for logger in module.trainer.loggers:
-            logger.log_metrics(row, step=ticket)
+        _write(module.trainer, row, ticket)
+        shown = {name: row[name] for name in ON_THE_BAR if name in row}
+        module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+
+def log_rest(trainer: Trainer, metrics: MetricLog, ticket: int) -> None:
+    """Logs what came after the last row of a fit that ends at ``ticket``."""
+    if metrics.pending:
+        _write(trainer, metrics.row(), ticket)
 
 
 def log_for_monitors(module: LightningModule, values: Mapping[str, float]) -> None:
-    """Gives Lightning the keys that something reads back: checkpoints, early stopping, the progress bar."""
-    keys = monitored_keys(module.trainer) & set(values)
-    for bar in (True, False):
-        chosen = {key: values[key] for key in sorted(keys) if (key in SHOWN_ON_THE_BAR) is bar}
-        if chosen:
-            module.log_dict(chosen, prog_bar=bar, logger=False, on_step=True, on_epoch=False, batch_size=1)
+    """Gives Lightning the keys that checkpoints and early stopping read back."""
+    chosen = {key: values[key] for key in sorted(monitored_keys(module.trainer) & set(values))}
+    if chosen:
+        module.log_dict(chosen, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+
+def _write(trainer: Trainer, row: dict[str, float], ticket: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(row, step=ticket)

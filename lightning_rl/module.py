@@ -28,7 +28,15 @@ from lightning_rl.generation import Engine, EngineError, Sampling, TransformersE
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.inspection import stop_in_inspection
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
-from lightning_rl.metrics import RunningStats, callbacks_of, global_values, log_for_monitors, log_row
+from lightning_rl.metrics import (
+    RunningStats,
+    callbacks_of,
+    global_values,
+    log_for_monitors,
+    log_rest,
+    log_row,
+    rows_every,
+)
 from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
@@ -41,6 +49,7 @@ from lightning_rl.policy.build import (
     max_prompt_length,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
+from lightning_rl.progress import show_phase
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprobs import add_logprobs
@@ -54,6 +63,8 @@ from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradie
 
 # Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+# Lightning's default of one row per 50 steps is read as one per rollout, so there is nothing to set lower.
+warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
 
 
 class RLLightningModule(LightningModule):
@@ -320,17 +331,17 @@ class RLLightningModule(LightningModule):
 
     def _sample(self, ticket: Ticket, batch_idx: int) -> tuple[Rollout, dict[str, Stat]]:
         """The samples of a rollout with their rewards, generated now or ahead."""
-        sampler, phase, number = self.sampler, self.run.times.phase, ticket.rollout
+        sampler, number = self.sampler, ticket.rollout
         groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
         first = self._take_ahead(number)
-        with phase("sync", self.device):
+        with self._phase("sync"):
             self.sync(number)
-        with phase("generate", self.device):
+        with self._phase("generate"):
             if not isinstance(first, Samples):
                 first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
         if sampler.max_rounds == 1:  # nothing more is asked of the engine for this rollout
             self._prefetch(sampler, ticket, batch_idx)
-        with phase("reward", self.device):
+        with self._phase("reward"):
             rollout, stats = sampler.fill_groups(
                 self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first
             )
@@ -341,8 +352,8 @@ class RLLightningModule(LightningModule):
 
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """The rollout with its plan, log-probabilities and signal, shown to everyone who looks."""
-        corrections, collectives, phase = self.run.corrections, self.parallel.collectives, self.run.times.phase
-        with phase("score", self.device), self.trainer.precision_plugin.forward_context():
+        corrections, collectives = self.run.corrections, self.parallel.collectives
+        with self._phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, excluded = exclude_rows(rollout, corrections)
             plan = make_plan(
                 rollout,
@@ -355,7 +366,7 @@ class RLLightningModule(LightningModule):
             rollout = add_logprobs(
                 rollout, plan, self.required_policy, self.run.reference, corrections, old=self.run.needs.old_logprobs
             )
-        with phase("signal", self.device):
+        with self._phase("signal"):
             rollout, _, signal = estimate_signal(rollout, self.estimator, corrections, collectives.sum)
         current = CurrentRollout.of(number, rollout, plan)
         corrections.observe(rollout)
@@ -372,7 +383,7 @@ class RLLightningModule(LightningModule):
         """What was generated ahead for a rollout."""
         if not self.max_staleness:
             return None
-        with self.run.times.phase("wait", self.device):
+        with self._phase("wait"):
             if self.run.corrections.contributors("keep_groups"):
                 self.run.prefetcher.drain()  # the engine has to be free to sample again what a filter drops
             return self.run.prefetcher.take(number)
@@ -383,6 +394,14 @@ class RLLightningModule(LightningModule):
         for number in range(ticket.rollout + 1, ticket.rollout + 1 + self.max_staleness):
             if number not in self.run.prefetcher and number * self.steps_per_rollout < end:
                 self.run.prefetcher.submit(number, self._next_prompts(), sampler, self.device)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Shows what the run does, and measures how long it takes."""
+        if self.trainer.training:
+            show_phase(self.trainer, name)
+        with self.run.times.phase(name, self.device):
+            yield
 
     # An update: K optimizer steps for each rollout.
 
@@ -400,7 +419,7 @@ class RLLightningModule(LightningModule):
         trace = self._trace(batch, with_parameters=tokens > 0)
         outputs: dict[str, Tensor] = {}
         if tokens:
-            with self.run.times.phase("update", self.device):
+            with self._phase("update"):
                 gradient = self._accumulate(current.rollout, microbatches, trace)
                 norm, rate = self._optimizer_step()
             self._measure(gradient, norm, rate, tokens, trace)
@@ -413,8 +432,19 @@ class RLLightningModule(LightningModule):
             self.run.corrections.observe_step(trace)
         if batch.step == self.steps_per_rollout - 1:
             self.run.current = None  # before on_train_batch_end, where checkpoints are written
-        log_row(self, self.run.metrics, batch.index)
+        self.run.ticket = batch.index
+        log_row(self, self.run.metrics, batch.index, self._rows_every)
         return outputs
+
+    @override
+    def on_train_end(self) -> None:
+        """Logs the steps after the last row."""
+        if self._rows_every and self.run.ticket is not None:
+            log_rest(self.trainer, self.run.metrics, self.run.ticket)
+
+    @property
+    def _rows_every(self) -> int:
+        return rows_every(self.trainer.log_every_n_steps, self.steps_per_rollout)  # pyright: ignore[reportAttributeAccessIssue]
 
     def seed_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
@@ -523,7 +553,7 @@ class RLLightningModule(LightningModule):
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:
-        with self.run.times.phase("canary", self.device), self.trainer.precision_plugin.forward_context():
+        with self._phase("canary"), self.trainer.precision_plugin.forward_context():
             yield
 
     def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -551,8 +581,8 @@ class RLLightningModule(LightningModule):
     # Evaluation, answers, export.
 
     @override
-    def on_validation_start(self) -> None:
-        """Gives the engine the weights that are evaluated."""
+    def on_validation_epoch_start(self) -> None:
+        """Gives the engine the weights that are evaluated: a callback that averages has put its own in place by now."""
         self.run.validation = RunningStats(self.parallel.collectives).to(self.device)
         self.sync(max(self.engine.version, 0))
 

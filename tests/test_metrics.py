@@ -1,25 +1,27 @@
 """Metrics: merged statistics with fixed keys, and rows that reach every logger, checkpoint and early stopping whole."""
 
 import csv
+import inspect
 import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_prompts
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import GAE, Stat
+from lightning_rl import GAE, RLLightningModule, Stat
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL
-from lightning_rl.metrics import MetricLog, RunningStats, global_values
+from lightning_rl.metrics import LIGHTNINGS_DEFAULT, MetricLog, RunningStats, global_values
 
 CORE = {
     "reward/task", "reward/parity_reward", "reward/shaped", "kl/ref", "kl/rollout", "kl/penalty", "optim/grad_norm",
@@ -170,11 +172,40 @@ def test_corrections_log_under_their_names() -> None:
 
 def test_rows_come_every_log_every_n_steps_and_hold_all_steps_since() -> None:
     every, third = logged(), logged(log_every_n_steps=3)
-    assert [step for step, _ in every] == list(range(8)) and [step for step, _ in third] == [2, 5]
+    assert [step for step, _ in every] == list(range(8)) and [step for step, _ in third] == [2, 5, 7]
     norms = [row["optim/grad_norm"] for _, row in every]
-    for (_, row), steps in zip(third, (norms[0:3], norms[3:6]), strict=True):
-        assert row["optim/grad_norm"] == pytest.approx(sum(steps) / 3)
+    for (_, row), steps in zip(third, (norms[0:3], norms[3:6], norms[6:8]), strict=True):
+        assert row["optim/grad_norm"] == pytest.approx(sum(steps) / len(steps))
     assert logged(log_every_n_steps=0) == []
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_a_trainer_that_was_not_told_how_often_logs_every_rollout() -> None:
+    assert inspect.signature(Trainer).parameters["log_every_n_steps"].default is None  # so nobody can tell it from 50
+    assert Trainer(accelerator="cpu", logger=False).log_every_n_steps == LIGHTNINGS_DEFAULT  # pyright: ignore[reportAttributeAccessIssue]
+    assert [step for step, _ in logged(log_every_n_steps=None)] == [1, 3, 5, 7]
+
+
+def test_the_bar_shows_how_training_goes() -> None:
+    bar = TQDMProgressBar()
+    trainer = fit(tiny_module(), callbacks=[bar], enable_progress_bar=True)
+    shown = bar.get_metrics(trainer, cast(RLLightningModule, trainer.lightning_module))
+    assert set(shown) >= {"reward/task", "kl/rollout", "length/mean", "tokens_per_second"}
+    assert bar.train_progress_bar.desc == "Epoch 0 update: "
+
+
+def test_a_rich_bar_shows_the_phase_as_well() -> None:
+    class Phases(Callback):
+        seen: ClassVar[list[str]] = []
+
+        @override
+        def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+            assert bar.progress is not None
+            self.seen.append(bar.progress.tasks[0].description)
+
+    bar = RichProgressBar()
+    fit(tiny_module(), callbacks=[bar, Phases()], enable_progress_bar=True)
+    assert Phases.seen == ["Epoch 0 update"] * 4
 
 
 def test_the_last_rollout_stays_readable_in_every_row() -> None:
@@ -202,7 +233,7 @@ def test_what_is_monitored_is_known_to_lightning_as_soon_as_it_is_measured() -> 
     monitors = [EarlyStopping(name, patience=100) for name in ("policy/entropy", "optim/grad_norm", "reward/shaped")]
     fit(tiny_module(minibatches=2), callbacks=[watched, *monitors], logger=logger)
     for known, (_, row) in zip(watched.known, logger.rows, strict=True):
-        assert set(known) == {"policy/entropy", "optim/grad_norm", "reward/shaped", "reward/task"}
+        assert set(known) >= {"policy/entropy", "optim/grad_norm", "reward/shaped", "reward/task"}
         assert known == pytest.approx({name: row[name] for name in known}, rel=1e-6)
 
 

@@ -83,6 +83,7 @@ class RunState:
         times: seconds by phase.
         rollout_stats: what was logged of the current rollout.
         tracer: follows the parameters through the optimizer step that is being made.
+        ticket: index of the last one that this fit has served.
         stepped: whether the policy has moved since it was built.
         skipped: optimizer steps that were left out.
         nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
@@ -102,6 +103,7 @@ class RunState:
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
     tracer: ParameterTracer | None = None
+    ticket: int | None = None
     stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
@@ -167,7 +169,7 @@ class RunState:
             ValueError: if the checkpoint has more of them.
         """
         loaded, self.loaded, self.current = self.loaded, None, None
-        self.rollout_stats, self.tracer = {}, None
+        self.rollout_stats, self.tracer, self.ticket = {}, None, None
         self.prefetcher.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
         if self.reference is not None:

@@ -1,0 +1,17 @@
+"""Progress: the phase that a run is in, on Lightning's progress bars."""
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+
+def show_phase(trainer: Trainer, phase: str) -> None:
+    """Writes what the run does behind the epoch of the training bar; a bar of another kind is left alone.
+
+    A terminal sees it at once, since no batch ends while answers are generated; a file sees it at the next refresh.
+    """
+    bar, text = trainer.progress_bar_callback, f"Epoch {trainer.current_epoch} {phase}"
+    if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
+        shown = bar.train_progress_bar
+        shown.set_description(text, refresh=bool(shown.fp.isatty()))
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, description=text)

@@ -1,0 +1,146 @@
+"""Sample table: a few samples with their rewards, in the terminal and in the logger, every n rollouts."""
+
+import json
+import math
+import shutil
+import unicodedata
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.corrections import RLCallback
+from lightning_rl.data import Ticket
+from lightning_rl.module import RLLightningModule
+from lightning_rl.rollout import Finish, Rollout
+
+FILE = "samples.jsonl"
+
+
+class SampleTable(RLCallback):
+    """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of as many groups as there are rows.
+
+    Rank 0 prints a table (by rich, where it is installed) and gives it to every logger that has a place for one: a
+    table in W&B, a text in TensorBoard, otherwise lines of ``samples.jsonl`` beside the run. It takes no part in the
+    signal. Control characters of what the model wrote are shown, never acted on.
+
+    Args:
+        every_n_rollouts: how often.
+        rows: samples in a table.
+        width: most characters of a prompt or response on the terminal; the middle is left out. Loggers get all.
+
+    Raises:
+        ValueError: if a number is below 1, or ``width`` below 16.
+    """
+
+    name = "sample_table"
+
+    def __init__(self, every_n_rollouts: int = 10, *, rows: int = 4, width: int = 240) -> None:
+        if every_n_rollouts < 1 or rows < 1 or width < 16:
+            raise ValueError(
+                f"expected every_n_rollouts >= 1, rows >= 1 and width >= 16, got {every_n_rollouts}, {rows} and {width}"
+            )
+        self.every_n_rollouts, self.rows, self.width = every_n_rollouts, rows, width
+        self._module: RLLightningModule | None = None
+        self._ticket: Ticket | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
+        due = batch.step == 0 and batch.rollout % self.every_n_rollouts == 0 and trainer.is_global_zero
+        self._module, self._ticket = cast(RLLightningModule, pl_module), batch if due else None
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        if self._ticket is None or self._module is None or not len(rollout):
+            return
+        ticket, module = self._ticket, self._module
+        samples = [_sample(rollout, row, module) for row in choose_rows(rollout, self.rows)]
+        rank_zero_info(format_table(f"Samples of rollout {ticket.rollout}", samples, self.width))
+        for logger in module.trainer.loggers or [None]:
+            log_table(logger, samples, ticket, Path(module.trainer.log_dir or module.trainer.default_root_dir))
+
+
+def choose_rows(rollout: Rollout, number: int) -> list[int]:
+    """The best and the worst sample of each group in turn, until there are enough; without a reward is worst."""
+    rewards = torch.where(rollout.rewarded, rollout.rewards, -math.inf)
+    chosen: list[int] = []
+    for group in dict.fromkeys(rollout.groups.tolist()):
+        rows = (rollout.groups == group).nonzero()[:, 0]
+        ranked = rows[rewards[rows].argsort(descending=True, stable=True)].tolist()
+        chosen += ranked[:1] + ranked[1:][-1:]
+        if len(chosen) >= number:
+            break
+    return chosen[:number]
+
+
+def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, Any]:
+    def text(ids: Tensor, length: Tensor) -> str:
+        known = ids[: int(length)].tolist()
+        return str(known if module.tokenizer is None else module.tokenizer.decode(known))
+
+    figures = {name: float(values[row]) for name, values in rollout.task_rewards.items()}
+    rewards = {"task": float(rollout.rewards[row]) if rollout.rewarded[row] else math.nan, **figures}
+    return {
+        "sample": int(rollout.sample_ids[row]),
+        "group": int(rollout.groups[row]),
+        **{f"reward/{name}": None if math.isnan(value) else value for name, value in rewards.items()},
+        "finish": Finish(int(rollout.finish[row])).name.lower(),
+        "tokens": int(rollout.response_lengths[row]),
+        "prompt": text(rollout.prompt_ids[row], rollout.prompt_lengths[row]),
+        "response": text(rollout.response_ids[row], rollout.response_lengths[row]),
+    }
+
+
+def format_table(title: str, samples: Sequence[dict[str, Any]], width: int) -> str:
+    """Samples below each other, for a terminal; drawn by rich where it is installed."""
+    cells = [{key: _cell(value, width) for key, value in sample.items()} for sample in samples]
+    try:
+        from rich.console import Console  # an optional package
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        lines = ["  ".join(f"{key}={value}" for key, value in sample.items()) for sample in cells]
+        return "\n".join([title, *lines])
+    table = Table(title=title, show_lines=True)
+    for key in cells[0]:
+        table.add_column("reward" if key == "reward/task" else key.removeprefix("reward/"), overflow="fold")
+    for sample in cells:
+        table.add_row(*(Text(value) for value in sample.values()))
+    drawn = StringIO()
+    Console(file=drawn, width=shutil.get_terminal_size((120, 0)).columns).print(table)
+    return drawn.getvalue()
+
+
+def log_table(logger: Logger | None, samples: Sequence[dict[str, Any]], ticket: Ticket, folder: Path) -> None:
+    """Gives samples to a logger that can show a table or a text; lines of a file in ``folder`` otherwise."""
+    columns = list(samples[0])
+    if isinstance(logger, WandbLogger):
+        logger.log_table("samples", columns, [list(sample.values()) for sample in samples], step=ticket.index)
+    elif isinstance(logger, TensorBoardLogger):
+        rows = ["    " + json.dumps(sample, ensure_ascii=False) for sample in samples]  # a code block: nothing renders
+        logger.experiment.add_text("samples", "\n".join(rows), ticket.index)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / FILE).open("a", encoding="utf-8") as lines:
+            for sample in samples:
+                lines.write(json.dumps({"rollout": ticket.rollout, **sample}, ensure_ascii=False) + "\n")
+
+
+def _cell(value: Any, width: int) -> str:
+    """A value for the terminal, with visible control characters and not too long."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = "".join(_visible(mark) for mark in str(value))
+    half = (width - 5) // 2
+    return text if len(text) <= width else f"{text[:half]} ... {text[-half:]}"
+
+
+def _visible(mark: str) -> str:
+    return repr(mark)[1:-1] if mark != "\n" and unicodedata.category(mark).startswith("C") else mark

@@ -1,0 +1,89 @@
+"""Sample table: which samples it shows, what reaches the terminal and the loggers, and that it changes nothing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, rollout_of, tiny_module, tiny_prompts, tiny_tokenizer, weights_of
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+
+from lightning_rl.data import Ticket
+from lightning_rl.reporting import SampleTable
+from lightning_rl.reporting.samples import choose_rows, format_table, log_table
+
+SAMPLE: dict[str, Any] = {"sample": 3, "reward/task": 0.5, "prompt": "a b", "response": "\x1b[31mc\x07 <b>[red]d"}
+
+
+def test_the_best_and_the_worst_of_each_group_are_shown() -> None:
+    rewards, masked = [0.0, 1.0, 0.5, 2.0, 3.0, 1.0], [True, True, True, True, True, False]
+    rollout = rollout_of(rewards, [[1]] * 6, groups=[0, 0, 0, 7, 7, 7], rewarded=masked)
+    assert choose_rows(rollout, 4) == [1, 0, 4, 5]
+    assert choose_rows(rollout, 3) == [1, 0, 4]
+    assert choose_rows(rollout_of([1.0], [[1]]), 4) == [0]
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_what_a_model_wrote_cannot_act_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    shown = format_table("Samples", [SAMPLE], 40)
+    assert ("│" in shown) is rich
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert "\\x1b[31mc\\x07" in shown and "0.5" in shown
+
+
+def test_long_text_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    shown = format_table("Samples", [{"response": "a" * 50 + "b" * 50}], 25)
+    assert shown == f"Samples\nresponse={'a' * 10} ... {'b' * 10}"
+
+
+def test_lines_lie_beside_the_run_of_a_logger_without_tables(tmp_path: Path) -> None:
+    module, data = tiny_module(tokenizer=tiny_tokenizer(), minibatches=2), tiny_prompts(12, 4)
+    fit(module, callbacks=[SampleTable(2, rows=2)], data=data, logger=CSVLogger(tmp_path, name="", version=""))
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["rollout"] for line in lines] == [0, 0, 2, 2]
+    assert all({"reward/task", "reward/parity_reward", "finish", "tokens"} <= set(line) for line in lines)
+    for line in lines:
+        assert line["reward/task"] == line["tokens"] % 2  # of the very sample that is shown
+        assert len(line["response"].split()) == line["tokens"]
+
+
+def test_loggers_with_a_place_for_a_table_get_one(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class Tables(WandbLogger):
+        def __init__(self) -> None:
+            pass
+
+        def log_table(self, *arguments: Any, **options: Any) -> None:
+            given.append((arguments, options))
+
+    log_table(Tables(), [SAMPLE], Ticket(1, 0, 7), tmp_path)
+    assert given == [(("samples", list(SAMPLE), [list(SAMPLE.values())]), {"step": 7})]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_in_tensorboard_renders_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path)
+    log_table(logger, [SAMPLE], Ticket(1, 0, 7), tmp_path)
+    logger.experiment.flush()
+    (events,) = Path(logger.log_dir).glob("events*")
+    assert b"    {" in events.read_bytes() and not (tmp_path / "samples.jsonl").exists()
+
+
+def test_a_table_changes_nothing_of_a_run() -> None:
+    without, with_table = tiny_module(), tiny_module()
+    fit(without)
+    fit(with_table, callbacks=[SampleTable(1)])
+    for name, weight in weights_of(without).items():
+        assert torch.equal(weights_of(with_table)[name], weight), name
+
+
+def test_numbers_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected every_n_rollouts >= 1, rows >= 1 and width >= 16, got 0, 4 and 240"):
+        SampleTable(0)
