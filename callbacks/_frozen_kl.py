@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_bools, check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.kl import KL_ESTIMATORS, KLEstimator, importance, kl_estimator
@@ -34,8 +35,8 @@ class FrozenKL(RLCallback):
         as_loss: bool = False,
         unbiased: bool = False,
     ) -> None:
-        if not beta >= 0:
-            raise ValueError(f"expected beta >= 0, got {beta}")
+        check_numbers(at_least=0, finite=True, beta=beta)
+        check_bools(as_loss=as_loss, unbiased=unbiased)
         if unbiased and not as_loss:
             raise ValueError("expected as_loss=True with unbiased=True: a reward has no gradient to correct")
         self.beta = beta

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.rollout import Rollout
@@ -41,6 +42,7 @@ class AdaptiveKL(ReferenceKL):
 
     name = "adaptive_kl"
     alternative = "AdaptiveKL(as_loss=True)"
+    replaces = ("reference_kl",)
 
     def __init__(
         self,
@@ -53,8 +55,8 @@ class AdaptiveKL(ReferenceKL):
         unbiased: bool = False,
     ) -> None:
         super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
-        if not (target > 0 and horizon > 0):
-            raise ValueError(f"expected target > 0 and horizon > 0, got {target} and {horizon}")
+        check_numbers(above=0, finite=True, target=target)
+        check_counts(1, horizon=horizon)
         self.target = target
         self.horizon = horizon
         self.reads = ("old_logprobs", "ref_logprobs")

@@ -15,6 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.statistics import group_statistics
@@ -35,8 +36,8 @@ class DynamicSampling(RLCallback):
     compares_groups = True
 
     def __init__(self, tolerance: float = 1e-6, *, max_rounds: int = 10) -> None:
-        if not (tolerance > 0 and max_rounds >= 1):
-            raise ValueError(f"expected tolerance > 0 and max_rounds >= 1, got {tolerance} and {max_rounds}")
+        check_numbers(above=0, finite=True, tolerance=tolerance)
+        check_counts(1, max_rounds=max_rounds)
         self.tolerance = tolerance
         self.max_rounds = max_rounds
 

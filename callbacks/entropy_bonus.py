@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import merge_moments
 
@@ -40,10 +41,9 @@ class EntropyBonus(RLCallback):
     trains_entropy = True
 
     def __init__(self, coef: float = 0.01, *, target: float | None = None, step: float = 0.005) -> None:
-        if not (coef >= 0 and step > 0):
-            raise ValueError(f"expected coef >= 0 and step > 0, got {coef} and {step}")
-        if target is not None and not target > 0:
-            raise ValueError(f"expected target > 0 or None, got {target}")
+        check_numbers(at_least=0, finite=True, coef=coef)
+        check_numbers(above=0, finite=True, step=step)
+        check_numbers(above=0, finite=True, optional=True, target=target)
         self.coef = coef
         self.target = target
         self.step = step

@@ -16,6 +16,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Finish, Rollout
 
@@ -36,8 +37,7 @@ class NoEOSMask(RLCallback):
     name = "no_eos_mask"
 
     def __init__(self, action: Action = "zero_reward") -> None:
-        if action not in ("zero_reward", "drop_tokens"):
-            raise ValueError(f"expected action zero_reward or drop_tokens, got {action!r}")
+        check_choices(("zero_reward", "drop_tokens"), action=action)
         self.action = action
 
     @override

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.ratios import clipped_weight, policy_ratio
 
@@ -41,8 +42,8 @@ class OffPolicyIS(RLCallback):
     alternative = "TruncatedIS, whose ratio is old/rollout"
 
     def __init__(self, min_ratio: float = 0.0, max_ratio: float = 2.0) -> None:
-        if not 0 <= min_ratio <= 1 <= max_ratio:
-            raise ValueError(f"expected 0 <= min_ratio <= 1 <= max_ratio, got {min_ratio} and {max_ratio}")
+        check_numbers(at_least=0, at_most=1, min_ratio=min_ratio)
+        check_numbers(at_least=1, max_ratio=max_ratio)
         self.min_ratio = min_ratio
         self.max_ratio = max_ratio
 

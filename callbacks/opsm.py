@@ -17,6 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.masked import row_mean
 
@@ -41,10 +42,8 @@ class OPSM(RLCallback):
     alternative = 'OPSM(against="rollout")'
 
     def __init__(self, delta: float = 1e-4, *, against: Anchor = "old") -> None:
-        if not delta > 0:
-            raise ValueError(f"expected delta > 0, got {delta}")
-        if against not in ("old", "rollout"):
-            raise ValueError(f"expected against old or rollout, got {against!r}")
+        check_numbers(above=0, delta=delta)
+        check_choices(("old", "rollout"), against=against)
         self.delta = delta
         self.against = against
         self.reads_at_loss = (f"{against}_logprobs",)

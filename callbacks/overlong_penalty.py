@@ -11,11 +11,16 @@ estimator that works per token, and has no advantage at all with one that compar
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
 """
 
+from typing import cast
+
 from jaxtyping import Float
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.corrections import RLCallback, Stat
+from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 
 
@@ -31,19 +36,28 @@ class OverlongPenalty(RLCallback):
         coef: what the penalty is multiplied with.
 
     Raises:
-        ValueError: unless ``0 < cache <= max_length`` and ``coef >= 0``.
+        ValueError: unless ``0 < cache <= max_length`` and ``coef >= 0``, or at setup if no response is that long.
     """
 
     name = "overlong_penalty"
 
     def __init__(self, max_length: int, cache: int, *, coef: float = 1.0) -> None:
-        if not 0 < cache <= max_length:
-            raise ValueError(f"expected 0 < cache <= max_length, got {cache} and {max_length}")
-        if not coef >= 0:
-            raise ValueError(f"expected coef >= 0, got {coef}")
+        check_counts(1, max_length=max_length, cache=cache)
+        if cache > max_length:
+            raise ValueError(f"expected cache <= max_length, got {cache} and {max_length}")
+        check_numbers(at_least=0, finite=True, coef=coef)
         self.max_length = max_length
         self.cache = cache
         self.coef = coef
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        limit = cast(RLLightningModule, pl_module).sampling.max_new_tokens
+        if self.max_length > limit:
+            raise ValueError(
+                f"expected max_length of OverlongPenalty to be at most max_new_tokens={limit}, got {self.max_length}: "
+                f"no response is that long; use OverlongPenalty({limit}, {min(self.cache, limit)})"
+            )
 
     @override
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:

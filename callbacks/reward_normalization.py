@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.advantages import Level, Normalized
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import masked_fill_invalid
@@ -53,8 +54,7 @@ class RewardNormalization(RLCallback):
         epsilon: float = 1e-6,
         clip: float = math.inf,
     ) -> None:
-        if not clip > 0:
-            raise ValueError(f"expected clip > 0, got {clip}")
+        check_numbers(above=0, clip=clip)
         self.mean: Level = mean
         self.std: Level = std
         self.leave_one_out = leave_one_out

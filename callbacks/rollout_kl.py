@@ -14,6 +14,7 @@ import warnings
 
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.signal.kl import KLEstimator, absolute, k1, kl_estimator
 
@@ -39,8 +40,7 @@ class RolloutKL(RLCallback):
     reads_at_loss = ("rollout_logprobs",)
 
     def __init__(self, coef: float = 1e-3, *, estimator: KLEstimator | str = "k2") -> None:
-        if not coef >= 0:
-            raise ValueError(f"expected coef >= 0, got {coef}")
+        check_numbers(at_least=0, finite=True, coef=coef)
         self.coef = coef
         self.estimator = kl_estimator(estimator)
         if self.estimator in (k1, absolute):

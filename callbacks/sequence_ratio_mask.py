@@ -19,6 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.ratios import check_band, sequence_ratio
 
@@ -46,8 +47,7 @@ class SequenceRatioMask(RLCallback):
     def __init__(
         self, statistic: Literal["mean", "product"], low: float | None = None, high: float | None = None
     ) -> None:
-        if statistic not in BANDS:
-            raise ValueError(f"expected the mean or the product of the ratios, got {statistic!r}")
+        check_choices(BANDS, statistic=statistic)
         self.statistic = statistic
         self.low = BANDS[statistic][0] if low is None else low
         self.high = BANDS[statistic][1] if high is None else high

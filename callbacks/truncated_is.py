@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio
 
@@ -46,12 +47,10 @@ class TruncatedIS(RLCallback):
     alternative = "a mask such as SequenceRatioMask, which carries no ratio,"
 
     def __init__(self, level: Literal["token", "sequence"] = "token", *, cap: float | None = None) -> None:
-        if level not in CAPS:
-            raise ValueError(f"expected level token or sequence, got {level!r}")
+        check_choices(CAPS, level=level)
+        check_numbers(at_least=1, optional=True, cap=cap)
         self.level = level
         self.cap = CAPS[level] if cap is None else cap
-        if not self.cap >= 1:
-            raise ValueError(f"expected cap >= 1, got {cap}")
 
     @override
     def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:

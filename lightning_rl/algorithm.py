@@ -71,7 +71,7 @@ class Algorithm:
         view = view.sanitize()
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.corrections.policy_factor(view)
-        raw = _checked_loss(f"loss {type(self.loss).__name__}", view, partial(self.loss, view))
+        raw = _checked_loss(f"loss {self.loss.name}", view, partial(self.loss, view))
         parts = {"loss/policy": _reduce(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.corrections.loss_terms(view):
@@ -124,9 +124,9 @@ def _checked_loss(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tens
     changed = [field for field, version in view.versions().items() if version != before[field]]
     if changed:
         raise RuntimeError(f"the {what} wrote in place to {', '.join(changed)}: a loss returns a new tensor")
-    if raw.shape != view.valid_tokens.shape:
-        expected = list(view.valid_tokens.shape)
-        raise ValueError(f"expected the {what} to return a value per token {expected}, got {list(raw.shape)}")
+    if not isinstance(raw, Tensor) or raw.shape != view.valid_tokens.shape:
+        expected, got = list(view.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)
+        raise ValueError(f"expected the {what} to return a value per token {expected}, got {got}")
     return raw
 
 

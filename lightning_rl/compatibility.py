@@ -4,19 +4,23 @@ They use constructor arguments alone, so every rank raises alike, before the fir
 """
 
 import dataclasses
-import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, TOKEN_REWARDS, Corrections, LossView
 from lightning_rl.distributed import parallel_of
 from lightning_rl.generation import Engine, Sampling
-from lightning_rl.losses import PolicyLoss
+from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
@@ -101,11 +105,29 @@ def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
             for place, side in enumerate(("numerator", "denominator")):
                 if ratio[place] == other_ratio[place]:
                     cure = f": use {alternative} instead" if alternative else ": leave one of them out"
+                    if alternative and other_ratio[1] == "rollout":  # any weight that begins there would count it twice
+                        cure = f": leave {name} out; a mask such as SequenceRatioMask carries no ratio"
                     raise ValueError(
                         f"{name} carries the ratio {ratio[0]}/{ratio[1]} and {other} "
                         f"{other_ratio[0]}/{other_ratio[1]}, so the {ratio[place]} policy would count twice as "
                         f"{side}{cure}"
                     )
+
+
+def check_pairs(corrections: Corrections) -> None:
+    """Refuses a correction beside the one that it replaces.
+
+    Raises:
+        ValueError: naming both.
+    """
+    present = {type(callback).name: type(callback).__name__ for callback in corrections.callbacks}
+    for callback in corrections.callbacks:
+        for replaced in set(callback.replaces) & present.keys():
+            name = type(callback).__name__
+            raise ValueError(
+                f"expected {name} instead of {present[replaced]}, got both, so the same would count twice: leave "
+                f"{present[replaced]} out"
+            )
 
 
 def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: bool, group_size: int = 2) -> None:
@@ -201,6 +223,9 @@ def check_flags(trainer: Trainer) -> None:
             "of RLLightningModule cuts a step into as many microbatches as it takes"
         )
     for callback in callbacks_of(trainer):
+        if isinstance(callback, type):
+            callbacks_of(trainer).remove(callback)  # or Lightning would call it in its own handling of the error
+            raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
         _check_averaging(callback, trainer)
 
 
@@ -218,27 +243,89 @@ def _check_averaging(callback: Callback, trainer: Trainer) -> None:
         )
 
 
-def check_positive(**numbers: float | None) -> None:
-    """Refuses arguments that are neither None nor above 0.
+def check_sources(**sources: Any) -> None:
+    """Refuses what no model can be built from; only the policy has to be something.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: naming the argument and what to pass.
     """
-    for name, number in numbers.items():
-        if number is not None and not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"expected {name} > 0, got {number}")
+    for name, source in sources.items():
+        if (source is None and name != "policy") or (isinstance(source, str | Path) and str(source)):
+            continue
+        if callable(source) and not isinstance(source, type | nn.Module):
+            continue
+        got = f"the class {source.__name__}" if isinstance(source, type) else repr(source)
+        got = f"a {type(source).__name__} that is built already" if isinstance(source, nn.Module) else got
+        raise ValueError(
+            f"expected {name} to be the name or path of a causal language model, or a function that builds one, got "
+            f"{got}: pass a name, or a function such as lambda: AutoModelForCausalLM.from_config(config)"
+        )
 
 
-def check_counts(minimum: int, **numbers: int) -> None:
-    """Refuses arguments that are not whole numbers of at least ``minimum``.
+def check_parts(*, engine: Any, sampling: Any, value_loss: Any) -> None:
+    """Refuses parts that are no objects of their classes.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: naming the argument and what to pass.
     """
-    at_least = "above 0" if minimum == 1 else f"of at least {minimum}"
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-            raise ValueError(f"expected {name} to be a whole number {at_least}, got {number!r}")
+    examples = {
+        "engine": (engine, Engine, "VLLMEngine(), or None for the embedded engine"),
+        "sampling": (sampling, Sampling, "Sampling(temperature=1.0, max_new_tokens=256)"),
+        "value_loss": (value_loss, ValueLoss, "ValueLoss(coef=0.5)"),
+    }
+    for name, (part, kind, example) in examples.items():
+        if not isinstance(part, kind) and not (name == "engine" and part is None):
+            got = f"the class {part.__name__}" if isinstance(part, type) else repr(part)
+            raise ValueError(f"expected {name} to be an object such as {example}, got {got}")
+    if not sampling.temperature > 0:
+        raise ValueError(
+            "expected a temperature > 0 to train with, got 0: greedy answers to a prompt are all alike; an evaluation "
+            "may be greedy"
+        )
+
+
+def check_builders(*, optimizer: Any, lr_scheduler: Any) -> None:
+    """Refuses optimizers and schedulers that are no functions, which build them from what does not exist yet.
+
+    Raises:
+        ValueError: naming the argument and what to pass.
+    """
+    if not callable(optimizer):
+        raise ValueError(
+            "expected optimizer to be a function from parameter groups to an optimizer, such as partial(AdamW, "
+            f"lr=1e-6), got {optimizer!r}"
+        )
+    if not (lr_scheduler is None or callable(lr_scheduler)):
+        raise ValueError(
+            "expected lr_scheduler to be a function from the optimizer to a scheduler, such as warmup_then_linear(5, "
+            f"100), or None, got {lr_scheduler!r}"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what ``optimizer=`` built if it is no optimizer.
+
+    Raises:
+        ValueError: naming what it built.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, got {optimizer!r}"
+        )
+
+
+def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
+    """Refuses ids at the end of a response that the policy never draws.
+
+    Raises:
+        ValueError: naming them.
+    """
+    outside = sorted(i for i in eos_token_ids if not 0 <= i < vocabulary)
+    if outside:
+        raise ValueError(
+            f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: no response could "
+            "end with them; pass eos_token_ids= of this policy, or its own tokenizer"
+        )
 
 
 def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:

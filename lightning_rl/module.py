@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_rl import compatibility
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.checkpointing import Interrupts, write_pretrained
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
@@ -134,12 +135,13 @@ class RLLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        sizes = {"group_size": group_size, "minibatches": minibatches, "epochs": epochs, "token_budget": token_budget}
-        compatibility.check_counts(1, **sizes)
-        compatibility.check_counts(0, max_staleness=max_staleness)
-        compatibility.check_positive(temperature=sampling.temperature, max_grad_norm=max_grad_norm)
-        if not isinstance(value_loss, ValueLoss):
-            raise ValueError(f"expected value_loss to be a ValueLoss, such as ValueLoss(coef=0.5), got {value_loss!r}")
+        check_counts(1, group_size=group_size, minibatches=minibatches, epochs=epochs, token_budget=token_budget)
+        check_counts(0, max_staleness=max_staleness, seed=seed)
+        check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
+        check_bools(packing=packing, activation_checkpointing=activation_checkpointing)
+        compatibility.check_sources(policy=policy, reference=reference, critic=critic)
+        compatibility.check_parts(engine=engine, sampling=sampling, value_loss=value_loss)
+        compatibility.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
         self.rewards = Rewards(rewards)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
@@ -229,6 +231,7 @@ class RLLightningModule(LightningModule):
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         compatibility.check_ratios(corrections, self.loss)
+        compatibility.check_pairs(corrections)
         compatibility.check_estimator(corrections, self.estimator, critic=critic, group_size=self.group_size)
         steps, engine = self.steps_per_rollout, self.engine
         compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
@@ -262,6 +265,7 @@ class RLLightningModule(LightningModule):
         eos_ids = eos_ids_of(model, self.tokenizer, self.sampling.eos_token_ids, self.sampling.stop)
         self.run.sampling = replace(self.sampling, eos_token_ids=tuple(eos_ids))
         vocabulary = model.config.get_text_config().vocab_size
+        compatibility.check_eos(eos_ids, vocabulary)
         self.prompt_stream.connect(self.tokenizer, max_prompt_length(model, self.sampling.max_new_tokens), vocabulary)
 
     def _build_policy(self) -> PolicyModel:
@@ -291,6 +295,7 @@ class RLLightningModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """One optimizer for policy and critic, one parameter group each."""
         optimizer = self._optimizer(self.parallel.optimizer_groups(self.required_policy.parameter_groups()))
+        compatibility.check_optimizer(optimizer)
         if self._lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self._lr_scheduler(optimizer)}

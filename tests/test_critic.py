@@ -42,7 +42,7 @@ def test_value_loss_by_hand(options: dict[str, Any], current: float, old: float,
         ({"huber": 0.0}, "expected huber > 0, got 0.0"),
         ({"coef": -0.1}, "expected coef >= 0, got -0.1"),
         ({"coef": math.nan}, "expected coef >= 0, got nan"),
-        ({"coef": math.inf}, "expected coef >= 0, got inf"),
+        ({"coef": math.inf}, "expected coef >= 0 and finite, got inf"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
@@ -63,7 +63,7 @@ def test_a_value_loss_of_ones_own_is_reduced_like_the_others() -> None:
 
 
 def test_a_plain_function_is_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match=r"expected value_loss to be a ValueLoss, such as ValueLoss\(coef=0.5\)"):
+    with pytest.raises(ValueError, match=r"expected value_loss to be an object such as ValueLoss\(coef=0.5\)"):
         tiny_module(value_loss=lambda values, _, returns: values - returns)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.advantages.base import RowEstimator
+from lightning_rl.arguments import check_numbers
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.statistics import Population, group_statistics
 
@@ -119,5 +120,4 @@ class MaxRL(GroupRelative):
 
 def check_epsilon(epsilon: float) -> None:
     """Raises a ValueError if ``epsilon`` is negative."""
-    if not epsilon >= 0:
-        raise ValueError(f"expected epsilon >= 0, got {epsilon}")
+    check_numbers(at_least=0, finite=True, epsilon=epsilon)

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.audit.checks import CHECKS, Check, run_checks
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
@@ -66,8 +67,8 @@ class SignalAudit(RLCallback):
     def __init__(
         self, every_n_rollouts: int = 10, mode: Literal["warn", "raise"] = "warn", checks: Sequence[str] | None = None
     ) -> None:
-        if every_n_rollouts < 1 or mode not in ("warn", "raise"):
-            raise ValueError(f"expected every_n_rollouts >= 1 and mode warn or raise, got {every_n_rollouts}, {mode!r}")
+        check_counts(1, every_n_rollouts=every_n_rollouts)
+        check_choices(("warn", "raise"), mode=mode)
         unknown = sorted(set(checks or ()) - CHECKS.keys())
         if unknown:
             raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts
 from lightning_rl.audit.accounting import (
     Charges,
     sampling_charges,
@@ -73,8 +74,7 @@ class SignalLedger(RLCallback):
     name = "ledger"
 
     def __init__(self, every_n_rollouts: int = 1) -> None:
-        if every_n_rollouts < 1:
-            raise ValueError(f"expected every_n_rollouts >= 1, got {every_n_rollouts}")
+        check_counts(1, every_n_rollouts=every_n_rollouts)
         self.every_n_rollouts = every_n_rollouts
         self.totals = Totals()
         self._module: RLLightningModule | None = None

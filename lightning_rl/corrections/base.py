@@ -99,6 +99,7 @@ class RLCallback(Callback):
         records: what the engine has to record about every token for it, by the name in the extras.
         ratio: (numerator, denominator) of the importance ratio that its weight carries; None for masks and terms.
         alternative: what to use instead where this correction does not fit, for error messages.
+        replaces: names of corrections that it stands for, so that beside one of them it would count twice.
         compares_rows: whether its bonus of a row depends on the other rows.
         compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
         trains_entropy: whether its loss term needs the gradient of ``view.entropy``.
@@ -113,6 +114,7 @@ class RLCallback(Callback):
     records: tuple[str, ...] = ()
     ratio: Ratio | None = None
     alternative: str | None = None
+    replaces: tuple[str, ...] = ()
     compares_rows: bool = False
     compares_groups: bool = False
     trains_entropy: bool = False

@@ -1,8 +1,8 @@
 """Corrections: calls every callback in the order of the names, checks what it gives, and combines."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -239,6 +239,19 @@ class Corrections:
         return merged
 
 
+def _maps_to(kind: type) -> Callable[[Any], bool]:
+    """Whether something is a mapping from names to values of a class."""
+    return lambda given: isinstance(given, Mapping) and all(isinstance(value, kind) for value in given.values())
+
+
+PLAIN_RETURNS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "term": (lambda given: isinstance(given, LossTerm), "a LossTerm(per_token=..., coef=...)"),
+    "tensors": (_maps_to(Tensor), 'a mapping from names such as "extras/difficulty" to tensors'),
+    "stats": (_maps_to(Stat), "a mapping from names to Stat, such as Stat.of(values, mask)"),
+    "context": (lambda given: isinstance(given, AbstractContextManager), "a context manager"),
+}
+
+
 def _times(factor: Tensor | None, other: Tensor) -> Tensor:
     return other if factor is None else factor * other
 
@@ -246,6 +259,10 @@ def _times(factor: Tensor | None, other: Tensor) -> Tensor:
 def _check(callback: RLCallback, method: str, contribution: Any, seen: Rollout) -> None:
     """Refuses a tensor of another shape or kind than CONTRIBUTIONS says."""
     returns = CONTRIBUTIONS[method].returns
+    if returns in PLAIN_RETURNS:
+        fits, expected = PLAIN_RETURNS[returns]
+        if not fits(contribution):
+            raise TypeError(f"expected {method} of {callback.name} to return {expected}, got {contribution!r:.100}")
     if returns == "term":
         contribution, returns = contribution.per_token, "token float"
     axes, _, kind = returns.partition(" ")

@@ -1,12 +1,14 @@
 """Sampling: how tokens are drawn, one value for the rollouts that train and for every evaluation."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from lightning_rl.arguments import check_counts, check_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +46,41 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Checks the ranges and freezes the sequences."""
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"expected top_k to be a whole number, 0 for no limit, got {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"expected top_p in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"expected min_p in [0, 1), got {self.min_p}")
-        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise ValueError(f"expected max_new_tokens to be a whole number above 0, got {self.max_new_tokens!r}")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        check_numbers(at_least=0, finite=True, temperature=self.temperature)
+        check_counts(0, top_k=self.top_k)  # 0 for no limit
+        check_numbers(above=0, at_most=1, top_p=self.top_p)
+        check_numbers(at_least=0, at_most=1, min_p=self.min_p)
+        if self.min_p == 1:
+            raise ValueError("expected min_p below 1, got 1: no token but the likeliest would be left")
+        check_counts(1, max_new_tokens=self.max_new_tokens)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
         if self.eos_token_ids is not None:
-            object.__setattr__(self, "eos_token_ids", tuple(sorted(set(self.eos_token_ids))))
+            object.__setattr__(self, "eos_token_ids", _token_ids(self.eos_token_ids))
 
     @property
     def filters(self) -> bool:
         """Whether some tokens can never be drawn."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f'expected stop to be strings of at least one letter, such as ["</answer>"], got {stop!r}')
+    return strings
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    """Ids in ascending order, each once."""
+    whole = isinstance(ids, Iterable) and not isinstance(ids, str)
+    given: tuple[Any, ...] = tuple(ids) if whole else ()
+    if not whole or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
+        raise ValueError(
+            f"expected eos_token_ids to be token ids of at least 0, such as [2], or None for those of the model and "
+            f"the tokenizer, got {ids!r}"
+        )
+    return tuple(sorted(set(given)))
 
 
 class RowFilters:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.extras import DecodeExtras
 from lightning_rl.generation.sampling import RowFilters
@@ -43,8 +44,7 @@ class TransformersEngine(Engine):
 
     def __init__(self, *, max_rows: int = 512, canary: Canary | bool | None = True) -> None:
         super().__init__()
-        if max_rows < 1:
-            raise ValueError(f"expected max_rows >= 1, got {max_rows}")
+        check_counts(1, max_rows=max_rows)
         self.capabilities = replace(self.capabilities, max_rows=max_rows)
         self.canary = canary_of(canary)
         self.max_rows = max_rows

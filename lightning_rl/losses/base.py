@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.corrections.base import Ratio
+from lightning_rl.naming import name_of
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
 from lightning_rl.signal.selection import GlobalConcat
@@ -49,6 +50,11 @@ class PolicyLoss(ABC):
         raise NotImplementedError
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    @property
     def prepares(self) -> bool:
         """Whether the class overrides :meth:`prepare`."""
         return type(self).prepare is not PolicyLoss.prepare
@@ -81,6 +87,11 @@ class FunctionLoss(PolicyLoss):
     """A plain function ``(view) -> [b, T]`` as a loss. It declares no ratio, so no illegal pair can be found in it."""
 
     function: Callable[[LossView], Tensor]
+
+    @property
+    @override
+    def name(self) -> str:
+        return name_of(self.function)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import PolicyLoss
 from lightning_rl.losses.clipped_surrogate import check_clip
@@ -41,8 +42,7 @@ class CISPO(PolicyLoss):
     def __post_init__(self) -> None:
         """Checks the bounds, and declares the ratio."""
         check_clip(self.clip_low, self.clip_high)
-        if self.anchor not in ("old", "rollout"):
-            raise ValueError(f"expected anchor old or rollout, got {self.anchor!r}")
+        check_choices(("old", "rollout"), anchor=self.anchor)
         object.__setattr__(self, "ratio", ("current", self.anchor))
         object.__setattr__(self, "reads", (f"{self.anchor}_logprobs",))
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import RatioLoss
 
@@ -46,8 +47,7 @@ class ClippedSurrogate(RatioLoss):
     def __post_init__(self) -> None:
         """Checks the bounds."""
         check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"expected dual_clip > 1 or None, got {self.dual_clip}")
+        check_numbers(above=1, optional=True, dual_clip=self.dual_clip)
 
     def surrogate(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """The loss of each token from its importance ratio."""
@@ -69,5 +69,5 @@ class ClippedSurrogate(RatioLoss):
 
 def check_clip(clip_low: float, clip_high: float) -> None:
     """Raises a ValueError unless the bounds of a clipped ratio make sense."""
-    if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ValueError(f"expected 0 <= clip_low <= 1 and clip_high >= 0, got {clip_low} and {clip_high}")
+    check_numbers(at_least=0, at_most=1, clip_low=clip_low)
+    check_numbers(at_least=0, clip_high=clip_high)

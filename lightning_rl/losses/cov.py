@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import RatioLoss, prepared_tokens
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
@@ -40,9 +41,10 @@ class ClipCov(ClippedSurrogate):
     def __post_init__(self) -> None:
         """Checks the bounds."""
         super().__post_init__()
-        if not (0 <= self.fraction <= 1 and self.cov_low < self.cov_high):
-            got = f"fraction={self.fraction}, cov_low={self.cov_low}, cov_high={self.cov_high}"
-            raise ValueError(f"expected fraction in [0, 1] and cov_low < cov_high, got {got}")
+        check_numbers(at_least=0, at_most=1, fraction=self.fraction)
+        check_numbers(cov_low=self.cov_low, cov_high=self.cov_high)
+        if not self.cov_low < self.cov_high:
+            raise ValueError(f"expected cov_low < cov_high, got {self.cov_low} and {self.cov_high}")
 
     @override
     def prepare(
@@ -90,8 +92,8 @@ class KLCov(RatioLoss):
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
-        if not (0 <= self.fraction <= 1 and self.coef >= 0):
-            raise ValueError(f"expected fraction in [0, 1] and coef >= 0, got {self.fraction} and {self.coef}")
+        check_numbers(at_least=0, at_most=1, fraction=self.fraction)
+        check_numbers(at_least=0, finite=True, coef=self.coef)
 
     @override
     def prepare(

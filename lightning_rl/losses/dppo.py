@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import RatioLoss
 
@@ -43,12 +44,9 @@ class DPPO(RatioLoss):
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
-        if self.divergence not in ("tv", "kl"):
-            raise ValueError(f"expected divergence tv or kl, got {self.divergence!r}")
-        if not (self.low >= 0 and self.high >= 0):
-            raise ValueError(f"expected low >= 0 and high >= 0, got {self.low} and {self.high}")
-        if self.cap is not None and not self.cap >= 1:
-            raise ValueError(f"expected cap >= 1 or None, got {self.cap}")
+        check_choices(("tv", "kl"), divergence=self.divergence)
+        check_numbers(at_least=0, low=self.low, high=self.high)
+        check_numbers(at_least=1, optional=True, cap=self.cap)
 
     def outside(self, view: LossView) -> Bool[Tensor, "B T"]:
         """The tokens that have left the trust region and are left out."""

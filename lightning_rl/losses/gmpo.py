@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.base import RatioLoss
 from lightning_rl.signal.masked import row_mean
@@ -36,8 +37,7 @@ class GMPO(RatioLoss):
 
     def __post_init__(self) -> None:
         """Checks the bound."""
-        if not self.clip >= 0:
-            raise ValueError(f"expected clip >= 0, got {self.clip}")
+        check_numbers(at_least=0, clip=self.clip)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import prepared_tokens
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
@@ -38,8 +39,7 @@ class M2PO(ClippedSurrogate):
     def __post_init__(self) -> None:
         """Checks the bounds."""
         super().__post_init__()
-        if not self.threshold > 0:
-            raise ValueError(f"expected threshold > 0, got {self.threshold}")
+        check_numbers(above=0, threshold=self.threshold)
 
     @override
     def prepare(

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.base import RatioLoss
 
@@ -32,9 +33,7 @@ class SAPO(RatioLoss):
 
     def __post_init__(self) -> None:
         """Checks the temperatures."""
-        if not (self.tau_positive > 0 and self.tau_negative > 0):
-            got = f"{self.tau_positive} and {self.tau_negative}"
-            raise ValueError(f"expected tau_positive > 0 and tau_negative > 0, got {got}")
+        check_numbers(above=0, finite=True, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

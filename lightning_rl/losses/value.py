@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_rl.arguments import check_numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
@@ -36,12 +38,9 @@ class ValueLoss:
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
-        if not (self.coef >= 0 and math.isfinite(self.coef)):
-            raise ValueError(f"expected coef >= 0, got {self.coef}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"expected clip > 0 or None, got {self.clip}")
-        if not self.huber > 0:
-            raise ValueError(f"expected huber > 0, got {self.huber}")
+        check_numbers(at_least=0, finite=True, coef=self.coef)
+        check_numbers(above=0, optional=True, clip=self.clip)
+        check_numbers(above=0, huber=self.huber)
 
     def __call__(
         self, values: Float[Tensor, "B T"], old_values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"]

@@ -18,8 +18,17 @@ TokenizerSource = str | Path | PreTrainedTokenizerBase
 def build_model(source: ModelSource) -> PreTrainedModel:
     """A causal language model, loaded in the default dtype (float32, or what a ``-true`` precision sets)."""
     if isinstance(source, str | Path):
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.get_default_dtype())
-    return source()
+        try:
+            return AutoModelForCausalLM.from_pretrained(source, dtype=torch.get_default_dtype())
+        except OSError as error:  # what transformers raises for a folder or name that it cannot load
+            raise ValueError(
+                f"expected the name or folder of a causal language model that can be loaded, got {str(source)!r}: "
+                f'{str(error).splitlines()[0]} (critic="shared" is a value head on the policy)'
+            ) from error
+    model = source()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"expected a function that builds a transformers PreTrainedModel, got {type(model).__name__}")
+    return model
 
 
 def build_policy(
@@ -77,7 +86,15 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     """The tokenizer given, or the one that lies beside a policy given by name or path."""
     if tokenizer is None and isinstance(policy, str | Path):
         tokenizer = policy
-    return AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer)
+    except OSError as error:
+        raise ValueError(
+            f"expected the name or folder of a tokenizer that can be loaded, got {str(tokenizer)!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def eos_ids_of(
@@ -97,9 +114,8 @@ def eos_ids_of(
         ids.add(tokenizer.eos_token_id)
     ids = ids if eos_token_ids is None else set(eos_token_ids)
     if not ids and not stop:
-        raise ValueError(
-            "expected an end of responses, but neither model nor tokenizer has an EOS: pass eos_token_ids= or stop="
-        )
+        who = "neither model nor tokenizer has an EOS" if eos_token_ids is None else "eos_token_ids is empty"
+        raise ValueError(f"expected an end of responses, but {who}: pass eos_token_ids= or stop=")
     return frozenset(ids)
 
 

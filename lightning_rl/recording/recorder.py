@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts
 from lightning_rl.corrections import RLCallback, StepTrace
 from lightning_rl.data import Ticket
 from lightning_rl.metrics import callbacks_of
@@ -51,8 +52,8 @@ class RolloutRecorder(RLCallback):
     name = "rollout_recorder"
 
     def __init__(self, folder: str | Path, every_n_rollouts: int = 1, *, keep: int | None = None) -> None:
-        if every_n_rollouts < 1 or (keep is not None and keep < 1):
-            raise ValueError(f"expected every_n_rollouts >= 1 and keep >= 1 or None, got {every_n_rollouts} and {keep}")
+        check_counts(1, every_n_rollouts=every_n_rollouts)
+        check_counts(1, optional=True, keep=keep)
         self.folder = Path(folder)
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep

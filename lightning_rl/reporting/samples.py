@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import Ticket
 from lightning_rl.module import RLLightningModule
@@ -43,10 +44,8 @@ class SampleTable(RLCallback):
     name = "sample_table"
 
     def __init__(self, every_n_rollouts: int = 10, *, rows: int = 4, width: int = 240) -> None:
-        if every_n_rollouts < 1 or rows < 1 or width < 16:
-            raise ValueError(
-                f"expected every_n_rollouts >= 1, rows >= 1 and width >= 16, got {every_n_rollouts}, {rows} and {width}"
-            )
+        check_counts(1, every_n_rollouts=every_n_rollouts, rows=rows)
+        check_counts(16, width=width)
         self.every_n_rollouts, self.rows, self.width = every_n_rollouts, rows, width
         self._module: RLLightningModule | None = None
         self._ticket: Ticket | None = None

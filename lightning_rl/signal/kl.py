@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -98,8 +99,7 @@ class Clamped:
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
-        if not (self.value > 0 and self.log_ratio > 0):
-            raise ValueError(f"expected value > 0 and log_ratio > 0, got {self.value} and {self.log_ratio}")
+        check_numbers(above=0, value=self.value, log_ratio=self.log_ratio)
 
     def __call__(self, logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """The bounded estimate of each token."""

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 
 LOG_RATIO_BOUND = 20.0
@@ -32,8 +33,8 @@ def clipped_weight(
 
 def check_band(low: float, high: float) -> None:
     """Raises a ValueError unless ``low`` and ``high`` bound ratios around 1."""
-    if not 0 <= low <= 1 <= high:
-        raise ValueError(f"expected 0 <= low <= 1 <= high, got {low} and {high}")
+    check_numbers(at_least=0, at_most=1, low=low)
+    check_numbers(at_least=1, high=high)
 
 
 def sequence_log_ratio(

@@ -1,17 +1,18 @@
 """Returns and advantages of single tokens, along the valid tokens of each row. A masked token is no time step."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.signal.masked import masked_fill_invalid
 
 
-def check_decay(**decays: float) -> None:
+def check_decay(**decays: Any) -> None:
     """Raises a ValueError that names a decay outside [0, 1]."""
-    for name, decay in decays.items():
-        if not 0 <= decay <= 1:
-            raise ValueError(f"expected {name} in [0, 1], got {decay}")
+    check_numbers(at_least=0, at_most=1, **decays)
 
 
 def discounted_returns(

@@ -261,7 +261,7 @@ def test_a_checkpoint_within_a_rollout_holds_its_totals(tmp_path: Path) -> None:
 
 
 def test_a_frequency_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected every_n_rollouts >= 1, got 0"):
+    with pytest.raises(ValueError, match="expected every_n_rollouts to be a whole number above 0, got 0"):
         SignalLedger(0)
 
 

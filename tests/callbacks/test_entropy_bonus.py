@@ -137,9 +137,9 @@ def test_a_second_entropy_bonus_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"coef": -0.1}, "expected coef >= 0 and step > 0, got -0.1 and 0.005"),
-        ({"coef": math.nan}, "expected coef >= 0 and step > 0, got nan"),
-        ({"step": 0.0}, "expected coef >= 0 and step > 0, got 0.01 and 0.0"),
+        ({"coef": -0.1}, "expected coef >= 0, got -0.1"),
+        ({"coef": math.nan}, "expected coef >= 0, got nan"),
+        ({"step": 0.0}, "expected step > 0, got 0.0"),
         ({"target": 0.0}, "expected target > 0 or None, got 0.0"),
         ({"target": math.nan}, "expected target > 0 or None, got nan"),
     ],

@@ -109,7 +109,7 @@ def test_the_weight_stays_within_its_bounds(gap: float, low: float, high: float)
 
 @pytest.mark.parametrize("bounds", [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.9), (NAN, 2.0), (0.0, NAN)])
 def test_bounds_that_do_not_hold_1_between_them_are_refused(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="expected 0 <= min_ratio <= 1 <= max_ratio"):
+    with pytest.raises(ValueError, match=r"expected (min_ratio in \[0, 1\]|max_ratio >= 1), got"):
         OffPolicyIS(*bounds)
 
 

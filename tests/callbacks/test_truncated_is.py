@@ -54,7 +54,7 @@ def test_goes_with_the_clipped_surrogate_in_a_fit() -> None:
 
 @pytest.mark.parametrize("loss", ["dppo", CISPO(anchor="rollout")])
 def test_a_loss_anchored_on_the_rollout_is_refused_with_a_way_out(loss: Any) -> None:
-    message = "rollout policy would count twice as denominator: use a mask such as SequenceRatioMask"
+    message = "rollout policy would count twice as denominator: leave TruncatedIS out; a mask"
     with pytest.raises(ValueError, match=message):
         fit(tiny_module(loss=loss), callbacks=[TruncatedIS()])
 

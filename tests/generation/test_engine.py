@@ -107,7 +107,7 @@ def test_transformers_needs_a_model_and_at_least_one_row() -> None:
     engine.load_weights([], 0)
     with pytest.raises(RuntimeError, match=r"expected start\(\) before generate\(\)"):
         engine.generate([a_request()])
-    with pytest.raises(ValueError, match="expected max_rows >= 1, got 0"):
+    with pytest.raises(ValueError, match="expected max_rows to be a whole number above 0, got 0"):
         TransformersEngine(max_rows=0)
 
 

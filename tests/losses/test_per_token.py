@@ -137,8 +137,8 @@ def test_value_loss(value: float, old: float, target: float, clip: float | None,
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"clip_low": -0.1}, "0 <= clip_low <= 1"),
-        ({"clip_low": 1.1}, "0 <= clip_low <= 1"),
+        ({"clip_low": -0.1}, r"clip_low in \[0, 1\]"),
+        ({"clip_low": 1.1}, r"clip_low in \[0, 1\]"),
         ({"clip_high": -0.1}, "clip_high >= 0"),
         ({"clip_high": NAN}, "clip_high >= 0"),
         ({"dual_clip": 1.0}, "dual_clip > 1"),

@@ -76,7 +76,7 @@ def test_shapes_that_would_broadcast_are_refused_by_name(loss: PolicyLoss) -> No
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        (GSPO, {"clip_low": -1e-9}, "0 <= clip_low <= 1"),
+        (GSPO, {"clip_low": -1e-9}, r"clip_low in \[0, 1\]"),
         (GSPO, {"clip_high": NAN}, "clip_high >= 0"),
         (GMPO, {"clip": -0.1}, "expected clip >= 0, got -0.1"),
         (GMPO, {"clip": NAN}, "expected clip >= 0, got nan"),

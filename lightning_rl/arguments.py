@@ -1,0 +1,100 @@
+"""Checks of arguments that every constructor uses: what was expected, by the name of the argument, and what came."""
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+
+def check_numbers(
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    finite: bool = False,
+    optional: bool = False,
+    **numbers: Any,
+) -> None:
+    """Refuses arguments that are no real number within bounds; NaN never is, and neither are True and False.
+
+    Args:
+        above: what each is greater than.
+        at_least: what each is no smaller than.
+        at_most: what each is no greater than.
+        finite: whether infinity is refused; a threshold may be infinite, a coefficient cannot.
+        optional: whether None is allowed.
+        numbers: the arguments, by their names.
+
+    Raises:
+        ValueError: naming the argument, its bounds and the value.
+
+    Example:
+        >>> check_numbers(at_least=0, finite=True, coef="0.1")
+        Traceback (most recent call last):
+        ...
+        ValueError: expected coef >= 0, got '0.1'
+    """
+    bounds = f"{_bounds(above, at_least, at_most)}{' or None' if optional else ''}"
+    for name, number in numbers.items():
+        if optional and number is None:
+            continue
+        real = isinstance(number, Real) and not isinstance(number, bool)
+        if not real or not _within(float(number), above, at_least, at_most) or (finite and math.isinf(number)):
+            infinite = finite and real and math.isinf(number)
+            raise ValueError(f"expected {name} {bounds}{' and finite' if infinite else ''}, got {number!r}")
+
+
+def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> None:
+    """Refuses arguments that are not whole numbers of at least ``minimum``.
+
+    Raises:
+        ValueError: naming the argument and the value.
+    """
+    at_least = "above 0" if minimum == 1 else f"of at least {minimum}"
+    for name, number in numbers.items():
+        if optional and number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
+            none = " or None" if optional else ""
+            raise ValueError(f"expected {name} to be a whole number {at_least}{none}, got {number!r}")
+
+
+def check_bools(**flags: Any) -> None:
+    """Refuses arguments that are neither True nor False.
+
+    Raises:
+        ValueError: naming the argument and the value.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"expected {name} to be True or False, got {flag!r}")
+
+
+def check_choices(choices: Iterable[str], **given: Any) -> None:
+    """Refuses arguments that are none of some names.
+
+    Raises:
+        ValueError: naming the argument, the names and the value.
+    """
+    known = list(choices)
+    for name, choice in given.items():
+        if not isinstance(choice, str) or choice not in known:
+            raise ValueError(f"expected {name} {' or '.join(known)}, got {choice!r}")
+
+
+def _bounds(above: float | None, at_least: float | None, at_most: float | None) -> str:
+    if above is None and at_least is None:
+        return "to be a number" if at_most is None else f"<= {at_most:g}"
+    if at_most is None:
+        return f"> {above:g}" if above is not None else f">= {at_least:g}"
+    opening = f"({above:g}" if above is not None else f"[{at_least:g}"
+    return f"in {opening}, {at_most:g}]"
+
+
+def _within(number: float, above: float | None, at_least: float | None, at_most: float | None) -> bool:
+    return not (
+        math.isnan(number)
+        or (above is not None and number <= above)
+        or (at_least is not None and number < at_least)
+        or (at_most is not None and number > at_most)
+    )
