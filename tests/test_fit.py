@@ -9,7 +9,16 @@ import torch
 from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, Stat, warmup_then_linear
+from lightning_rl import (
+    FakeEngine,
+    LossView,
+    PromptDataModule,
+    RLCallback,
+    RLLightningModule,
+    Rollout,
+    Stat,
+    warmup_then_linear,
+)
 from lightning_rl.callbacks import (
     OPSM,
     IcePop,
@@ -348,8 +357,7 @@ def test_eos_ids_can_be_given_where_nobody_has_one() -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_named_before_training() -> None:
-    data = tiny_prompts()
-    data.rows[5] = [2] * 60
+    data = PromptDataModule([[2]] * 5 + [[2] * 60] + [[2]] * 10, 4)
     with pytest.raises(ValueError, match="got prompt 5 with 60"):
         fit(tiny_module(), data=data)
 
@@ -443,9 +451,8 @@ def test_rewards_see_text_ids_and_columns() -> None:
         seen.append((prompts, completions, completion_ids, columns))
         return parity_reward(prompts, completions, completion_ids=completion_ids)
 
-    data = tiny_prompts(per_rollout=4)
-    data.rows = [{"prompt": row, "answer": place} for place, row in enumerate(data.rows)]
-    fit(tiny_module(rewards=reward), data=data, max_steps=1)
+    rows = [{"prompt": [2 + place % 3, 4], "answer": place} for place in range(16)]
+    fit(tiny_module(rewards=reward), data=PromptDataModule(rows, 4), max_steps=1)
     prompts, completions, completion_ids, columns = seen[0]
     assert len(prompts) == len(completions) == len(completion_ids) == len(columns["answer"]) == 16
-    assert all(data.rows[answer]["prompt"] == prompt for prompt, answer in zip(prompts, columns["answer"], strict=True))
+    assert all(rows[answer]["prompt"] == prompt for prompt, answer in zip(prompts, columns["answer"], strict=True))

@@ -84,13 +84,21 @@ def test_json_lines_are_split_at_newlines_only(tmp_path: Path, character: str) -
     [
         pytest.param([], 1, {}, "expected at least one prompt, got none", id="no-prompts"),
         pytest.param(
-            [[2]], 1, {"validation": []}, "expected at least one prompt, got none", id="no-validation-prompts"
+            [[2]],
+            1,
+            {"validation": []},
+            "expected at least one validation prompt, got none",
+            id="no-validation-prompts",
         ),
         pytest.param([[2]] * 3, 4, {}, "expected at least 4 prompts for a rollout, got 3", id="fewer-than-a-rollout"),
         pytest.param([[2]], 0, {}, "expected positive sizes, got 0 and 256", id="no-rollout"),
         pytest.param([[2]], 1, {"validation_batch_size": 0}, "expected positive sizes, got 1 and 0", id="no-batch"),
         pytest.param(
-            [[2], {"question": "a"}], 1, {}, 'an entry "prompt", got none in row 1', id="a-row-without-prompt"
+            [[2], {"question": "a"}],
+            1,
+            {},
+            'got none in prompt 1, .* as columns={"prompt": "question"}',
+            id="a-row-without-prompt",
         ),
     ],
 )

@@ -1,0 +1,199 @@
+"""PromptDataset: rows from any source with how they become prompts; the rows stay where they are."""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.data.encoding import Encoder, TooLong, check_limits
+from lightning_rl.data.fingerprint import fingerprint_of
+from lightning_rl.data.form import PromptForm, Reading
+from lightning_rl.data.prompts import Prompt
+from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
+from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
+
+
+class PromptDataset:
+    """Prompts by number: rows of any source, and how they are encoded.
+
+    Rows are read and encoded when they are asked for. :meth:`connect` reads all of them once, a batch at a time, and
+    keeps four bytes for each.
+
+    Args:
+        source: see :func:`open_source`.
+        name: which configuration of a data set of the hub.
+        split: which split of a data set.
+        columns: from the name that a column is to have to the one that it has, such as ``{"prompt": "question"}``.
+        preprocess: a function of a row that returns the row to use; it has to return the same each time.
+        chat: whether a prompt that is a string is what the user says in a chat.
+        system: what the system says at the beginning of each chat that does not begin with a system message; a prompt
+            that is a string becomes a chat.
+        chat_template_kwargs: further variables of the tokenizer's chat template.
+        max_prompt_tokens: how many tokens a prompt may have, if fewer than the context window allows.
+        too_long: what happens to longer prompts: ``"error"`` names the first one, ``"drop"`` leaves them out, and says
+            how many.
+        label: what errors call a row.
+
+    Raises:
+        ValueError: if an option is wrong, a row cannot be read, or no column can be the prompt. Whatever needs a
+            tokenizer is found by :meth:`connect`.
+
+    Example:
+        >>> rows = PromptDataset([{"question": [3, 4], "answer": "7"}], columns={"prompt": "question"})
+        >>> rows.prompt(0)
+        Prompt(index=0, token_ids=(3, 4), content=[3, 4], columns={'answer': '7'})
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        *,
+        name: str | None = None,
+        split: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        preprocess: Callable[[Any], Any] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
+        label: str = "prompt",
+    ) -> None:
+        self.form = PromptForm(
+            columns=columns or {},
+            preprocess=preprocess,
+            chat=chat,
+            system=system,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        check_limits(max_prompt_tokens, too_long)
+        self.max_prompt_tokens, self.too_long, self.label = max_prompt_tokens, too_long, label
+        rows = open_source(source, name=name, split=split)
+        if is_hugging_face(rows, "IterableDataset"):
+            raise ValueError(
+                "expected a data set with a length, got an IterableDataset, which only training can draw from: take a "
+                "part of it, as list(stream.take(200))"
+            )
+        self.rows: Rows = rows
+        if not len(self.rows):
+            raise ValueError(f"expected at least one {label}, got none")
+        self._check_columns()
+        self._encoder, self._fingerprint = self._encoder_of(None, None, None), ""
+        self._lengths: array[int] = array("i")
+        self._kept: array[int] | None = None
+        self._connection: tuple[Any, ...] = ()
+
+    def __len__(self) -> int:
+        """How many prompts, without those that :meth:`connect` has dropped."""
+        return len(self.rows) if self._kept is None else len(self._kept)
+
+    def prompt(self, number: int, place: int | None = None) -> Prompt:
+        """One prompt.
+
+        Args:
+            number: of the prompt, below the length.
+            place: its index in a stream; by default its number.
+        """
+        row = number if self._kept is None else self._kept[number]
+        (reading,) = self._take([row])
+        (ids,) = self._encoder.encode([reading.content], [reading.name])
+        self._encoder.check_length(len(ids), reading.name)
+        return Prompt(number if place is None else place, ids, reading.content, reading.columns)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Every prompt in order."""
+        return (self.prompt(number) for number in range(len(self)))
+
+    def connect(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
+
+        Args:
+            tokenizer: for strings and messages; token ids need none.
+            max_tokens: how many tokens a prompt may have by the policy's context; None for no limit.
+            vocabulary: how many token ids the policy knows; None for no check.
+
+        Raises:
+            ValueError: naming the prompt that is empty, too long, or needs a tokenizer or chat template; if all are
+                too long.
+        """
+        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary)
+        if self._lengths and connection == self._connection:
+            return
+        encoder = self._encoder = self._encoder_of(tokenizer, max_tokens, vocabulary)
+        lengths: array[int] = array("i")
+        for numbers, rows in self.rows.batches():
+            readings = self._read(numbers, rows)
+            names = [reading.name for reading in readings]
+            batch = [len(ids) for ids in encoder.encode([reading.content for reading in readings], names)]
+            lengths.extend(batch)
+            if self.too_long == "error":
+                for length, name in zip(batch, names, strict=True):
+                    encoder.check_length(length, name)
+        self._lengths, self._connection, self._kept = lengths, connection, None
+        if encoder.max_tokens is not None and max(lengths) > encoder.max_tokens:
+            self._drop(encoder.max_tokens)
+
+    def _drop(self, max_tokens: int) -> None:
+        self._kept = array("q", (row for row, length in enumerate(self._lengths) if length <= max_tokens))
+        rows = [row for row, length in enumerate(self._lengths) if length > max_tokens]
+        first = ", ".join(str(row) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+        what = f"{len(rows)} of {len(self.rows)} {self.label}s longer than {max_tokens} tokens (rows {first})"
+        if not self._kept:
+            raise ValueError(f"expected prompts of at most {max_tokens} tokens, got none: {what}: raise the limit")
+        rank_zero_info(f"dropped {what}")
+
+    @property
+    def drop_count(self) -> int:
+        """How many rows were too long, so that :meth:`connect` dropped them."""
+        return len(self.rows) - len(self)
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of the longest prompt, once connected."""
+        limit = self._encoder.max_tokens
+        return max((length for length in self._lengths if limit is None or length <= limit), default=0)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the prompts and columns before they become tokens, the same in every process.
+
+        All rows count up to 20,000 of them; of more, 20,000 at even distances, and how many there are. Rows that are
+        dropped as too long count too.
+        """
+        if not self._fingerprint:
+            self._fingerprint = fingerprint_of(self._take, len(self.rows), self.form.chat_template_kwargs)
+        return self._fingerprint
+
+    def _take(self, numbers: Sequence[int]) -> list[Reading]:
+        return self._read(numbers, self.rows.take(numbers))
+
+    def _read(self, numbers: Sequence[int], rows: Sequence[Any]) -> list[Reading]:
+        return [self.form.read(row, self._name(number)) for number, row in zip(numbers, rows, strict=True)]
+
+    def _name(self, number: int) -> str:
+        place = self.rows.place(number)
+        return f"{self.label} {number} ({place})" if place else f"{self.label} {number}"
+
+    def _encoder_of(
+        self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int | None, vocabulary: int | None
+    ) -> Encoder:
+        return Encoder.of(self.form, self.max_prompt_tokens, tokenizer, max_tokens, vocabulary)
+
+    def _check_columns(self) -> None:
+        """Refuses rows without a prompt before there is a tokenizer, as far as nothing has to be read for it."""
+        if self.form.preprocess is not None:
+            return
+        if isinstance(self.rows, ArrowRows):
+            self.form.check_names(self.rows.dataset.column_names, "the data set")
+            return
+        count = len(self.rows) if isinstance(self.rows, MemoryRows) and isinstance(self.rows.rows, list) else 1
+        for number, row in enumerate(self.rows.take(range(count))):
+            if isinstance(row, Mapping):
+                self.form.check_names(row, self._name(number))

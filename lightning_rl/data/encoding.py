@@ -1,0 +1,137 @@
+"""From prompts to the token ids that the policy continues."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.data.form import PromptForm, is_token_ids
+
+TooLong = Literal["error", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Encodes strings with the tokenizer's special tokens, chats by its chat template, token ids as they are.
+
+    Args:
+        tokenizer: None if all prompts are token ids.
+        max_tokens: how many tokens a prompt may have; None for no limit.
+        limit: what sets ``max_tokens``, for the error.
+        vocabulary: how many token ids the policy knows; None for no check.
+        chat_template_kwargs: further variables of the chat template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    max_tokens: int | None = None
+    limit: str = "context window minus max_new_tokens"
+    vocabulary: int | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        form: PromptForm,
+        max_prompt_tokens: int | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int | None,
+        vocabulary: int | None,
+    ) -> "Encoder":
+        """What encodes rows of a form for a policy; the smaller limit holds."""
+        options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "vocabulary": vocabulary}
+        if max_prompt_tokens is not None and (max_tokens is None or max_prompt_tokens < max_tokens):
+            options |= {"max_tokens": max_prompt_tokens, "limit": "max_prompt_tokens"}
+        return cls(chat_template_kwargs=form.chat_template_kwargs, **options)
+
+    def encode(self, contents: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
+        """The token ids of prompts, the strings and chats among them tokenized together.
+
+        Args:
+            contents: strings, lists of chat messages, or lists of token ids.
+            names: what errors call each.
+
+        Raises:
+            ValueError: naming the prompt that is empty, outside of the vocabulary, or needs a tokenizer or template.
+        """
+        encodings: dict[int, tuple[int, ...]] = {}
+        plain, rendered = dict[int, str](), dict[int, str]()
+        for number, (content, name) in enumerate(zip(contents, names, strict=True)):
+            if is_token_ids(content):
+                encodings[number] = tuple(int(token) for token in content)
+            elif isinstance(content, str):
+                self._tokenizer_for(name)
+                plain[number] = content
+            else:
+                rendered[number] = self._render(content, name)
+        encodings |= self._tokenize(plain) | self._tokenize(rendered, add_special_tokens=False)
+        token_ids = [encodings[number] for number in range(len(contents))]
+        for content, name, ids in zip(contents, names, token_ids, strict=True):
+            self._check(content, name, ids)
+        return token_ids
+
+    def check_length(self, length: int, name: str) -> None:
+        """Refuses a prompt of too many tokens.
+
+        Raises:
+            ValueError: naming it, its length and the limit.
+        """
+        if self.max_tokens is not None and length > self.max_tokens:
+            further = ", or raise it" if self.limit == "max_prompt_tokens" else ", or lower max_new_tokens"
+            raise ValueError(
+                f"expected prompts of at most {self.max_tokens} tokens ({self.limit}), got {name} with {length}: "
+                f'shorten or drop it (too_long="drop" drops all such prompts){further}'
+            )
+
+    def _tokenizer_for(self, name: str) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise ValueError(f"expected a tokenizer for {name}, got none: pass tokenizer= to the module, or token ids")
+        return self.tokenizer
+
+    def _render(self, messages: list[dict[str, Any]], name: str) -> str:
+        from jinja2 import TemplateError  # with transformers, which renders templates by it
+
+        tokenizer = self._tokenizer_for(name)
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"expected a tokenizer with a chat template, because {name} is a list of messages: set "
+                "tokenizer.chat_template, or pass strings"
+            )
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
+            )
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"expected messages that the tokenizer's chat template takes, but it refuses {name}, whose roles are "
+                f"{', '.join(roles)}: {error}"
+            ) from error
+        return str(text)
+
+    def _tokenize(self, texts: Mapping[int, str], **options: Any) -> dict[int, tuple[int, ...]]:
+        if not texts or self.tokenizer is None:
+            return {}
+        encodings = self.tokenizer(list(texts.values()), **options)["input_ids"]
+        return {number: tuple(ids) for number, ids in zip(texts, encodings, strict=True)}
+
+    def _check(self, content: Any, name: str, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise ValueError(f"expected {name} to have at least one token, got none: {content!r:.200}")
+        if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            raise ValueError(
+                f"expected token ids in [0, {self.vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer "
+                "does not fit the policy"
+            )
+
+
+def check_limits(max_prompt_tokens: int | None, too_long: str) -> None:
+    """Refuses options about long prompts that mean nothing.
+
+    Raises:
+        ValueError: naming the option, its value and what it may be.
+    """
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise ValueError(f"expected max_prompt_tokens >= 1 or None, got {max_prompt_tokens}")
+    if too_long not in get_args(TooLong):
+        raise ValueError(f'expected too_long to be "error" or "drop", got {too_long!r}')

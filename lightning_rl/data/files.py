@@ -1,0 +1,113 @@
+"""Rows from JSON Lines, JSON and CSV files; an error names file and line."""
+
+import csv
+import io
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data.rows import FileRows, MemoryRows
+from lightning_rl.naming import in_words
+
+
+def read_json_lines(path: Path) -> FileRows:
+    """The rows of a JSON Lines file: one JSON value on each line that is not blank. Every line is parsed once here.
+
+    Raises:
+        ValueError: naming the file and the line that is not JSON.
+    """
+    spans, begin = array("q"), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):  # split at newlines alone: U+2028 may stand within a string
+            if line.strip():
+                try:
+                    _parse_json(line)
+                except ValueError as error:
+                    text = line.decode("utf-8", errors="replace").strip()
+                    raise ValueError(
+                        f"expected one JSON value on each line, got {text[:80]!r} in {path}, line {number} ({error}): "
+                        "write each row as one line, with nothing behind it"
+                    ) from error
+                spans.extend((begin, len(line), number))
+            begin += len(line)
+    return FileRows(path, spans, _parse_json)
+
+
+def _parse_json(line: bytes) -> Any:
+    return json.loads(line.decode("utf-8-sig"))
+
+
+def read_json(path: Path) -> MemoryRows:
+    """The rows of a JSON file that holds one list; the whole list is in memory.
+
+    Raises:
+        ValueError: naming the file and what it holds instead, or the line that is not JSON.
+    """
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
+        cure = "a file with one value on each line is to end in .jsonl"
+        raise ValueError(f"expected {path} to hold one JSON list of rows, got an error ({error}): {cure}") from error
+    if not isinstance(rows, list):
+        keys = f" with the entries {in_words(rows)}" if isinstance(rows, Mapping) else ""
+        raise ValueError(
+            f"expected {path} to hold a JSON list of rows, got a {type(rows).__name__}{keys}: write "
+            '[{"prompt": ...}, ...], or one row on each line of a .jsonl file'
+        )
+    return MemoryRows(rows, lambda number: f"{path}, item {number}")
+
+
+def read_csv(path: Path, delimiter: str = ",") -> FileRows:
+    """The rows of a CSV file with a header; every value is the text that stands there.
+
+    Raises:
+        ValueError: naming the file, the line, and the columns of the header.
+    """
+    spans, records = array("q"), _csv_records(path, delimiter)
+    _, _, first, names = next(records, (0, 0, 1, list[str]()))
+    if len(set(names)) < len(names) or not all(names):
+        raise ValueError(
+            f"expected a header with a name of its own for each column, got {in_words(names)} in {path}, line {first}"
+        )
+    for begin, size, number, values in records:
+        if len(values) != len(names):
+            raise ValueError(
+                f"expected {len(names)} values for the columns {in_words(names)}, got {len(values)} in {path}, line "
+                f"{number}: quote a value that holds a {delimiter!r}"
+            )
+        spans.extend((begin, size, number))
+
+    def parse(text: bytes) -> dict[str, str]:
+        (values,) = csv.reader([line.decode() for line in io.BytesIO(text)], delimiter=delimiter, strict=True)
+        return dict(zip(names, values, strict=True))
+
+    return FileRows(path, spans, parse)
+
+
+def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, int, int, list[str]]]:
+    """First byte, number of bytes, first line and values of each record that is not blank."""
+    end, line_number = 0, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal end, line_number
+        with path.open("rb") as file:
+            for line in file:
+                end, line_number = end + len(line), line_number + 1
+                yield line.decode("utf-8-sig" if line_number == 1 else "utf-8")
+
+    records = csv.reader(lines(), delimiter=delimiter, strict=True)
+    while True:
+        begin, first = end, line_number + 1
+        try:
+            values = next(records, None)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"expected values with {delimiter!r} between them, in UTF-8, got an error in {path}, line {first} "
+                f'({error}): quote a value that holds a separator, a quote or a newline, and write "" for a quote in it'
+            ) from error
+        if values is None:
+            return
+        if values:
+            yield begin, end - begin, first, values

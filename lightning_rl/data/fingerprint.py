@@ -1,0 +1,68 @@
+"""A fingerprint of data: a hash that is the same in every process and changes with what the policy is trained on."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_rl.data.form import Reading
+
+SAMPLED = 20_000  # rows
+
+
+def fingerprint_of(
+    read: Callable[[Sequence[int]], list[Reading]], length: int, chat_template_kwargs: Mapping[str, Any]
+) -> str:
+    """The first 16 digits of the SHA-256 over rows in a canonical JSON form.
+
+    Args:
+        read: the rows with some numbers.
+        length: how many rows there are.
+        chat_template_kwargs: which change a prompt after it has been read.
+    """
+    digest = hashlib.sha256(canonical_json([length, chat_template_kwargs]))
+    count = min(length, SAMPLED)
+    for start in range(0, count, 1024):
+        numbers = [position * length // count for position in range(start, min(start + 1024, count))]
+        for reading in read(numbers):
+            digest.update(canonical_json([reading.content, reading.columns]))
+    return digest.hexdigest()[:16]
+
+
+def canonical_json(value: Any) -> bytes:
+    """A value as JSON with sorted keys; what JSON has no form for by its own text, if that is the same everywhere.
+
+    Example:
+        >>> canonical_json({"b": (1, 2), "a": {"c"}})
+        b'{"a":{"set":["c"]},"b":[1,2]}'
+    """
+    try:
+        return _dump(value)
+    except TypeError:  # keys that are no strings
+        return _dump(_with_text_keys(value))
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {repr(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value).__name__
+    if isinstance(value, set | frozenset):
+        return {kind: sorted(value, key=repr)}
+    if isinstance(value, bytes | bytearray):
+        return {kind: value.hex()}
+    if hasattr(value, "isoformat"):
+        return {kind: value.isoformat()}
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+        return {kind: value.tolist()}
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = repr(value)
+    return {kind: None if " at 0x" in text else text}

@@ -1,0 +1,241 @@
+"""The form of rows: which column is the prompt, what surrounds it, and what is left for the rewards."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from lightning_rl.naming import in_words, name_of
+
+CONTENT = ("prompt", "messages")  # the columns that may hold the prompt; the first one that a row has
+QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # what other data sets call it
+RENDERING = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+)
+
+
+class Reading(NamedTuple):
+    """What a row says.
+
+    Args:
+        content: the prompt: a string, chat messages or token ids.
+        columns: whatever else the row holds, each value as the source gives it.
+        name: what errors call it, with its column.
+    """
+
+    content: Any
+    columns: dict[str, Any]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptForm:
+    """From a row to the prompt and the columns for the rewards.
+
+    Args:
+        columns: from the name that a column is to have to the one that it has, such as ``{"prompt": "question"}``;
+            the others keep their names.
+        preprocess: a function of a row that returns the row to use, called before anything else and whenever the row
+            is read, so it has to return the same each time.
+        chat: whether a prompt that is a string is what the user says in a chat.
+        system: what the system says at the beginning of each chat that does not begin with a system message; a prompt
+            that is a string becomes a chat.
+        chat_template_kwargs: further variables of the tokenizer's chat template, such as
+            ``{"enable_thinking": False}``.
+
+    Raises:
+        ValueError: if an option is none of this.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    preprocess: Callable[[Any], Any] | None = None
+    chat: bool = False
+    system: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        texts = isinstance(self.columns, Mapping) and all(isinstance(name, str) for name in self.columns.values())
+        if not texts:
+            example = '{"prompt": "question"}'
+            raise ValueError(
+                f"expected columns to map new names to names of columns, as {example}, got {self.columns!r}"
+            )
+        if self.preprocess is not None and not callable(self.preprocess):
+            raise ValueError(f"expected preprocess to be a function of a row, got {self.preprocess!r}")
+        if self.system is not None and not isinstance(self.system, str):
+            raise ValueError(f"expected system to be a string, got {self.system!r}: write the text alone")
+        if not isinstance(self.chat_template_kwargs, Mapping):
+            raise ValueError(f"expected chat_template_kwargs to be a mapping, got {self.chat_template_kwargs!r}")
+        reserved = sorted(set(RENDERING) & set(self.chat_template_kwargs))
+        if reserved:
+            raise ValueError(
+                f"expected chat_template_kwargs to hold variables of the chat template, got {in_words(reserved)}: a "
+                "prompt always ends where the assistant begins"
+            )
+
+    def check_names(self, names: Sequence[str] | Mapping[str, Any], where: str) -> None:
+        """Refuses rows that lack a column that the options name, or any that could be the prompt.
+
+        Raises:
+            ValueError: naming it, and those that exist.
+        """
+        check_columns(self.columns, names, where)
+        content_column([*self.columns, *(name for name in names if name not in self.columns.values())], where)
+
+    def read(self, row: Any, name: str) -> "Reading":
+        """The prompt of a row as the model is to see it, and the other columns.
+
+        Args:
+            row: of the source.
+            name: what errors call it.
+
+        Raises:
+            ValueError: naming row and column, and what was expected there.
+        """
+        if self.preprocess is not None:
+            row = apply(self.preprocess, row, name)
+        if not isinstance(row, Mapping):
+            if self.columns:
+                raise ValueError(
+                    f"expected {name} to have columns, because columns={dict(self.columns)}, got a "
+                    f"{type(row).__name__}: leave columns out"
+                )
+            return Reading(self._content(row, name), {}, name)
+        row = self._rename(row, name)
+        column = content_column(row, name)
+        source = self.columns.get(column, column)
+        place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
+        columns = {key: value for key, value in row.items() if key != column}
+        return Reading(self._content(row[column], place), columns, place)
+
+    def _rename(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        if not self.columns:
+            return row
+        check_columns(self.columns, row, name)
+        sources = set(self.columns.values())
+        kept = {key: value for key, value in row.items() if key not in sources}
+        return kept | {new: row[old] for new, old in self.columns.items()}
+
+    def _content(self, content: Any, name: str) -> Any:
+        if isinstance(content, str):
+            if self.system is None and not self.chat:
+                return content
+            content = [{"role": "user", "content": content}]
+        if is_token_ids(content):
+            if self.system is not None:
+                raise ValueError(f"expected a string or chat messages, because system= is set, got token ids in {name}")
+            return content
+        messages = read_messages(content, name)
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return messages
+
+
+def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
+    """What a function makes of a row.
+
+    Raises:
+        ValueError: naming the row on which it fails.
+    """
+    try:
+        return preprocess(row)
+    except Exception as error:
+        function = name_of(preprocess)
+        raise ValueError(
+            f"expected preprocess={function} to return a row, but it failed on {name}: {error!r}"
+        ) from error
+
+
+def check_columns(columns: Mapping[str, str], names: Sequence[str] | Mapping[str, Any], where: str) -> None:
+    """Refuses a mapping of columns that names one that does not exist.
+
+    Raises:
+        ValueError: naming it, and those that exist.
+    """
+    for new, old in columns.items():
+        if old not in names:
+            near = difflib.get_close_matches(old, list(names), 1)
+            cure = f'columns={{"{new}": "{near[0]}"}}' if near else "one of these in columns="
+            raise ValueError(
+                f'expected columns={dict(columns)} to name columns that exist, got no "{old}" in {where}, which has '
+                f"{in_words(names)}: write {cure}"
+            )
+
+
+def content_column(names: Sequence[str] | Mapping[str, Any], where: str) -> str:
+    """Which column holds the prompt.
+
+    Raises:
+        ValueError: naming the columns that exist, and how to say which of them it is.
+    """
+    for column in CONTENT:
+        if column in names:
+            return column
+    known = [name for name in QUESTIONS if name in names]
+    cure = f'columns={{"prompt": "{known[0] if known else next(iter(names), "...")}"}}'
+    raise ValueError(
+        f'expected every row to have an entry "prompt" or "messages", got none in {where}, which has '
+        f"{in_words(names)}: say which column is the prompt, as {cure}"
+    )
+
+
+def is_token_ids(content: Any) -> bool:
+    """Whether a prompt is a list or tuple of integers, or empty."""
+    if not isinstance(content, Sequence) or isinstance(content, str | bytes | bytearray):
+        return False
+    return all(isinstance(item, Integral) and not isinstance(item, bool) for item in content)
+
+
+def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
+    """Chat messages, without the entries that are None, which a table has where another message has an entry.
+
+    The order of the roles is left to the chat template; only an answer at the end is refused, since the policy would
+    be shown what it is to find.
+
+    Raises:
+        ValueError: naming the row, the message, and what it lacks.
+    """
+    is_list = isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray)
+    if not is_list or not any(isinstance(message, Mapping) for message in content):
+        raise ValueError(
+            f"expected a string, a list of token ids, or a list of chat messages, got {_description(content)} in {name}"
+        )
+    messages = [_message(message, number, name) for number, message in enumerate(content)]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"expected chat messages that the assistant is to answer, got its answer as the last one in {name}: leave "
+            'it out, as preprocess=lambda row: row | {"messages": row["messages"][:-1]}'
+        )
+    return messages
+
+
+def _message(message: Any, number: int, name: str) -> dict[str, Any]:
+    where = f"message {number} of {name}"
+    example = '{"role": "user", "content": "..."}'
+    if not isinstance(message, Mapping):
+        raise ValueError(f"expected {where} to be a mapping such as {example}, got {_description(message)}")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f'expected {where} to have a string "role", as {example}, got {dict(message)!r:.200}')
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "content" not in kept and "tool_calls" in kept:
+        return kept
+    if not isinstance(message.get("content"), str):
+        raise ValueError(
+            f'expected {where} to have a string "content", as {example}, got {dict(message)!r:.200}: images and other '
+            "parts are not supported"
+        )
+    return kept
+
+
+def _description(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a mapping with {in_words(value)}"
+    kinds = sorted({type(item).__name__ for item in value}) if isinstance(value, list | tuple) else []
+    return f"a {type(value).__name__}" + (f" of {' and '.join(kinds)}" if kinds else "") + f" ({value!r:.80})"

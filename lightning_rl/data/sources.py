@@ -1,0 +1,131 @@
+"""Sources of prompts: a list, a file, a folder, a data set of the Hugging Face hub, a ``datasets.Dataset``."""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data.files import read_csv, read_json, read_json_lines
+from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
+from lightning_rl.naming import in_words
+
+PromptSource = Path | str | Iterable[Any]
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+READERS = {
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": lambda path: read_csv(path, delimiter="\t"),
+    ".parquet": lambda path: ArrowRows(_load("parquet", None, "train", data_files=str(path))),
+}
+NEED_DATASETS = 'pip install "lightning-rl[data]"'
+
+
+def open_source(source: Any, *, name: str | None = None, split: str | None = None) -> Any:
+    """The rows of a source: :class:`Rows`, or a ``datasets.IterableDataset``, which has no length.
+
+    Args:
+        source: a list or anything else with a length and an item for each number; an iterator, of which a list is
+            made; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the name of a
+            data set of the hub; a ``datasets.Dataset`` or ``IterableDataset``.
+        name: which configuration of a data set of the hub.
+        split: which split of it, or of a ``datasets.DatasetDict``.
+
+    Raises:
+        ValueError: if it is none of this, or a split has to be chosen.
+        FileNotFoundError: if there is no such file.
+    """
+    if isinstance(source, str | Path):
+        source = _open_path(source, name, split)
+        split = name = None
+    source = _choose_split(source, split)
+    if name is not None:
+        raise ValueError(f'expected name="{name}" with the name of a data set, got a {type(source).__name__}')
+    if isinstance(source, Rows) or is_hugging_face(source, "IterableDataset"):
+        return source
+    if is_hugging_face(source, "Dataset"):
+        return ArrowRows(source)
+    _check_rows(source)
+    sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    return MemoryRows(source if sized and not isinstance(source, list) else list(source))
+
+
+def is_hugging_face(value: Any, kind: str) -> bool:
+    """Whether something is of a class of ``datasets``, which is imported only where somebody has done so already."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(value, getattr(datasets, kind))
+
+
+def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:
+    path = Path(source)
+    if path.is_file() or path.suffix in READERS:
+        if path.suffix not in READERS:
+            raise ValueError(f"expected a file whose name ends in {in_words(READERS)}, got {path}: rename it")
+        if not path.is_file():
+            raise FileNotFoundError(f"expected a file of prompts, got {path}, which is none: look at {path.absolute()}")
+        if name is not None or split not in (None, "train"):
+            raise ValueError(f"expected no name= and no split= with a file, got name={name!r}, split={split!r}, {path}")
+        return READERS[path.suffix](path)
+    if isinstance(source, Path) and not path.is_dir():
+        raise FileNotFoundError(f"expected a file or folder of prompts, got {path}: look at {path.absolute()}")
+    if not path.is_dir() and not HUB_NAME.fullmatch(str(source)):
+        raise ValueError(
+            f"expected the path of a file ({in_words(READERS)}) or folder, or the name of a data set such as "
+            f'"openai/gsm8k", got {source!r:.200}: write a single prompt as a list, ["..."]'
+        )
+    return _choose_split(_load(str(source), name, split), split)
+
+
+def _load(path: str, name: str | None, split: str | None, **options: Any) -> Any:
+    try:
+        import datasets  # pyarrow and pandas come with it
+    except ImportError as error:
+        raise ImportError(f"expected the package datasets, which reads {path}: {NEED_DATASETS}") from error
+    folder = Path(path)
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(path)
+    try:
+        return datasets.load_dataset(path, name, split=split, **options)
+    except Exception as error:
+        asked = f"load_dataset({path!r}, name={name!r}, split={split!r})"
+        raise ValueError(
+            f"expected a data set that datasets.{asked} can read, but it raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _choose_split(source: Any, split: str | None) -> Any:
+    if not (is_hugging_face(source, "DatasetDict") or is_hugging_face(source, "IterableDatasetDict")):
+        if split is not None and not (is_hugging_face(source, "Dataset") or is_hugging_face(source, "IterableDataset")):
+            raise ValueError(
+                f'expected split="{split}" with a data set that has splits, got a {type(source).__name__}: leave it out'
+            )
+        return source
+    if split is None:
+        raise ValueError(
+            f"expected one split of the data set, got a {type(source).__name__} with the splits {in_words(source)}: "
+            f'choose with split="{next(iter(source), "...")}"'
+        )
+    if split not in source:
+        raise ValueError(f'expected one of the splits {in_words(source)}, got split="{split}"')
+    return source[split]
+
+
+def _check_rows(source: Any) -> None:
+    kind = type(source).__name__
+    if isinstance(source, Mapping):
+        raise ValueError(
+            f"expected a list of rows, got a mapping with {in_words(source)}: for a mapping from columns to their "
+            "values pass datasets.Dataset.from_dict(columns), or [dict(zip(columns, row)) for row in "
+            "zip(*columns.values())]"
+        )
+    if isinstance(source, set | frozenset):
+        raise ValueError(f"expected rows in an order, got a {kind}: pass sorted(rows)")
+    if hasattr(source, "columns") and hasattr(source, "to_dict"):
+        raise ValueError(f'expected a list of rows, got a {kind}: pass frame.to_dict("records")')
+    if isinstance(source, bytes | bytearray) or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+        raise ValueError(
+            f"expected a list of prompts, a file, the name of a data set or a datasets.Dataset, got {source!r:.100} "
+            f"({kind})"
+        )
