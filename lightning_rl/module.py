@@ -330,7 +330,7 @@ class RLLightningModule(LightningModule):
             raise
         self.run.current, stats = self._finish(rollout, batch.rollout)
         self.rest()
-        stats = self.run.rollout_stats = {**sampled, **stats, **self.run.times.take()}
+        stats = self.run.rollout_stats = {**sampled, **stats, **stream.stats(), **self.run.times.take()}
         self.run.metrics.add("rollout", stats)
         log_for_monitors(self, global_values(stats, self.device, self.parallel.collectives))
 

@@ -6,6 +6,7 @@ from lightning_rl.data.form import PromptForm
 from lightning_rl.data.module import PromptDataModule, prompt_stream_of
 from lightning_rl.data.prompts import Prompt, PromptBatch, PromptBatches
 from lightning_rl.data.sources import PromptSource
+from lightning_rl.data.stream import PromptStream
 from lightning_rl.data.tickets import Ticket, TicketLoader
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PromptDataset",
     "PromptForm",
     "PromptSource",
+    "PromptStream",
     "Ticket",
     "TicketLoader",
     "prompt_stream_of",

@@ -1,7 +1,7 @@
 """PromptDataset: rows from any source with how they become prompts; the rows stay where they are."""
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -62,11 +62,7 @@ class PromptDataset:
         label: str = "prompt",
     ) -> None:
         self.form = PromptForm(
-            columns=columns or {},
-            preprocess=preprocess,
-            chat=chat,
-            system=system,
-            chat_template_kwargs=chat_template_kwargs or {},
+            columns=columns, preprocess=preprocess, chat=chat, system=system, chat_template_kwargs=chat_template_kwargs
         )
         check_limits(max_prompt_tokens, too_long)
         self.max_prompt_tokens, self.too_long, self.label = max_prompt_tokens, too_long, label
@@ -96,15 +92,23 @@ class PromptDataset:
             number: of the prompt, below the length.
             place: its index in a stream; by default its number.
         """
-        row = number if self._kept is None else self._kept[number]
-        (reading,) = self._take([row])
-        (ids,) = self._encoder.encode([reading.content], [reading.name])
-        self._encoder.check_length(len(ids), reading.name)
-        return Prompt(number if place is None else place, ids, reading.content, reading.columns)
+        return self.prompts([number], None if place is None else [place])[0]
 
-    def __iter__(self) -> Iterator[Prompt]:
-        """Every prompt in order."""
-        return (self.prompt(number) for number in range(len(self)))
+    def prompts(self, numbers: Sequence[int], places: Sequence[int] | None = None) -> list[Prompt]:
+        """Several prompts, encoded together.
+
+        Args:
+            numbers: of the prompts, below the length.
+            places: their indices in a stream; by default their numbers.
+        """
+        rows = numbers if self._kept is None else [self._kept[number] for number in numbers]
+        readings = self._take(rows)
+        token_ids = self._encoder.encode([each.content for each in readings], [each.name for each in readings])
+        prompts = []
+        for index, ids, reading in zip(numbers if places is None else places, token_ids, readings, strict=True):
+            self._encoder.check_length(len(ids), reading.name)
+            prompts.append(Prompt(index, ids, reading.content, reading.columns))
+        return prompts
 
     def connect(
         self,
@@ -168,7 +172,7 @@ class PromptDataset:
         dropped as too long count too.
         """
         if not self._fingerprint:
-            self._fingerprint = fingerprint_of(self._take, len(self.rows), self.form.chat_template_kwargs)
+            self._fingerprint = fingerprint_of(self._take, len(self.rows), self.form)
         return self._fingerprint
 
     def _take(self, numbers: Sequence[int]) -> list[Reading]:

@@ -42,7 +42,7 @@ class Encoder:
         options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "vocabulary": vocabulary}
         if max_prompt_tokens is not None and (max_tokens is None or max_prompt_tokens < max_tokens):
             options |= {"max_tokens": max_prompt_tokens, "limit": "max_prompt_tokens"}
-        return cls(chat_template_kwargs=form.chat_template_kwargs, **options)
+        return cls(chat_template_kwargs=form.chat_template_kwargs or {}, **options)
 
     def encode(self, contents: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
         """The token ids of prompts, the strings and chats among them tokenized together.

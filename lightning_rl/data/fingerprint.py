@@ -5,22 +5,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_rl.data.form import Reading
+from lightning_rl.data.form import PromptForm, Reading
 
 SAMPLED = 20_000  # rows
 
 
-def fingerprint_of(
-    read: Callable[[Sequence[int]], list[Reading]], length: int, chat_template_kwargs: Mapping[str, Any]
-) -> str:
+def fingerprint_of(read: Callable[[Sequence[int]], list[Reading]], length: int, form: PromptForm) -> str:
     """The first 16 digits of the SHA-256 over rows in a canonical JSON form.
 
     Args:
         read: the rows with some numbers.
         length: how many rows there are.
-        chat_template_kwargs: which change a prompt after it has been read.
+        form: whose variables of the chat template change a prompt after it has been read.
     """
-    digest = hashlib.sha256(canonical_json([length, chat_template_kwargs]))
+    digest = hashlib.sha256(canonical_json([length, form.chat_template_kwargs]))
     count = min(length, SAMPLED)
     for start in range(0, count, 1024):
         numbers = [position * length // count for position in range(start, min(start + 1024, count))]

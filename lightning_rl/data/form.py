@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -53,31 +53,29 @@ class PromptForm:
         ValueError: if an option is none of this.
     """
 
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] | None = None
     preprocess: Callable[[Any], Any] | None = None
     chat: bool = False
     system: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        texts = isinstance(self.columns, Mapping) and all(isinstance(name, str) for name in self.columns.values())
-        if not texts:
+        columns, variables = self.columns or {}, self.chat_template_kwargs or {}
+        if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
             example = '{"prompt": "question"}'
-            raise ValueError(
-                f"expected columns to map new names to names of columns, as {example}, got {self.columns!r}"
-            )
+            raise ValueError(f"expected columns to map new names to names of columns, as {example}, got {columns!r}")
         if self.preprocess is not None and not callable(self.preprocess):
             raise ValueError(f"expected preprocess to be a function of a row, got {self.preprocess!r}")
         if self.system is not None and not isinstance(self.system, str):
             raise ValueError(f"expected system to be a string, got {self.system!r}: write the text alone")
-        if not isinstance(self.chat_template_kwargs, Mapping):
-            raise ValueError(f"expected chat_template_kwargs to be a mapping, got {self.chat_template_kwargs!r}")
-        reserved = sorted(set(RENDERING) & set(self.chat_template_kwargs))
+        if not isinstance(variables, Mapping):
+            raise ValueError(f"expected chat_template_kwargs to be a mapping, got {variables!r}")
+        reserved = sorted(set(RENDERING) & set(variables))
         if reserved:
             raise ValueError(
-                f"expected chat_template_kwargs to hold variables of the chat template, got {in_words(reserved)}: a "
-                "prompt always ends where the assistant begins"
+                f"expected chat_template_kwargs to hold variables of the chat template, got {in_words(reserved)}: "
+                "leave it out, since a prompt always ends where the assistant begins"
             )
 
     def check_names(self, names: Sequence[str] | Mapping[str, Any], where: str) -> None:
@@ -86,8 +84,9 @@ class PromptForm:
         Raises:
             ValueError: naming it, and those that exist.
         """
-        check_columns(self.columns, names, where)
-        content_column([*self.columns, *(name for name in names if name not in self.columns.values())], where)
+        columns = self.columns or {}
+        check_columns(columns, names, where)
+        content_column([*columns, *(name for name in names if name not in columns.values())], where)
 
     def read(self, row: Any, name: str) -> "Reading":
         """The prompt of a row as the model is to see it, and the other columns.
@@ -110,7 +109,7 @@ class PromptForm:
             return Reading(self._content(row, name), {}, name)
         row = self._rename(row, name)
         column = content_column(row, name)
-        source = self.columns.get(column, column)
+        source = (self.columns or {}).get(column, column)
         place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
         columns = {key: value for key, value in row.items() if key != column}
         return Reading(self._content(row[column], place), columns, place)

@@ -1,6 +1,6 @@
 """PromptDataModule: the prompt stream, and a ticket for each optimizer step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,50 +11,105 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
+from lightning_rl.data.encoding import TooLong
+from lightning_rl.data.form import PromptForm
 from lightning_rl.data.prompts import Prompt, PromptBatches
-from lightning_rl.data.sources import PromptSource
+from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
+from lightning_rl.data.stream import PromptStream
 from lightning_rl.data.tickets import Ticket, TicketLoader
+from lightning_rl.naming import in_words
 
 
 class PromptDataModule(LightningDataModule):
     """Prompts to train on and to evaluate on.
 
     A prompt is a string, a list of token ids, or a list of chat messages (rendered by the tokenizer's chat template
-    with the generation prompt); alone, or under ``"prompt"`` in a mapping whose other entries become columns for the
-    rewards.
+    with the generation prompt); alone, or under ``"prompt"`` or ``"messages"`` in a mapping whose other entries become
+    columns for the rewards. The order follows from ``seed`` and the number of prompts alone, so it is the same on any
+    number of ranks, and a run resumes at any prompt.
 
     Args:
-        prompts: a sequence of prompts, or the path of a JSON Lines file of them.
+        prompts: a list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the
+            name of a data set of the hub; a ``datasets.Dataset`` or, for training alone, ``IterableDataset``; a
+            :class:`PromptDataset`, which has its own options.
         prompts_per_rollout: prompts drawn for each rollout, over all ranks.
-        validation: prompts to evaluate on, in the same forms.
+        validation: prompts to evaluate on, in the same forms and with the same options.
         validation_batch_size: prompts evaluated together.
         shuffle: whether every pass over the prompts has an order of its own.
         seed: of the shuffling.
+        epoch_length: rollouts of an epoch; by default as many as a pass has prompts for. A stream needs it.
+        shuffle_buffer: how many rows of a stream are held, of which the next prompt is drawn.
+        name: which configuration of a data set of the hub.
+        split: which split of a data set to train on.
+        validation_split: which split of ``validation`` to evaluate on, or of ``prompts`` if that is not given.
+        columns: from the name that a column is to have to the one that it has, such as ``{"prompt": "question"}``.
+        preprocess: a function of a row that returns the row to use; it has to return the same each time.
+        chat: whether a prompt that is a string is what the user says in a chat.
+        system: what the system says at the beginning of each chat that does not begin with a system message; a prompt
+            that is a string becomes a chat.
+        chat_template_kwargs: further variables of the tokenizer's chat template.
+        max_prompt_tokens: how many tokens a prompt may have, if fewer than the context window allows.
+        too_long: what happens to longer prompts: ``"error"`` names the first one, ``"drop"`` leaves them out, says how
+            many at the beginning, and logs the number as ``prompts/dropped``.
 
     Raises:
-        ValueError: if there are no prompts, or fewer than a rollout needs.
+        ValueError: if an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
     """
 
     def __init__(
         self,
-        prompts: PromptSource,
+        prompts: PromptDataset | PromptSource,
         prompts_per_rollout: int,
         *,
-        validation: PromptSource | None = None,
+        validation: PromptDataset | PromptSource | None = None,
         validation_batch_size: int = 256,
         shuffle: bool = True,
         seed: int = 0,
+        epoch_length: int | None = None,
+        shuffle_buffer: int = 1000,
+        name: str | None = None,
+        split: str | None = None,
+        validation_split: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        preprocess: Callable[[Any], Any] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
     ) -> None:
         super().__init__()
-        self.prompts = PromptDataset(prompts)
-        self.validation = None if validation is None else PromptDataset(validation, label="validation prompt")
-        if prompts_per_rollout < 1 or validation_batch_size < 1:
-            raise ValueError(f"expected positive sizes, got {prompts_per_rollout} and {validation_batch_size}")
+        sizes = {"prompts_per_rollout": prompts_per_rollout, "validation_batch_size": validation_batch_size}
+        for option, size in {**sizes, "epoch_length": 1 if epoch_length is None else epoch_length}.items():
+            if size < 1:
+                raise ValueError(f"expected {option} >= 1, got {size}")
+        options: dict[str, Any] = {
+            "columns": columns,
+            "preprocess": preprocess,
+            "chat": chat,
+            "system": system,
+            "chat_template_kwargs": chat_template_kwargs,
+            "max_prompt_tokens": max_prompt_tokens,
+            "too_long": too_long,
+        }
+        if validation is None and validation_split is not None:
+            validation = prompts
+        _check_use({**options, "name": name, "split": split}, prompts, validation)
+        self.prompts = _prompts(prompts, name, split, options, shuffle=shuffle, seed=seed, buffer=shuffle_buffer)
+        self.validation: PromptDataset | None = None
+        if isinstance(validation, PromptDataset):
+            self.validation = validation
+        elif validation is not None:
+            same = validation is prompts or (isinstance(validation, str) and validation == prompts)
+            where: dict[str, Any] = {"name": name if same else None, "split": validation_split}
+            self.validation = PromptDataset(validation, **where, **options, label="validation prompt")
         self.prompts_per_rollout = prompts_per_rollout
         self.validation_batch_size = validation_batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self.epoch_length = epoch_length
         self.cursor = 0
         self._limit: int | float | None = None
         self._loader: TicketLoader | None = None
@@ -79,13 +134,27 @@ class PromptDataModule(LightningDataModule):
         self._check_size()
 
     def _check_size(self) -> None:
-        number, dropped = len(self.prompts), self.prompts.drop_count
-        if number < self.prompts_per_rollout:
-            lost = f" after {dropped} that are too long were dropped: raise the limit, or lower prompts_per_rollout"
+        number = self.pass_length
+        if number is None and self.epoch_length is None:
             raise ValueError(
-                f"expected at least {self.prompts_per_rollout} prompts for a rollout, got {number}"
-                + lost * bool(dropped)
+                "expected epoch_length=, the number of rollouts of an epoch, because a stream has no length: pass one "
+                "such as epoch_length=1000"
             )
+        if number is not None and number < self.prompts_per_rollout:
+            dropped, cure = self.prompts.drop_count, ""
+            if dropped:
+                cure = f" after {dropped} that are too long were dropped: raise the limit, or lower prompts_per_rollout"
+            raise ValueError(f"expected at least {self.prompts_per_rollout} prompts for a rollout, got {number}{cure}")
+
+    @property
+    def pass_length(self) -> int | None:
+        """How many prompts a pass over the data has; None for a stream."""
+        return None if isinstance(self.prompts, PromptStream) else len(self.prompts)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the prompts to train on and of their columns, the same in every process: which data a run has."""
+        return self.prompts.fingerprint
 
     def max_prompt_length(self) -> int:
         """Tokens of the longest prompt to train on, once a tokenizer is connected."""
@@ -111,7 +180,16 @@ class PromptDataModule(LightningDataModule):
 
     def at(self, places: Iterable[int]) -> list[Prompt]:
         """The prompts at some places of the stream; moves nothing."""
-        return [self.prompts.prompt(self._row_of(place), place) for place in places]
+        if isinstance(self.prompts, PromptStream):
+            return self.prompts.at(places)
+        places = list(places)
+        return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in places], places)
+
+    def stats(self) -> dict[str, Stat]:
+        """``prompts/dropped``, the number of prompts left out as too long so far, if any may be."""
+        if self.prompts.too_long != "drop":
+            return {}
+        return {"prompts/dropped": Stat.single(self.prompts.drop_count)}
 
     def give_back(self, ticket: Ticket, cursor: int) -> None:
         """Undoes a ticket that led to no optimizer step, and the prompts taken since the cursor stood where it says."""
@@ -128,16 +206,18 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> TicketLoader:
-        """Tickets of one pass over the prompts; a new fit begins with a new rollout."""
+        """Tickets of one epoch; a new fit begins with a new rollout."""
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
         start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
-        self._loader = TicketLoader(len(self.prompts) // self.prompts_per_rollout * steps, steps, start)
+        rollouts = self.epoch_length or (self.pass_length or 0) // self.prompts_per_rollout
+        self._loader = TicketLoader(rollouts * steps, steps, start)
         return self._loader
 
     @override
     def val_dataloader(self) -> PromptBatches:
         """Batches of validation prompts."""
-        return PromptBatches([] if self.validation is None else list(self.validation), self.validation_batch_size)
+        prompts = [] if self.validation is None else self.validation.prompts(range(len(self.validation)))
+        return PromptBatches(prompts, self.validation_batch_size)
 
     @override
     def state_dict(self) -> dict[str, int]:
@@ -156,9 +236,9 @@ class PromptDataModule(LightningDataModule):
             raise RuntimeError("expected a data module that a Trainer holds: pass it to fit or validate")
         return self.trainer.lightning_module
 
-    def _row_of(self, place: int) -> int:
-        number, offset = divmod(place, len(self.prompts))
-        return int(_order(len(self.prompts), self.seed, number)[offset]) if self.shuffle else offset
+    def _number_of(self, place: int, length: int) -> int:
+        number, offset = divmod(place, length)
+        return int(_order(length, self.seed, number)[offset]) if self.shuffle else offset
 
 
 def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
@@ -177,3 +257,31 @@ def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
 def _order(size: int, seed: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(hash((seed, number)) % 2**31)
     return torch.randperm(size, generator=generator)
+
+
+def _prompts(
+    source: PromptDataset | PromptSource,
+    name: str | None,
+    split: str | None,
+    options: Mapping[str, Any],
+    *,
+    shuffle: bool,
+    seed: int,
+    buffer: int,
+) -> PromptDataset | PromptStream:
+    if isinstance(source, PromptDataset):
+        return source
+    rows = open_source(source, name=name, split=split)
+    if not is_hugging_face(rows, "IterableDataset"):
+        return PromptDataset(rows, **options)
+    limits = {option: options[option] for option in ("max_prompt_tokens", "too_long")}
+    form = PromptForm(**{option: value for option, value in options.items() if option not in limits})
+    return PromptStream(rows, form, shuffle=shuffle, seed=seed, shuffle_buffer=buffer, **limits)
+
+
+def _check_use(options: Mapping[str, Any], *sources: Any) -> None:
+    """Refuses options that nothing would use, since each source has its own."""
+    plain = [source for source in sources if source is not None and not isinstance(source, PromptDataset)]
+    used = [option for option, value in options.items() if value not in (None, False, "error")]
+    if used and not plain:
+        raise ValueError(f"expected {in_words(used)} as options of the PromptDataset that is passed, not beside it")

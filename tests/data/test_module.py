@@ -91,8 +91,10 @@ def test_json_lines_are_split_at_newlines_only(tmp_path: Path, character: str) -
             id="no-validation-prompts",
         ),
         pytest.param([[2]] * 3, 4, {}, "expected at least 4 prompts for a rollout, got 3", id="fewer-than-a-rollout"),
-        pytest.param([[2]], 0, {}, "expected positive sizes, got 0 and 256", id="no-rollout"),
-        pytest.param([[2]], 1, {"validation_batch_size": 0}, "expected positive sizes, got 1 and 0", id="no-batch"),
+        pytest.param([[2]], 0, {}, "expected prompts_per_rollout >= 1, got 0", id="no-rollout"),
+        pytest.param(
+            [[2]], 1, {"validation_batch_size": 0}, "expected validation_batch_size >= 1, got 0", id="no-batch"
+        ),
         pytest.param(
             [[2], {"question": "a"}],
             1,

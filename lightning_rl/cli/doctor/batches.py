@@ -23,10 +23,11 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
         near = " or ".join(str(number) for number in (below, below + parts) if number)
         observed = f"{prompts} prompts do not divide by minibatches x ranks = {module.minibatches} x {ranks}"
         yield error(NAME, observed, f"prompts_per_rollout={near}, or other minibatches=")
-    rest = len(data.prompts) % prompts
+    length = data.pass_length or 0  # a stream has none
+    rest = length % prompts
     if rest:
-        whole = len(data.prompts) // prompts
-        observed = f"{rest} of {len(data.prompts)} prompts are left over after the {whole} rollouts of a pass"
+        whole = length // prompts
+        observed = f"{rest} of {length} prompts are left over after the {whole} rollouts of a pass"
         cure = "none is lost, since the stream goes on where it stood; for whole passes add or drop prompts"
         yield warning(NAME, observed, cure)
     max_steps, max_batches = recipe.trainer.fit_loop.epoch_loop.max_steps, recipe.trainer.limit_train_batches

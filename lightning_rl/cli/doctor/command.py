@@ -87,6 +87,6 @@ class _Examination(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = cast(RLLightningModule, pl_module)
         self.findings += [finding for check in OF_MODULES for finding in check(module)]
-        samples = draw_samples(module, min(self.prompts, len(module.prompt_stream.prompts)), self.limit)
+        samples = draw_samples(module, min(self.prompts, module.prompt_stream.pass_length or self.prompts), self.limit)
         self.findings += [finding for check in OF_SAMPLES for finding in check(samples)]
         raise StopRecipe(module)

@@ -1,0 +1,14 @@
+"""Whatever reads through Hugging Face's ``datasets`` caches in the test's own folder and never looks at the network."""
+
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

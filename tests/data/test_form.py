@@ -1,0 +1,272 @@
+"""From a row to the prompt: columns, chats, system prompts; every wrong row is named with row and column."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from kit.support import tiny_tokenizer
+
+from lightning_rl import PromptDataModule
+from lightning_rl.data import PromptDataset
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m['role'] }} {{ m.get('content', 'n') }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    "{% if thinking is defined and thinking %} m{% endif %}"
+)
+USER = {"role": "a", "content": "c d"}
+SYSTEM = {"role": "system", "content": "e"}
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def prompt_of(row: Any, **options: Any) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    rows = PromptDataset([row], **options)
+    rows.connect(chat_tokenizer())
+    prompt = rows.prompt(0)
+    return prompt.content, prompt.token_ids, dict(prompt.columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "content", "ids", "columns"),
+    [
+        pytest.param({"messages": [USER], "n": 1}, {}, [USER], (2, 4, 5, 3), {"n": 1}, id="messages"),
+        pytest.param({"prompt": "a", "messages": 1}, {}, "a", (2,), {"messages": 1}, id="prompt-before-messages"),
+        pytest.param(
+            {"question": "a b", "n": 1}, {"columns": {"prompt": "question"}}, "a b", (2, 3), {"n": 1}, id="column"
+        ),
+        pytest.param(
+            {"question": "a", "prompt": "b", "gold": 2},
+            {"columns": {"prompt": "question", "answer": "gold"}},
+            "a",
+            (2,),
+            {"answer": 2},
+            id="columns-replace-what-has-their-name",
+        ),
+        pytest.param(
+            {"q": "a"}, {"columns": {"prompt": "q", "question": "q"}}, "a", (2,), {"question": "a"}, id="column-twice"
+        ),
+        pytest.param(
+            {"chat": [USER]}, {"columns": {"messages": "chat"}}, [USER], (2, 4, 5, 3), {}, id="column-of-chats"
+        ),
+        pytest.param(
+            {"x": "a", "y": "b"},
+            {"preprocess": lambda row: {"prompt": row["x"] + " " + row["y"], "n": 3}},
+            "a b",
+            (2, 3),
+            {"n": 3},
+            id="preprocess",
+        ),
+        pytest.param(
+            {"x": "a"}, {"preprocess": lambda row: row["x"]}, "a", (2,), {}, id="preprocess-to-the-prompt-alone"
+        ),
+        pytest.param(
+            {"x": "a"},
+            {"preprocess": lambda row: {"q": row["x"]}, "columns": {"prompt": "q"}},
+            "a",
+            (2,),
+            {},
+            id="preprocess-before-columns",
+        ),
+        pytest.param("c", {"chat": True}, [{"role": "user", "content": "c"}], (0, 4, 3), {}, id="string-in-a-chat"),
+        pytest.param(
+            "c",
+            {"system": "e"},
+            [SYSTEM, {"role": "user", "content": "c"}],
+            (0, 6, 0, 4, 3),
+            {},
+            id="string-with-system",
+        ),
+        pytest.param([USER], {"system": "e"}, [SYSTEM, USER], (0, 6, 2, 4, 5, 3), {}, id="chat-with-system"),
+        pytest.param(
+            [{**SYSTEM, "content": "f"}, USER],
+            {"system": "e"},
+            [{**SYSTEM, "content": "f"}, USER],
+            (0, 7, 2, 4, 5, 3),
+            {},
+            id="a-system-message-of-its-own-stays",
+        ),
+        pytest.param(
+            [USER], {"chat_template_kwargs": {"thinking": True}}, [USER], (2, 4, 5, 3, 14), {}, id="template-variable"
+        ),
+        pytest.param(
+            [{**USER, "name": None, "tool_calls": None}], {}, [USER], (2, 4, 5, 3), {}, id="what-is-None-is-not-there"
+        ),
+        pytest.param(
+            [{"role": "a", "content": None, "tool_calls": ["x"]}, USER],
+            {},
+            [{"role": "a", "tool_calls": ["x"]}, USER],
+            (2, 15, 2, 4, 5, 3),
+            {},
+            id="tool-calls-without-content",
+        ),
+        pytest.param([4, 5], {"chat": True}, [4, 5], (4, 5), {}, id="ids-are-no-chat"),
+    ],
+)
+def test_a_row_becomes_a_prompt(
+    row: Any, options: dict[str, Any], content: Any, ids: tuple[int, ...], columns: dict[str, Any]
+) -> None:
+    assert prompt_of(row, **options) == (content, ids, columns)
+
+
+def test_chats_are_the_same_in_a_table_where_every_message_has_every_entry() -> None:
+    rows = [{"messages": [{**USER, "name": "x"}, USER]}, {"messages": [USER]}]
+    table = PromptDataset(datasets.Dataset.from_list(rows))
+    table.connect(chat_tokenizer())
+    listed = PromptDataset(rows)
+    listed.connect(chat_tokenizer())
+    assert table.prompts([0, 1]) == listed.prompts([0, 1])
+    assert table.prompt(1).content == [USER], "and no name: None"
+
+
+QUESTION = [{"prompt": [2]}, {"question": "a", "answer": "b"}]
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["list", "Dataset"])
+def test_a_prompt_column_of_another_name_is_named_with_how_to_map_it(table: bool) -> None:
+    source = datasets.Dataset.from_list(QUESTION[1:]) if table else QUESTION
+    where = "the data set" if table else "prompt 1"
+    message = rf'or "messages", got none in {where}, which has "question", "answer": say which column is the prompt, '
+    with pytest.raises(ValueError, match=message + r'as columns=\{"prompt": "question"\}'):
+        PromptDataModule(source, 1)
+
+
+def test_a_row_of_a_file_without_prompt_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": [2]}\n\n{"question": "a"}\n')
+    rows = PromptDataset(file)
+    with pytest.raises(ValueError, match=r"got none in prompt 1 \(.*a\.jsonl, line 3\), which has \"question\""):
+        rows.connect(None)
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["list", "Dataset"])
+def test_a_mapped_column_that_does_not_exist_is_named_with_those_that_do(table: bool) -> None:
+    source = datasets.Dataset.from_list(QUESTION[1:]) if table else QUESTION[1:]
+    message = r'got no "qestion" in .*, which has "question", "answer": write columns=\{"prompt": "question"\}'
+    with pytest.raises(ValueError, match=message):
+        PromptDataset(source, columns={"prompt": "qestion"})
+    with pytest.raises(ValueError, match=r'got no "text" in .*: write one of these in columns='):
+        PromptDataset(source, columns={"prompt": "text"})
+
+
+def failing(row: Any) -> Any:
+    return row["x"]
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "message"),
+    [
+        pytest.param(
+            {},
+            3.5,
+            r"a string, a list of token ids, or a list of chat messages, got a float \(3\.5\) in prompt 0",
+            id="number",
+        ),
+        pytest.param({}, {"prompt": None}, r"got a NoneType \(None\) in prompt 0 \(column prompt\)", id="None"),
+        pytest.param({}, {"prompt": ["a", "b"]}, r"got a list of str \(\['a', 'b'\]\) in prompt 0", id="strings"),
+        pytest.param({}, {"prompt": [True, False]}, r"got a list of bool", id="bools"),
+        pytest.param({}, {"prompt": [1, "a"]}, r"got a list of int and str", id="ids-and-strings"),
+        pytest.param({}, {"prompt": b"ab"}, r"got a bytes \(b'ab'\)", id="bytes"),
+        pytest.param(
+            {},
+            {"messages": {"role": ["user"], "content": ["a"]}},
+            r'got a mapping with "role", "content" in prompt 0 \(column messages\)',
+            id="columns-of-messages",
+        ),
+        pytest.param(
+            {},
+            [USER, "a"],
+            r"expected message 1 of prompt 0 to be a mapping such as .*, got a str",
+            id="string-as-message",
+        ),
+        pytest.param(
+            {}, [{"content": "a"}], r'message 0 of prompt 0 to have a string "role", as \{"role": "user"', id="no-role"
+        ),
+        pytest.param(
+            {}, [{"role": 1, "content": "a"}], r'to have a string "role", .*got \{\'role\': 1', id="role-is-no-string"
+        ),
+        pytest.param(
+            {"columns": {"messages": "m"}},
+            {"m": [USER, {"role": "a"}]},
+            r'message 1 of prompt 0 \(column m\) to have a string "content"',
+            id="no-content",
+        ),
+        pytest.param(
+            {},
+            [{"role": "a", "content": [{"type": "text"}]}],
+            r'a string "content", .*images and other parts are not',
+            id="parts",
+        ),
+        pytest.param(
+            {},
+            [USER, {"role": "assistant", "content": "4"}],
+            r"got its answer as the last one in prompt 0: leave it out, as preprocess=",
+            id="ends-with-the-answer",
+        ),
+        pytest.param(
+            {},
+            [{"role": "tool", "content": "c"}],
+            r"the tokenizer's chat template takes, but it refuses prompt 0, whose roles are tool: no tools here",
+            id="template",
+        ),
+        pytest.param(
+            {"system": "e"}, [4, 5], r"because system= is set, got token ids in prompt 0", id="ids-with-system"
+        ),
+        pytest.param(
+            {"columns": {"prompt": "q"}},
+            "a",
+            r"expected prompt 0 to have columns, because columns=\{'prompt': 'q'\}, got a str",
+            id="no-columns",
+        ),
+        pytest.param(
+            {"preprocess": failing},
+            {"y": 1},
+            r"preprocess=failing to return a row, but it failed on prompt 0: KeyError\('x'\)",
+            id="preprocess",
+        ),
+        pytest.param(
+            {"preprocess": dict}, {"y": 1}, r'got none in prompt 0, which has "y": say', id="preprocess-to-no-prompt"
+        ),
+    ],
+)
+def test_a_wrong_row_is_named(options: dict[str, Any], row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prompt_of(row, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"columns": "question"},
+            r"expected columns to map new names to names of columns, as \{\"prompt\": .*got 'question'",
+        ),
+        ({"columns": {"prompt": 3}}, r"got \{'prompt': 3\}"),
+        ({"preprocess": "strip"}, "expected preprocess to be a function of a row, got 'strip'"),
+        ({"system": [SYSTEM]}, "expected system to be a string, got .*: write the text alone"),
+        ({"chat_template_kwargs": ["thinking"]}, "expected chat_template_kwargs to be a mapping, got"),
+        ({"chat_template_kwargs": {"tokenize": True}}, r'variables of the chat template, got "tokenize": leave it out'),
+        ({"max_prompt_tokens": 0}, "expected max_prompt_tokens >= 1 or None, got 0"),
+        ({"too_long": "skip"}, 'expected too_long to be "error" or "drop", got \'skip\''),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptDataset([{"prompt": "a", "question": "b"}], **options)
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule([{"prompt": "a", "question": "b"}], 1, **options)
+
+
+def test_options_beside_a_prompt_dataset_are_refused() -> None:
+    rows = PromptDataset([{"q": [2], "n": 1}], columns={"prompt": "q"})
+    with pytest.raises(ValueError, match='expected "system", "split" as options of the PromptDataset that is passed'):
+        PromptDataModule(rows, 1, system="e", split="train")
+    data = PromptDataModule(rows, 1, validation=[{"p": [3]}], columns={"prompt": "p"})
+    data.connect(None, None)
+    assert data.take(1)[0].token_ids == (2,) and data.validation is not None
+    assert data.validation.prompt(0).token_ids == (3,)

@@ -1,0 +1,231 @@
+"""The same rows from every source, in the same order; what is no source is refused with what to pass instead."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+from kit.support import tiny_tokenizer
+
+from lightning_rl import PromptDataModule
+from lightning_rl.data import Prompt, PromptDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+GSM8K = ROOT / "recipes" / "data" / "gsm8k"
+ROWS = [{"prompt": "a b", "answer": "1"}, {"prompt": "c", "answer": "2,5"}, {"prompt": "d e f", "answer": 'say "x"\n3'}]
+PROMPTS = [Prompt(0, (2, 3), "a b", {"answer": "1"}), Prompt(1, (4,), "c", {"answer": "2,5"})]
+PROMPTS += [Prompt(2, (5, 6, 7), "d e f", {"answer": 'say "x"\n3'})]
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def json_lines(folder: Path) -> Path:
+    return written(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def csv_text(delimiter: str) -> str:
+    lines = [["prompt", "answer"], ["a b", "1"], [], ["c", '"2,5"'], ["d e f", '"say ""x""\n3"']]
+    return "".join(delimiter.join(line) + "\n" for line in lines)
+
+
+def parquet(folder: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).to_parquet(folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def to_disk(folder: Path) -> str:
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "list": lambda _: ROWS,
+    "tuple": lambda _: tuple(ROWS),
+    "generator": lambda _: (row for row in ROWS),
+    "iterator": lambda _: iter(ROWS),
+    "map": lambda _: map(dict, ROWS),
+    "object-with-length-and-items": lambda _: Indexed(),
+    "numpy-array": lambda _: np.array(ROWS, dtype=object),
+    "Dataset": lambda _: datasets.Dataset.from_list(ROWS),
+    "Dataset-in-another-format": lambda _: datasets.Dataset.from_list(ROWS).with_format("numpy"),
+    "Dataset-selection": lambda _: datasets.Dataset.from_list([*ROWS[::-1], *ROWS]).select([2, 4, 0]),
+    "jsonl": json_lines,
+    "jsonl-as-str": lambda folder: str(json_lines(folder)),
+    "ndjson": lambda folder: json_lines(folder).rename(folder / "rows.ndjson"),
+    "json": lambda folder: written(folder / "rows.json", json.dumps(ROWS, indent=1)),
+    "csv": lambda folder: written(folder / "rows.csv", csv_text(",")),
+    "csv-with-byte-order-mark": lambda folder: written(folder / "rows.csv", "\ufeff" + csv_text(",")),
+    "tsv": lambda folder: written(folder / "rows.tsv", csv_text("\t")),
+    "parquet": parquet,
+    "folder-saved-to-disk": to_disk,
+}
+
+
+class Indexed:
+    """Has a length and an item for each number, and nothing else."""
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(ROWS)
+
+    def __getitem__(self, number: int) -> Any:
+        """A row."""
+        return ROWS[number]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_gives_the_same_prompts(kind: str, tmp_path: Path) -> None:
+    rows = PromptDataset(SOURCES[kind](tmp_path))
+    rows.connect(tiny_tokenizer())
+    prompts = [rows.prompt(number) for number in range(len(rows))]
+    assert prompts == PROMPTS and rows.prompts([2, 0]) == [PROMPTS[2], PROMPTS[0]]
+
+
+def hub_folder(folder: Path) -> None:
+    """What the hub has under openai/gsm8k, in the current folder: two configurations with two splits each."""
+    card = ["---", "configs:"]
+    for name in ("main", "socratic"):
+        card += [f"- config_name: {name}", "  data_files:"]
+        for split, source in (("train", "train.jsonl"), ("test", "test.jsonl")):
+            lines = (GSM8K / source).read_text(encoding="utf-8").splitlines()[:5]
+            written(folder / "openai" / "gsm8k" / name / source, "\n".join(lines))
+            card += [f"  - split: {split}", f"    path: {name}/{source}"]
+    written(folder / "openai" / "gsm8k" / "README.md", "\n".join([*card, "---", ""]))
+
+
+def test_a_data_set_of_the_hub_is_named_with_its_configuration_split_and_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data = PromptDataModule(
+        "openai/gsm8k",
+        5,
+        name="main",
+        split="train",
+        validation_split="test",
+        columns={"prompt": "question"},
+        shuffle=False,
+    )
+    data.connect(tiny_tokenizer(), None)
+    first = data.take(1)[0]
+    assert first.content.startswith("Natalia sold clips") and first.columns["answer"].endswith("#### 72")
+    assert data.validation is not None
+    held_out = data.validation.prompt(0)
+    assert held_out.content.startswith("Janet") and held_out.columns["answer"].endswith("#### 18")
+    assert len(data.prompts.prompts(range(5))) == len(data.validation) == 5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "main"}, r'splits "train", "test": choose with split="train"'),
+        ({"split": "train"}, r"load_dataset\('openai/gsm8k', name=None, split='train'\) can read.*(?s:.)*Config name"),
+        ({"name": "main", "split": "dev"}, r"split='dev'\) can read, but it raised ValueError: Unknown split \"dev\""),
+        ({"name": "mian", "split": "train"}, r"name='mian'.* BuilderConfig 'mian' not found"),
+    ],
+)
+def test_a_data_set_of_the_hub_that_leaves_a_choice_says_which(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        PromptDataset("openai/gsm8k", **options)
+
+
+def test_a_name_that_nobody_has_is_refused_by_what_was_looked_for() -> None:
+    with pytest.raises(
+        ValueError, match=r"datasets\.load_dataset\('openai/gsm9k', name=None, split='train'\) can read"
+    ):
+        PromptDataset("openai/gsm9k", split="train")
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["DatasetDict", "IterableDatasetDict"])
+def test_splits_are_chosen_by_name(streaming: bool) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    splits: Any = datasets.DatasetDict({"train": table, "test": table.select([1])})
+    if streaming:
+        splits = datasets.IterableDatasetDict({name: part.to_iterable_dataset() for name, part in splits.items()})
+    kind = type(splits).__name__
+    with pytest.raises(ValueError, match=rf'got a {kind} with the splits "train", "test": choose with split="train"'):
+        PromptDataModule(splits, 1)
+    with pytest.raises(ValueError, match='one of the splits "train", "test", got split="dev"'):
+        PromptDataModule(splits, 1, split="dev")
+    data = PromptDataModule(splits, 1, split="test", epoch_length=1, shuffle=False)
+    data.connect(tiny_tokenizer(), None)
+    assert data.take(1)[0].content == "c"
+
+
+EMPTY = datasets.Dataset.from_dict({"prompt": []})
+COLUMNS = {"prompt": ["a", "b"], "answer": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        pytest.param(COLUMNS, r'got a mapping with "prompt", "answer": .*Dataset\.from_dict\(columns\)', id="columns"),
+        pytest.param({"a", "b"}, r"expected rows in an order, got a set: pass sorted\(rows\)", id="set"),
+        pytest.param(b"ab", r"expected a list of prompts, a file, .*, got b'ab' \(bytes\)", id="bytes"),
+        pytest.param(7, r"expected a list of prompts, a file, .*, got 7 \(int\)", id="number"),
+        pytest.param(None, r"expected a list of prompts, .* got None", id="nothing"),
+        pytest.param(
+            "what is 2 + 2?",
+            r'got \'what is 2 \+ 2\?\': write a single prompt as a list, \["\.\.\."\]',
+            id="one-prompt",
+        ),
+        pytest.param([], "expected at least one prompt, got none", id="no-rows"),
+        pytest.param(iter([]), "expected at least one prompt, got none", id="empty-iterator"),
+        pytest.param(EMPTY, "expected at least one prompt, got none", id="empty-Dataset"),
+        pytest.param(pandas.DataFrame(COLUMNS), r'got a DataFrame: pass frame\.to_dict\("records"\)', id="data-frame"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_what_to_pass(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptDataset(source)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for source in (tmp_path / "rows.jsonl", str(tmp_path / "rows.csv"), tmp_path / "folder"):
+        with pytest.raises(FileNotFoundError, match=rf"expected a file .*, got {source}.*: look at"):
+            PromptDataset(source)
+
+
+def test_a_file_of_another_kind_is_named_with_those_that_are_read(tmp_path: Path) -> None:
+    file = written(tmp_path / "rows.txt", "a\nb\n")
+    with pytest.raises(ValueError, match=r'name ends in "\.jsonl", .*"\.parquet", got .*rows\.txt: rename it'):
+        PromptDataset(file)
+
+
+def test_options_of_the_hub_are_refused_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'expected name="main" with the name of a data set, got a list'):
+        PromptDataset([[2]], name="main")
+    with pytest.raises(ValueError, match=r'expected split="train" with a data set that has splits, got a list'):
+        PromptDataset([[2]], split="train")
+    with pytest.raises(ValueError, match=r"no name= and no split= with a file, got name=None, split='test'"):
+        PromptDataset(json_lines(tmp_path), split="test")
+
+
+def test_a_table_stays_in_its_file(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS * 50).save_to_disk(tmp_path / "saved")
+    table = datasets.load_from_disk(str(tmp_path / "saved"))
+    rows = PromptDataset(table)
+    rows.connect(tiny_tokenizer())
+    (held,) = [value for value in vars(rows.rows).values() if isinstance(value, datasets.Dataset)]
+    assert held.cache_files == table.cache_files != [] and len(rows) == 150  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r'which reads some/name: pip install "lightning-rl\[data\]"'):
+        PromptDataset("some/name", split="train")
+    assert len(PromptDataset(json_lines(tmp_path))) == 3
