@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.data.form import PromptForm, is_token_ids
 
 TooLong = Literal["error", "drop"]
@@ -131,7 +132,5 @@ def check_limits(max_prompt_tokens: int | None, too_long: str) -> None:
     Raises:
         ValueError: naming the option, its value and what it may be.
     """
-    if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise ValueError(f"expected max_prompt_tokens >= 1 or None, got {max_prompt_tokens}")
-    if too_long not in get_args(TooLong):
-        raise ValueError(f'expected too_long to be "error" or "drop", got {too_long!r}')
+    check_counts(1, optional=True, max_prompt_tokens=max_prompt_tokens)
+    check_choices(get_args(TooLong), too_long=too_long)

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def read_json_lines(path: Path) -> FileRows:
 
 
 def _parse_json(line: bytes) -> Any:
-    return json.loads(line.decode("utf-8-sig"))
+    return json.loads(line.removeprefix(BOM_UTF8).decode())
 
 
 def read_json(path: Path) -> MemoryRows:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from lightning_rl.arguments import check_bools
 from lightning_rl.naming import in_words, name_of
 
 CONTENT = ("prompt", "messages")  # the columns that may hold the prompt; the first one that a row has
@@ -61,6 +62,7 @@ class PromptForm:
 
     def __post_init__(self) -> None:
         """Checks the options."""
+        check_bools(chat=self.chat)
         columns, variables = self.columns or {}, self.chat_template_kwargs or {}
         if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
             example = '{"prompt": "question"}'
@@ -189,7 +191,8 @@ def is_token_ids(content: Any) -> bool:
     """Whether a prompt is a list or tuple of integers, or empty."""
     if not isinstance(content, Sequence) or isinstance(content, str | bytes | bytearray):
         return False
-    return all(isinstance(item, Integral) and not isinstance(item, bool) for item in content)
+    kinds = set(map(type, content))
+    return all(kind is int or (kind is not bool and issubclass(kind, Integral)) for kind in kinds)
 
 
 def read_messages(content: Any, name: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.arguments import check_bools, check_counts
 from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import TooLong
@@ -81,10 +82,10 @@ class PromptDataModule(LightningDataModule):
         too_long: TooLong = "error",
     ) -> None:
         super().__init__()
-        sizes = {"prompts_per_rollout": prompts_per_rollout, "validation_batch_size": validation_batch_size}
-        for option, size in {**sizes, "epoch_length": 1 if epoch_length is None else epoch_length}.items():
-            if size < 1:
-                raise ValueError(f"expected {option} >= 1, got {size}")
+        check_counts(1, prompts_per_rollout=prompts_per_rollout, validation_batch_size=validation_batch_size)
+        check_counts(1, optional=True, epoch_length=epoch_length)
+        check_counts(0, seed=seed)
+        check_bools(shuffle=shuffle)
         options: dict[str, Any] = {
             "columns": columns,
             "preprocess": preprocess,

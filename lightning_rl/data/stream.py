@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.arguments import check_counts
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
 from lightning_rl.data.fingerprint import fingerprint_of
 from lightning_rl.data.form import PromptForm, Reading
@@ -48,8 +49,7 @@ class PromptStream:
         too_long: TooLong = "error",
     ) -> None:
         check_limits(max_prompt_tokens, too_long)
-        if shuffle_buffer < 1:
-            raise ValueError(f"expected shuffle_buffer >= 1, got {shuffle_buffer}: shuffle=False shuffles nothing")
+        check_counts(1, shuffle_buffer=shuffle_buffer)
         if form.preprocess is None and dataset.column_names is not None:
             form.check_names(dataset.column_names, "the stream")
         self.dataset, self.form = dataset.with_format(None), form

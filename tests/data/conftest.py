@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import datasets
+import datasets.config
 import huggingface_hub
 import pytest
 

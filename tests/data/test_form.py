@@ -248,11 +248,12 @@ def test_a_wrong_row_is_named(options: dict[str, Any], row: Any, message: str) -
         ),
         ({"columns": {"prompt": 3}}, r"got \{'prompt': 3\}"),
         ({"preprocess": "strip"}, "expected preprocess to be a function of a row, got 'strip'"),
+        ({"chat": "yes"}, "expected chat to be True or False, got 'yes'"),
         ({"system": [SYSTEM]}, "expected system to be a string, got .*: write the text alone"),
         ({"chat_template_kwargs": ["thinking"]}, "expected chat_template_kwargs to be a mapping, got"),
         ({"chat_template_kwargs": {"tokenize": True}}, r'variables of the chat template, got "tokenize": leave it out'),
-        ({"max_prompt_tokens": 0}, "expected max_prompt_tokens >= 1 or None, got 0"),
-        ({"too_long": "skip"}, 'expected too_long to be "error" or "drop", got \'skip\''),
+        ({"max_prompt_tokens": 0}, "expected max_prompt_tokens to be a whole number above 0 or None, got 0"),
+        ({"too_long": "skip"}, "expected too_long error or drop, got 'skip'"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:

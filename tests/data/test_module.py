@@ -91,9 +91,13 @@ def test_json_lines_are_split_at_newlines_only(tmp_path: Path, character: str) -
             id="no-validation-prompts",
         ),
         pytest.param([[2]] * 3, 4, {}, "expected at least 4 prompts for a rollout, got 3", id="fewer-than-a-rollout"),
-        pytest.param([[2]], 0, {}, "expected prompts_per_rollout >= 1, got 0", id="no-rollout"),
+        pytest.param([[2]], 0, {}, "prompts_per_rollout to be a whole number above 0, got 0", id="no-rollout"),
         pytest.param(
-            [[2]], 1, {"validation_batch_size": 0}, "expected validation_batch_size >= 1, got 0", id="no-batch"
+            [[2]],
+            1,
+            {"validation_batch_size": 0},
+            "validation_batch_size to be a whole number above 0, got 0",
+            id="no-batch",
         ),
         pytest.param(
             [[2], {"question": "a"}],

@@ -116,8 +116,8 @@ def test_a_wrong_row_of_a_stream_is_named() -> None:
     ("options", "message"),
     [
         ({"epoch_length": None}, "expected epoch_length=, the number of rollouts of an epoch, because a stream has no"),
-        ({"epoch_length": 0}, "expected epoch_length >= 1, got 0"),
-        ({"shuffle_buffer": 0}, "expected shuffle_buffer >= 1, got 0: shuffle=False shuffles nothing"),
+        ({"epoch_length": 0}, "expected epoch_length to be a whole number above 0 or None, got 0"),
+        ({"shuffle_buffer": 0}, "expected shuffle_buffer to be a whole number above 0, got 0"),
         ({"columns": None}, r'got none in .*, which has "question", "n": say which column'),
     ],
 )
