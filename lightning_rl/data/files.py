@@ -6,6 +6,7 @@ import json
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def read_json(path: Path) -> MemoryRows:
             f"expected {path} to hold a JSON list of rows, got a {type(rows).__name__}{keys}: write "
             '[{"prompt": ...}, ...], or one row on each line of a .jsonl file'
         )
-    return MemoryRows(rows, lambda number: f"{path}, item {number}")
+    return MemoryRows(rows, partial("{}, item {}".format, path))
 
 
 def read_csv(path: Path, delimiter: str = ",") -> FileRows:
@@ -80,11 +81,12 @@ def read_csv(path: Path, delimiter: str = ",") -> FileRows:
             )
         spans.extend((begin, size, number))
 
-    def parse(text: bytes) -> dict[str, str]:
-        (values,) = csv.reader([line.decode() for line in io.BytesIO(text)], delimiter=delimiter, strict=True)
-        return dict(zip(names, values, strict=True))
+    return FileRows(path, spans, partial(_parse_csv, names=names, delimiter=delimiter))
 
-    return FileRows(path, spans, parse)
+
+def _parse_csv(text: bytes, names: list[str], delimiter: str) -> dict[str, str]:
+    (values,) = csv.reader([line.decode() for line in io.BytesIO(text)], delimiter=delimiter, strict=True)
+    return dict(zip(names, values, strict=True))
 
 
 def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, int, int, list[str]]]:
