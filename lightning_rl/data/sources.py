@@ -10,7 +10,7 @@ from lightning_rl.data.files import read_csv, read_json, read_json_lines
 from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
 from lightning_rl.naming import in_words
 
-PromptSource = Path | str | Iterable[Any]
+PromptSource = str | Path | Iterable[Any]  # str first: a command line takes the first that fits
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READERS = {
     ".jsonl": read_json_lines,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from kit.support import fit, tiny_module, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -237,3 +238,12 @@ def test_a_fit_without_validation_prompts_leaves_later_validation_alone() -> Non
 def test_a_data_module_without_a_trainer_says_so() -> None:
     with pytest.raises(RuntimeError, match="expected a data module that a Trainer holds"):
         connected([[2]]).train_dataloader()
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "rows.jsonl"])
+def test_a_command_line_passes_names_as_they_are(source: str) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(PromptDataModule, "data")
+    options = ["--data.prompts_per_rollout=4", "--data.columns={prompt: question}"]
+    parsed = parser.parse_args([f"--data.prompts={source}", *options]).data
+    assert type(parsed.prompts) is str and parsed.prompts == source and parsed.columns == {"prompt": "question"}
