@@ -122,9 +122,6 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         lambda: found(module_of(epochs=2), trainer=trainer_of(max_steps=5)), "warning", "batches",
         "max_steps=5 ends within a rollout", "max_steps=4",
     ),
-    "foreign_eos": (
-        lambda: found(module_of(eos_token_ids=[1, 99])), "error", "eos", "id 99 ends responses", "eos_token_ids=",
-    ),
     "template_end": (
         lambda: found(module_of(tokenizer=templated(OTHER_END))), "error", "eos",
         "the chat template ends an answer with 3 (b)", "eos_token_ids=[1, 3]",

@@ -76,14 +76,14 @@ def test_a_text_in_tensorboard_renders_nothing(tmp_path: Path) -> None:
     assert b"    {" in events.read_bytes() and not (tmp_path / "samples.jsonl").exists()
 
 
-def test_a_table_changes_nothing_of_a_run() -> None:
+def test_a_table_changes_nothing_of_a_run(tmp_path: Path) -> None:
     without, with_table = tiny_module(), tiny_module()
     fit(without)
-    fit(with_table, callbacks=[SampleTable(1)])
+    fit(with_table, callbacks=[SampleTable(1)], default_root_dir=tmp_path)
     for name, weight in weights_of(without).items():
         assert torch.equal(weights_of(with_table)[name], weight), name
 
 
 def test_numbers_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected every_n_rollouts >= 1, rows >= 1 and width >= 16, got 0, 4 and 240"):
+    with pytest.raises(ValueError, match="expected every_n_rollouts to be a whole number above 0, got 0"):
         SampleTable(0)
