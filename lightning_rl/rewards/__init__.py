@@ -1,5 +1,36 @@
-"""Verifiable rewards: functions of completions, called on each rank for its own rows after generation."""
+"""Rewards: functions of completions, called on each rank for its own rows after generation, and a library of them."""
 
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.rewards.choice_match import ChoiceMatch
+from lightning_rl.rewards.exact_match import ExactMatch
+from lightning_rl.rewards.json_schema import JSONSchema
+from lightning_rl.rewards.language import Language
+from lightning_rl.rewards.length import Length
+from lightning_rl.rewards.math_match import MathMatch
+from lightning_rl.rewards.number_match import NumberMatch
+from lightning_rl.rewards.regex_match import RegexMatch
+from lightning_rl.rewards.repetition import Repetition
 from lightning_rl.rewards.scoring import Reward, RewardCall, Rewards, RewardSource, Scores
+from lightning_rl.rewards.tag_format import TagFormat
+from lightning_rl.rewards.text import text_of
 
-__all__ = ["Reward", "RewardCall", "RewardSource", "Rewards", "Scores"]
+__all__ = [
+    "AnswerMatch",
+    "ChoiceMatch",
+    "ExactMatch",
+    "JSONSchema",
+    "Language",
+    "Length",
+    "MathMatch",
+    "NumberMatch",
+    "RegexMatch",
+    "Repetition",
+    "Reward",
+    "RewardCall",
+    "RewardSource",
+    "Rewards",
+    "Scores",
+    "TagFormat",
+    "UnreadableReference",
+    "text_of",
+]

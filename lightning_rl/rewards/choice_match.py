@@ -1,0 +1,126 @@
+r"""ChoiceMatch: whether a completion chooses the right one of lettered choices."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.rewards.text import MARKERS, answer_spans, column_of, text_of
+
+DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceMatch(AnswerMatch):
+    r"""1 if a completion chooses what the reference says, else 0.
+
+    The choice is what follows the last marker that a choice follows (``Answer: B``, ``the answer is (B)``,
+    ``\boxed{B}``); or else the whole completion (``b``, ``B.``, ``(B) a whale``); or else its last letter in brackets
+    or in bold. With ``choices``, the whole text of a choice does as well as its letter.
+
+    Args:
+        answer: the column that holds the references: letters, indices from 0, or texts of choices.
+        letters: of the choices, in their order.
+        choices: the column that holds a list of the texts of the choices for each row; None for letters alone.
+        markers: what stands before an answer, in upper or lower case.
+
+    Raises:
+        ValueError: if there are fewer than two letters, or one of them twice.
+
+    Example:
+        >>> ChoiceMatch()(["?"] * 3, ["B", "A or B? Answer: (A)", "none"], answer=["B", "B", "B"])
+        [1.0, 0.0, 0.0]
+    """
+
+    letters: str = "ABCD"
+    choices: str | None = None
+    markers: tuple[str, ...] = MARKERS
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        if len(set(self.letters.upper())) != len(self.letters) or len(self.letters) < 2:
+            raise ValueError(f"expected letters to be two different ones or more, such as 'ABCD', got {self.letters!r}")
+
+    @override
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
+    ) -> list[float | None]:
+        references = column_of(columns, self.answer, option="answer", reward=self)
+        texts = [text_of(completion) for completion in completions]
+        if self.choices is None:
+            return self.compare(texts, references)
+        choices = column_of(columns, self.choices, option="choices", reward=self)
+        pairs = [None if wanted is None else (wanted, row) for wanted, row in zip(references, choices, strict=True)]
+        return self.compare(texts, pairs)
+
+    @override
+    def score(self, text: str, reference: Any) -> float:
+        reference, choices = reference if self.choices is not None else (reference, ())
+        known = [_normal_form(choice) for choice in choices or ()]
+        return float(self.index_of_text(text, known) == self.index_of_reference(reference, known))
+
+    def index_of_reference(self, reference: Any, choices: Sequence[str] = ()) -> int:
+        """The place of the right choice among the letters.
+
+        Raises:
+            UnreadableReference: if the reference names none of them.
+        """
+        if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(self.letters):
+            return reference
+        if isinstance(reference, str):
+            if _normal_form(reference) in choices:
+                return choices.index(_normal_form(reference))
+            letter = reference.strip(DECORATION).upper()
+            if len(letter) == 1 and letter in self.letters.upper():
+                return self.letters.upper().index(letter)
+        hint = "" if choices else ", or its text, with the column of the texts by choices="
+        raise UnreadableReference(
+            f"expected one of the letters {self.letters!r}, an index below {len(self.letters)}{hint}, "
+            f"got {reference!r:.200}"
+        )
+
+    def index_of_text(self, text: str, choices: Sequence[str] = ()) -> int | None:
+        """The place of the choice that a completion makes; None for none."""
+        for span in answer_spans(text, self.markers):
+            index = self._index_at_start(span, choices)
+            if index is not None:
+                return index
+        bare = text.strip(DECORATION)
+        if len(bare) == 1 and bare.upper() in self.letters.upper():
+            return self.letters.upper().index(bare.upper())
+        if _normal_form(text) in choices:
+            return choices.index(_normal_form(text))
+        lettered = re.match(rf"[\s*_(\[]*([{re.escape(self.letters)}])[*_]*[).:\]]", text)
+        if lettered:
+            return self.letters.index(lettered[1])
+        emphasized = re.findall(rf"(?:\(|\[|\*\*)([{re.escape(self.letters)}])(?:\)|\]|\*\*)", text)
+        return self.letters.index(emphasized[-1]) if emphasized else None
+
+    def _index_at_start(self, span: str, choices: Sequence[str]) -> int | None:
+        stated = _normal_form(span)
+        longest = max((choice for choice in choices if _starts(stated, choice)), key=len, default="")
+        if longest:
+            return choices.index(longest)
+        match = _start_pattern(self.letters).match(span)
+        return self.letters.index(match[1]) if match else None
+
+
+@lru_cache(maxsize=64)
+def _start_pattern(letters: str) -> re.Pattern[str]:
+    """A letter at the start of an answer, after decoration such as ``option`` or brackets."""
+    decoration = r"(?:[\s*_`\"'()\[\]{}$:]|\\text\w*|\b(?i:option|choice)\b)*+"
+    return re.compile(rf"{decoration}([{re.escape(letters)}])(?![^\W_]|['\u2019])")
+
+
+def _starts(stated: str, choice: str) -> bool:
+    return bool(choice) and stated.startswith(choice) and not stated[len(choice) : len(choice) + 1].isalnum()
+
+
+def _normal_form(text: Any) -> str:
+    folded = unicodedata.normalize("NFKC", str(text)).casefold()
+    return re.sub(r"\s+", " ", folded).strip(DECORATION)

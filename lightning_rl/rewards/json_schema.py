@@ -1,0 +1,91 @@
+"""JSONSchema: whether a completion is JSON that a schema accepts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.text import column_of, text_of
+
+FENCE = "```"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONSchema:
+    """1 if a completion is JSON that a schema accepts, else 0.
+
+    Whitespace around the JSON does not matter. NaN and Infinity are no JSON. A schema may refer to parts of itself, not
+    to other files.
+
+    Args:
+        schema: the schema of every row, or the name of the column that holds one for each row.
+        fenced: whether the JSON may stand in a code block of Markdown, the last of which counts.
+
+    Raises:
+        ImportError: if jsonschema is missing; the message says how to install it.
+        ValueError: if the schema is none.
+
+    Example:
+        >>> JSONSchema(schema={"required": ["age"]})(["?"] * 2, ['{"age": 4}', "{}"])
+        [1.0, 0.0]
+    """
+
+    schema: Mapping[str, Any] | str
+    fenced: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        require("jsonschema", extra="json")
+        if not isinstance(self.schema, str):
+            _validator(self.schema)
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
+    ) -> list[float | None]:
+        """A value for each completion, by the contract of rewards; None where the column of schemas holds None."""
+        texts = [text_of(completion) for completion in completions]
+        if not isinstance(self.schema, str):
+            validator = _validator(self.schema)
+            return [self._score(text, validator) for text in texts]
+        schemas = column_of(columns, self.schema, option="schema", reward=self)
+        schemas = [json.loads(schema) if isinstance(schema, str) else schema for schema in schemas]
+        return [
+            None if schema is None else self._score(text, _validator(schema))
+            for text, schema in zip(texts, schemas, strict=True)
+        ]
+
+    def _score(self, text: str, validator: Any) -> float:
+        try:
+            value = json.loads(self._json_of(text), parse_constant=_refuse)
+            return float(validator.is_valid(value))
+        except (ValueError, RecursionError):  # no JSON, a number of too many digits, nested too deeply
+            return 0.0
+
+    def _json_of(self, text: str) -> str:
+        """The last code block, or the whole text if there is none."""
+        block, opening, lines = text, None, text.splitlines() if self.fenced else []
+        for number, line in enumerate(lines):
+            if not line.lstrip().startswith(FENCE):
+                continue
+            if opening is not None:
+                block = "\n".join(lines[opening + 1 : number])
+            opening = number if opening is None else None
+        return block
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    kind: Any = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"expected schema to be a JSON schema, got {schema!r:.200}: {error.message}") from error
+    return kind(schema, registry=Registry())  # a registry of its own fetches nothing
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"expected JSON, got {constant}")

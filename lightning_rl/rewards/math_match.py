@@ -1,0 +1,201 @@
+r"""MathMatch: whether a completion states what the reference does, as mathematics, by math-verify.
+
+math-verify limits its time by a signal that the main thread of a process alone can set, and sympy can hang on a short
+formula. So the comparing is done in processes of its own, which any thread and any process can start.
+"""
+
+import json
+import math
+import os
+import re
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, cast
+
+from typing_extensions import override
+
+from lightning_rl.rewards import math_worker
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.rewards.extras import require
+
+STARTING = 120.0  # seconds until a process has imported sympy on a busy machine
+DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
+INTEGER = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,4}|[0-9]{0,12})\$")  # as :func:`_formula` writes it
+GRACE = 2.0  # seconds for a process to notice by itself that its time is over
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathMatch(AnswerMatch):
+    r"""1 if a completion states what the reference does, as mathematics, else 0.
+
+    Of the completion its last ``tail`` characters are read, or what follows the last ``marker`` in them; there
+    math-verify looks for ``\boxed{}``, formulas between dollars and numbers. Numbers that one of both rounds are
+    compared to six decimals, and 9% is both 9 and 0.09.
+
+    A comparison that takes longer than ``timeout`` scores 0. Processes are started at the first call and end with this
+    object.
+
+    Args:
+        answer: the column that holds the references: numbers, LaTeX, or whole answers of GSM8K.
+        marker: a text that stands before the answer, in references as in completions.
+        tail: characters.
+        timeout: seconds for one completion.
+        processes: that compare at the same time.
+
+    Raises:
+        ImportError: if math-verify is missing; the message says how to install it.
+        ValueError: if an option is not positive.
+    """
+
+    marker: str = "####"
+    tail: int = 4000
+    timeout: float = 5.0
+    processes: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        require("math_verify", extra="math")
+        for option, value in {"tail": self.tail, "timeout": self.timeout, "processes": self.processes}.items():
+            if not value > 0:
+                raise ValueError(f"expected {option} > 0, got {value}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: a copy starts processes of its own."""
+        return {key: value for key, value in vars(self).items() if key != "workers"}
+
+    @cached_property
+    def workers(self) -> list["MathProcess"]:
+        """The processes that compare, not yet started."""
+        return [MathProcess() for _ in range(self.processes)]
+
+    @override
+    def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
+        rows = [row for row, reference in enumerate(references) if reference is not None]
+        questions = [self.question(texts[row], references[row]) for row in rows]
+        values: list[float | None] = [None] * len(texts)
+        unreadable: list[UnreadableReference] = []
+        for row, answer in zip(rows, self._answers(questions), strict=True):
+            values[row] = math.nan if answer is None else float(answer)
+            if answer is None:
+                unreadable.append(UnreadableReference(f"expected mathematics, got {references[row]!r:.200}"))
+        self.warn(unreadable)
+        return values
+
+    def _answers(self, questions: Sequence[tuple[str, str]]) -> list[bool | None]:
+        """What the processes say, each about its share; two whole numbers need none of them."""
+        answers = [_same_integer(*question) for question in questions]
+        rest = [number for number, answer in enumerate(answers) if answer is None]
+        shares = [rest[start :: self.processes] for start in range(min(self.processes, len(rest)))]
+
+        def work(worker: MathProcess, share: Sequence[int]) -> list[bool | None]:
+            return worker.answers([questions[number] for number in share], self.timeout)
+
+        with ThreadPoolExecutor(self.processes) as threads:
+            for share, said in zip(shares, threads.map(work, self.workers, shares), strict=True):
+                for number, answer in zip(share, said, strict=True):
+                    answers[number] = answer
+        return answers
+
+    @override
+    def score(self, text: str, reference: Any) -> float:
+        value = self.compare([text], [reference])[0]
+        return math.nan if value is None else value
+
+    def question(self, text: str, reference: Any) -> tuple[str, str]:
+        """Reference and text, as far as they are read."""
+        text, marked, stated = text[-self.tail :].rpartition(self.marker)
+        return _formula(str(reference)[-self.tail :].rpartition(self.marker)[2]), _formula(stated) if marked else stated
+
+
+def _formula(text: str) -> str:
+    """The text between dollars, without which math-verify reads no more than numbers, unless it marks its formulas."""
+    text = text.strip()
+    return text if not text or any(mark in text for mark in DELIMITERS) else f"${text}$"
+
+
+def _same_integer(reference: str, text: str) -> bool | None:
+    """Whether two whole numbers are the same, as math-verify finds them to be; None if they are not both such."""
+    if INTEGER.fullmatch(reference) and INTEGER.fullmatch(text):
+        return int(reference.strip("$").replace(",", "")) == int(text.strip("$").replace(",", ""))
+    return None
+
+
+class MathProcess:
+    """A process that compares, started when it is needed and again after it was killed."""
+
+    def __init__(self) -> None:
+        self.worker: subprocess.Popen[bytes] | None = None
+        self._owner, self._buffer, self._lock = 0, b"", threading.Lock()
+
+    def answers(self, questions: Sequence[tuple[str, str]], timeout: float) -> list[bool | None]:
+        """What the process says to each pair of reference and text; False where it says nothing in time."""
+        with self._lock:
+            return [self._answer(reference, text, timeout) for reference, text in questions]
+
+    def _answer(self, reference: str, text: str, timeout: float) -> bool | None:
+        worker = self._running()
+        try:
+            question = json.dumps([reference, text, timeout], ensure_ascii=False)
+            cast(IO[bytes], worker.stdin).write(question.encode(errors="replace") + b"\n")
+            return json.loads(self._line(worker, timeout + GRACE))
+        except (OSError, TimeoutError):  # it died, or hangs where no signal reaches it
+            self._end()
+            return False
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """The worker; a new one if there is none, it has ended, or it belongs to the process that forked this one."""
+        if self.worker is not None and self._owner == os.getpid() and self.worker.poll() is None:
+            return self.worker
+        self._end()
+        command = [sys.executable, "-P", str(Path(math_worker.__file__))]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        worker = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=null)
+        self.worker, self._owner, self._buffer = worker, os.getpid(), b""
+        weakref.finalize(self, _kill, worker, self._owner)
+        try:
+            self._line(worker, STARTING)
+        except (OSError, TimeoutError) as error:
+            self._end()
+            raise RuntimeError(
+                f"expected a process that imports math_verify to start, but {error}: run "
+                f"{sys.executable} -c 'import math_verify' to see why"
+            ) from error
+        return worker
+
+    def _line(self, worker: subprocess.Popen[bytes], seconds: float) -> bytes:
+        output, deadline = cast(IO[bytes], worker.stdout), time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"it said nothing for {seconds:g} s")
+                chunk = output.read(65536)
+                if not chunk:
+                    raise ConnectionError("it ended at once")
+                self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _end(self) -> None:
+        if self.worker is not None:
+            _kill(self.worker, self._owner)
+            self.worker = None
+
+
+def _kill(worker: subprocess.Popen[bytes], owner: int) -> None:
+    """Ends a worker; but not in a fork of its owner, which still uses it."""
+    if os.getpid() == owner:
+        worker.kill()
+        worker.wait()
+        for stream in (worker.stdin, worker.stdout):
+            if stream is not None:
+                stream.close()

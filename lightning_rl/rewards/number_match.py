@@ -1,0 +1,223 @@
+r"""NumberMatch: whether a completion states the number of the reference, compared exactly.
+
+What reads as a number: digits of any script with thousands separators, a decimal part, a sign, a currency before it and
+any unit behind it; scientific notation (``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions (``3/4``,
+``\frac{3}{4}``) and mixed numbers (``1 3/4``). Numbers of more than 1000 digits are not read.
+
+Source: the answers of GSM8K, which end with ``#### 42``: Cobbe et al. 2021, arXiv:2110.14168.
+"""
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.rewards.text import MARKERS, answer_spans
+
+MAX_DIGITS = 1000
+
+SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
+INTEGER = rf"(?:[0-9]{{1,3}}(?:{SEPARATOR}[0-9]{{3}})++(?![0-9])|[0-9]++)"
+DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]++)?|(?<![0-9A-Za-z_.])\.[0-9]++)"
+NUMERAL = r"(?:\{\s*+[-+]?" + DECIMAL + r"\s*+\}|[0-9])"
+CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)"
+OUTSIDE = r"(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<!_\{)"  # no part of a name, exponent or index
+POWER_OF = r"(?:\^|\*\*)\s*+\{?\s*+"
+NUMBER = re.compile(
+    rf"""
+    (?:(?<![0-9A-Za-z_)\]}}])(?P<sign>[-+]))?
+    (?:{CURRENCY}(?P<inner_sign>-)?)?
+    {OUTSIDE}
+    (?:
+        (?:(?P<whole>{INTEGER})(?:\s*+(?=\\[dtc]?frac)|\s++(?=[0-9])))?
+        (?:
+            \\[dtc]?frac\s*+(?P<latex_top>{NUMERAL})\s*+(?P<latex_bottom>{NUMERAL})
+          | (?<!/)(?P<top>{DECIMAL})\s*+/\s*+(?P<bottom>{DECIMAL})(?!\s*+/\s*+[0-9])
+        )
+      | (?P<decimal>{DECIMAL})
+        (?:
+            [eE](?P<exponent>[-+]?[0-9]++)(?![0-9A-Za-z_])
+          | \s*+(?:\\times|\\cdot|[x*\u00d7\u00b7])\s*+10\s*+{POWER_OF}(?P<ten>[-+]?[0-9]++)\s*+\}}?
+          | \s*+{POWER_OF}(?P<power>[-+]?[0-9]++)\s*+\}}?
+        )?
+    )
+    (?P<percent>\s*+(?:\\?%|percent\b))?
+    """,
+    re.VERBOSE,
+)
+LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/", "\u2215": "/", "\uff0f": "/"}
+LETTERS |= {"\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
+SPACING = re.compile(r"\\(?:text|mathrm|mbox|[,;! ])")
+FORMULA = re.compile(r"[-+*=^_<>\\]")
+SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberMatch(AnswerMatch):
+    r"""1 if the number that a completion states is that of the reference, else 0.
+
+    The stated number is the first behind the last marker that has one (behind the ``=`` in ``x = 42`` and ``6 * 7 =
+    42``), or else the last of the completion. Numbers are compared as fractions, without rounding: 42, 42.0 and 84/2
+    are the same, 0.3333 and 1/3 are not.
+
+    Args:
+        answer: the column that holds the references: numbers, texts with one number, or whole answers of GSM8K.
+        markers: what stands before an answer, in upper or lower case; with a brace for what stands in braces.
+        strict: whether a completion without a marker scores 0, rather than counting by its last number.
+        percent: what a percent sign means: a ``"unit"`` like any other, so that 50% is 50, or a ``"hundredth"``, so
+            that it is 0.5.
+        abs_tol: how far from the reference a number may be.
+        rel_tol: the same, as a fraction of the reference.
+
+    Raises:
+        ValueError: if ``percent`` is unknown, or a tolerance negative or not finite.
+
+    Example:
+        >>> NumberMatch()(["?"] * 3, ["It is $1,042.00.", "42 or 43", "#### 1042"], answer=["... #### 1042"] * 3)
+        [1.0, 0.0, 1.0]
+    """
+
+    markers: tuple[str, ...] = MARKERS
+    strict: bool = False
+    percent: Literal["unit", "hundredth"] = "unit"
+    abs_tol: float = 0.0
+    rel_tol: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        if self.percent not in ("unit", "hundredth"):
+            raise ValueError(f"expected percent to be 'unit' or 'hundredth', got {self.percent!r}")
+        for option, value in (("abs_tol", self.abs_tol), ("rel_tol", self.rel_tol)):
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"expected {option} to be 0 or a positive number, got {value}")
+
+    @override
+    def score(self, text: str, reference: Any) -> float:
+        wanted = self.number_of_reference(reference)
+        stated = self.number_of_text(text)
+        if stated is None:
+            return 0.0
+        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted))
+        return float(abs(stated - wanted) <= room)
+
+    def number_of_text(self, text: str) -> Fraction | None:
+        """The number that a completion states; None for none, and for one of more than 1000 digits."""
+        text = _plain(text)
+        for span in answer_spans(text, self.markers):
+            for match in NUMBER.finditer(_right_side(span)):
+                return _value(match, self.percent)
+        return None if self.strict else _last_value(text, self.percent)
+
+    def number_of_reference(self, reference: Any) -> Fraction:
+        """The number that a completion has to state.
+
+        Raises:
+            UnreadableReference: if the reference is no number, nor a text with one number or with a marked one.
+        """
+        if isinstance(reference, Rational | float) and not isinstance(reference, bool) and math.isfinite(reference):
+            return _exact(reference)
+        if isinstance(reference, str):
+            text = _plain(reference)
+            for span in (*answer_spans(text, self.markers), text):
+                value = self._only_number(SPACING.sub(" ", _right_side(span)))
+                if value is not None:
+                    return value
+        raise UnreadableReference(f"expected a number, or a text with one number, got {reference!r:.200}")
+
+    def _only_number(self, text: str) -> Fraction | None:
+        """The number of a text that has one, and no formula around it."""
+        matches = list(NUMBER.finditer(text))
+        if len(matches) != 1 or FORMULA.search(text[: matches[0].start()] + text[matches[0].end() :]):
+            return None
+        return _value(matches[0], self.percent)
+
+
+def _exact(number: Rational | float) -> Fraction:
+    """A float as it is written: 0.1 is one tenth."""
+    return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
+
+
+def _plain(text: str) -> str:
+    """The text with digits of other scripts, fractions such as one half, minus signs and the like in ASCII."""
+    if text.isascii():
+        return text
+    text = SUPERSCRIPTS.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run.group())}}}", text)
+    return text.translate({ord(letter): plain for letter in set(text) if (plain := _letter(letter)) is not None})
+
+
+def _letter(letter: str) -> str | None:
+    if letter.isascii():
+        return None
+    digit = unicodedata.decimal(letter, None)
+    if digit is not None:
+        return str(digit)
+    kind, *codes = unicodedata.decomposition(letter).split() or [""]
+    if kind == "<fraction>":
+        plain = "".join(chr(int(code, 16)) for code in codes).replace("\u2044", "/")
+        return f" {plain}" if plain[-1] != "/" else None
+    return LETTERS.get(letter)
+
+
+def _right_side(span: str) -> str:
+    """What follows the last equals sign that stands behind a formula, not behind words."""
+    left, equals, right = span.rpartition("=")
+    return right if equals and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", left)) else span
+
+
+def _last_value(text: str, percent: str) -> Fraction | None:
+    last = None
+    for last in NUMBER.finditer(text):  # noqa: B007  the last one is what counts
+        pass
+    return None if last is None else _value(last, percent)
+
+
+def _value(match: re.Match[str], percent: str) -> Fraction | None:
+    """What a match is worth; None for what has too many digits, and for a fraction of nothing."""
+    if len(match.group()) > MAX_DIGITS:
+        return None
+    top, bottom = match["latex_top"] or match["top"], match["latex_bottom"] or match["bottom"]
+    value = _ratio(top, bottom) if top else _power(match)
+    if value is None:
+        return None
+    if match["whole"]:
+        value += _decimal(match["whole"])
+    value = -value if "-" in (match["sign"], match["inner_sign"]) else value
+    return value / 100 if match["percent"] and percent == "hundredth" else value
+
+
+def _ratio(top: str, bottom: str) -> Fraction | None:
+    divisor = _decimal(bottom)
+    return _decimal(top) / divisor if divisor else None
+
+
+def _power(match: re.Match[str]) -> Fraction | None:
+    """A decimal number with its exponent of ten, or its power."""
+    value, digits = _decimal(match["decimal"]), len(match["decimal"])
+    exponent = match["exponent"] or match["ten"]
+    if exponent:
+        return value * Fraction(10) ** int(exponent) if abs(int(exponent)) <= MAX_DIGITS else None
+    if not match["power"]:
+        return value
+    power = int(match["power"])
+    return value**power if abs(power) * digits <= MAX_DIGITS and (value or power >= 0) else None
+
+
+def _decimal(numeral: str) -> Fraction:
+    return Fraction(re.sub(r"[^0-9.+-]", "", numeral))
+
+
+def numbers_in(text: str) -> Iterator[Fraction | None]:
+    """Every number of a text in its order; None for what is written like one but cannot be read.
+
+    Example:
+        >>> [str(number) for number in numbers_in("-$1,234.50, 3/4 of 1e2")]
+        ['-2469/2', '3/4', '100']
+    """
+    return (_value(match, "unit") for match in NUMBER.finditer(_plain(text)))

@@ -1,0 +1,59 @@
+r"""Repetition: a penalty for saying the same again, by the share of n-grams that a completion has said before.
+
+.. math::
+    r = -\Bigl(1 - \frac{|\text{different } n\text{-grams}|}{|n\text{-grams}|}\Bigr)
+
+Source: seq-rep-n of Welleck et al. 2019, arXiv:1908.04319, section 6.1; as a reward: Yeo et al. 2025, arXiv:2502.03373.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_rl.rewards.text import ids_of, text_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """From 0, for a completion in which no n-gram occurs twice, towards -1; 0 for one shorter than n.
+
+    Args:
+        n: how many tokens or words make an n-gram.
+        unit: ``"tokens"``, as the policy sampled them, or ``"words"`` between whitespace, in upper or lower case, which
+            some languages do not have.
+
+    Raises:
+        ValueError: if ``n`` is below 1, or the unit unknown.
+
+    Example:
+        >>> Repetition(n=1, unit="words")(["?"] * 2, ["a b c", "a A a a"])
+        [0.0, -0.75]
+    """
+
+    n: int = 4
+    unit: Literal["tokens", "words"] = "tokens"
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        if self.n < 1:
+            raise ValueError(f"expected n to be at least 1, got {self.n}")
+        if self.unit not in ("tokens", "words"):
+            raise ValueError(f"expected unit to be 'tokens' or 'words', got {self.unit!r}")
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        completion_ids: Sequence[Sequence[int]] = (),
+        **columns: Any,
+    ) -> list[float | None]:
+        """A value for each completion, by the contract of rewards."""
+        if self.unit == "tokens":
+            return [self._value(ids) for ids in ids_of(completions, completion_ids, reward=self)]
+        return [self._value(text_of(completion).casefold().split()) for completion in completions]
+
+    def _value(self, units: Sequence[Any]) -> float:
+        shifted = [units[start:] for start in range(self.n)]
+        grams = list(zip(*shifted, strict=False))  # the shortest ends it
+        return len(set(grams)) / len(grams) - 1.0 if grams else 0.0

@@ -1,0 +1,128 @@
+"""What rewards read: the text of a completion, a column of the data, and where a text states its answer."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+PASSED_BESIDE_COLUMNS = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
+MARKERS = ("####", r"\boxed{", "answer is", "answer:")
+SPAN = 200  # characters after a marker that may hold the answer
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, which is a string, or chat messages if the prompt is.
+
+    Several messages are joined by newlines, of the assistant's alone; a content of parts by its text parts.
+
+    Args:
+        completion: as rewards are given it.
+
+    Returns:
+        What the policy wrote.
+
+    Raises:
+        ValueError: if it is neither, such as token ids.
+
+    Example:
+        >>> text_of("42"), text_of([{"role": "assistant", "content": "42"}])
+        ('42', '42')
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
+        written = [message for message in completion if message.get("role", "assistant") == "assistant"]
+        return "\n".join(_content_of(message) for message in written)
+    kind = "token ids: pass tokenizer= to the module" if _is_ids(completion) else f"{completion!r:.200}"
+    raise ValueError(f"expected a completion as text or as chat messages, got {kind}")
+
+
+def _content_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:  # a message that only calls tools
+        return ""
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise ValueError(f"expected the content of a message as text or as parts, got {content!r:.200}")
+
+
+def _is_ids(completion: Any) -> bool:
+    return isinstance(completion, Sequence) and all(isinstance(token, int) for token in completion)
+
+
+def column_of(columns: Mapping[str, Any], name: str, *, option: str, reward: object) -> Sequence[Any]:
+    """A column of the data.
+
+    Args:
+        columns: what a reward is given by keyword.
+        name: of the column.
+        option: of the reward that names it.
+        reward: that reads it.
+
+    Raises:
+        ValueError: if there is none of that name; the message says which there are.
+    """
+    if name not in columns:
+        present = sorted(columns.keys() - PASSED_BESIDE_COLUMNS)
+        raise ValueError(
+            f"expected a column {name!r} for {type(reward).__name__}({option}={name!r}), got the columns {present}: "
+            f"add it to the data, or name another one by {option}="
+        )
+    return columns[name]
+
+
+def ids_of(
+    completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], *, reward: object
+) -> Sequence[Sequence[int]]:
+    """The token ids of the completions.
+
+    Raises:
+        ValueError: if there are not as many as completions, such as none at all.
+    """
+    if len(completion_ids) != len(completions):
+        raise ValueError(
+            f"expected completion_ids of {len(completions)} completions for {type(reward).__name__}, which counts "
+            f"tokens, got {len(completion_ids)}: pass completion_ids=, or choose another unit="
+        )
+    return completion_ids
+
+
+def answer_spans(text: str, markers: Sequence[str] = MARKERS) -> Iterator[str]:
+    r"""Where a text states its answer, from the last such place to the first.
+
+    A place begins behind a marker, in upper or lower case, and ends with its line, at the next marker, or after 200
+    characters; a marker that opens a brace ends with the brace.
+
+    Args:
+        text: of a completion.
+        markers: what stands before an answer.
+
+    Yields:
+        The text of a place.
+
+    Example:
+        >>> list(answer_spans(r"The answer is 4. #### 5"))
+        ['5', '4.']
+    """
+    matches = list(_marker_pattern(tuple(markers)).finditer(text)) if markers else []
+    ends = [*(match.start() for match in matches[1:]), len(text)][: len(matches)]
+    for match, end in zip(reversed(matches), reversed(ends), strict=True):
+        span = text[match.end() : min(end, match.end() + SPAN)]
+        yield _brace_content(span) if match.group().endswith("{") else span.strip().partition("\n")[0].strip()
+
+
+def _brace_content(span: str) -> str:
+    """What stands before the brace that closes the one before the span; all of it if none does."""
+    depth = 1
+    for place, letter in enumerate(span):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return span[:place].strip()
+    return span.strip()
+
+
+@lru_cache(maxsize=64)
+def _marker_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)), re.IGNORECASE)

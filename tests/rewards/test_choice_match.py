@@ -1,0 +1,87 @@
+"""ChoiceMatch by hand: letters with all that is written around them, indices, and texts of choices."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import ChoiceMatch
+
+ANIMALS = ["a dog", "a whale", "a whale shark", "an ant"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "chosen"),
+    [
+        ("B", "B"),
+        ("b", "B"),
+        (" (B). ", "B"),
+        ("**B**", "B"),
+        ("B.", "B"),
+        ("B) a whale", "B"),
+        ("(B) a whale, since ...", "B"),
+        ("Answer: B", "B"),
+        ("Answer: (B)", "B"),
+        ("**Answer:** B", "B"),
+        ("The answer is option B.", "B"),
+        (r"\boxed{B}", "B"),
+        (r"$\boxed{\text{B}}$", "B"),
+        ("#### B", "B"),
+        ("A is wrong, C too. The answer is B because A is small.", "B"),
+        ("The answer is not obvious. So it is (B).", "B"),
+        ("Is it (A) or (C)? I take (B)", "B"),
+        ("Answer: A\nNo, wait. Answer: B", "B"),
+        ("", None),
+        ("A dog is no fish", None),
+        ("Because", None),
+        ("Answer: Because", None),
+        ("Answer: E", None),
+        ("E", None),
+        ("\0", None),
+        ("AB", None),
+    ],
+)
+def test_letters(completion: str, chosen: str | None) -> None:
+    values = [ChoiceMatch()(["?"], [completion], answer=[letter])[0] for letter in "ABCD"]
+    assert values == [float(letter == chosen) for letter in "ABCD"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "index"),
+    [
+        ("a whale", 1),
+        ("A Whale!", 1),
+        ("The answer is a whale shark.", 2),
+        ("The answer is a whale.", 1),
+        ("Answer: a whales", None),
+        ("Answer: D", 3),
+        ("something else", None),
+    ],
+)
+def test_texts_of_choices(completion: str, index: int | None) -> None:
+    reward = ChoiceMatch(choices="options")
+    values = [reward(["?"], [completion], answer=[row], options=[ANIMALS])[0] for row in range(4)]
+    assert values == [float(row == index) for row in range(4)]
+
+
+@pytest.mark.parametrize("reference", ["B", "b", "(B)", 1, "a whale"])
+def test_a_reference_is_a_letter_an_index_or_a_text(reference: Any) -> None:
+    reward = ChoiceMatch(choices="options")
+    assert reward(["?"] * 2, ["B", "C"], answer=[reference] * 2, options=[ANIMALS] * 2) == [1.0, 0.0]
+
+
+def test_no_reference_means_does_not_apply() -> None:
+    assert ChoiceMatch(choices="o")(["?"], ["B"], answer=[None], o=[ANIMALS]) == [None]
+
+
+@pytest.mark.parametrize("reference", ["E", 4, -1, True, "a cow", None.__class__])
+def test_a_reference_that_names_no_choice_takes_its_row_out(reference: Any) -> None:
+    with pytest.warns(UserWarning, match=r"expected one of the letters 'ABCD', an index below 4, or its text, with"):
+        (value,) = ChoiceMatch()(["?"], ["B"], answer=[reference])
+    assert value is not None and math.isnan(value)
+
+
+@pytest.mark.parametrize("letters", ["", "A", "AA", "Aa"])
+def test_letters_are_two_different_ones_or_more(letters: str) -> None:
+    with pytest.raises(ValueError, match="expected letters to be two different ones or more"):
+        ChoiceMatch(letters=letters)

@@ -1,0 +1,47 @@
+"""ExactMatch by hand."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import ExactMatch
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "reference", "value"),
+    [
+        ({}, "Paris", "Paris", 1.0),
+        ({}, " Paris\n", "Paris", 1.0),
+        ({}, "paris", "Paris", 0.0),
+        ({}, "", "Paris", 0.0),
+        ({}, "", "", 1.0),
+        ({}, "Paris\0", "Paris", 0.0),
+        ({}, "b", ["a", "b"], 1.0),
+        ({}, "c", ["a", "b"], 0.0),
+        ({"ignore_case": True}, "STRASSE", "Stra\u00dfe", 1.0),
+        ({"ignore_spaces": True}, "New\n  York", "New York", 1.0),
+        ({}, "New\n  York", "New York", 0.0),
+        ({"ignore_punctuation": True}, "It's $5.", "Its 5", 1.0),
+        ({"after": "</think>"}, "Rome? </think> Paris", "Paris", 1.0),
+        ({"after": "</think>"}, "Paris", "Paris", 0.0),
+        ({"after": "</think>"}, "a</think>b</think>c", "c", 1.0),
+    ],
+)
+def test_table(options: dict[str, Any], completion: str, reference: Any, value: float) -> None:
+    assert ExactMatch(**options)(["?"], [completion], answer=[reference]) == [value]
+
+
+def test_no_reference_means_does_not_apply() -> None:
+    assert ExactMatch()(["?"] * 2, ["a", "a"], answer=[None, "a"]) == [None, 1.0]
+
+
+def test_a_reference_that_is_no_text_takes_its_row_out_and_is_shown() -> None:
+    with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*got 4: clean the column 'answer'"):
+        values = ExactMatch()(["?"] * 2, ["4", "4"], answer=[4, "4"])
+    assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
+
+
+def test_another_column_and_chat_messages() -> None:
+    chat = [[{"role": "assistant", "content": "4"}]]
+    assert ExactMatch(answer="gold")([[{"role": "user", "content": "?"}]], chat, gold=["4"], answer=["5"]) == [1.0]

@@ -1,0 +1,53 @@
+"""Length by hand: bounds, target, margin and unit."""
+
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import Length
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ({"max_length": 2}, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+        ({"min_length": 2}, [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"min_length": 1, "max_length": 2, "margin": 2}, [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]),
+        ({"target": 3, "margin": 4}, [0.25, 0.5, 0.75, 1.0, 0.75, 0.5]),
+        ({"target": 0}, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]),
+        ({"max_length": 0, "margin": 5}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
+    ],
+)
+def test_table(options: dict[str, Any], values: list[float]) -> None:
+    ids = [[7] * number for number in range(6)]
+    letters = ["x" * number for number in range(6)]
+    assert Length(**options)(["?"] * 6, [""] * 6, completion_ids=ids) == pytest.approx(values)
+    characters = Length(**options, unit="characters")
+    assert characters(["?"] * 6, letters, completion_ids=[[]] * 6) == pytest.approx(values)
+
+
+def test_a_target_for_each_row() -> None:
+    reward = Length(target="wanted", margin=2)
+    assert reward(["?"] * 3, [""] * 3, completion_ids=[[1], [1], [1]], wanted=[1, 2, None]) == [1.0, 0.5, None]
+
+
+def test_tokens_have_to_be_there() -> None:
+    with pytest.raises(ValueError, match=r"expected completion_ids of 1 completions for Length.*got 0"):
+        Length(max_length=2)(["?"], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected either min_length or max_length, or a target, got min_length=0"),
+        ({"target": 3, "max_length": 3}, "expected either min_length or max_length, or a target"),
+        ({"min_length": 3, "max_length": 2}, "expected min_length <= max_length, got 3 and 2"),
+        ({"max_length": -1}, "expected max_length to be at least 0, got -1"),
+        ({"max_length": 1, "margin": -1}, "expected margin to be at least 0, got -1"),
+        ({"target": -2}, "expected target to be at least 0, got -2"),
+        ({"max_length": 1, "unit": "words"}, "expected unit to be 'tokens' or 'characters', got 'words'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Length(**options)

@@ -1,0 +1,171 @@
+"""MathMatch: what math-verify says, from any thread and process, whatever happens to those that compare."""
+
+import json
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import MathMatch
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+HANG = r"\boxed{9^{9^{9^{9^{9}}}}}"
+
+
+@pytest.fixture(scope="module")
+def reward() -> MathMatch:
+    return MathMatch()
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "value"),
+    [
+        ("It is 42.", "42", 1.0),
+        ("It is 42.", 42, 1.0),
+        ("It is 43.", "42", 0.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"so $x + 1$", "1 + x", 1.0),
+        (r"so $x + 1$", "$1 + x$", 1.0),
+        (r"so $x + 2$", "1 + x", 0.0),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        (r"\boxed{(1, 2)}", "(2, 1)", 0.0),
+        ("#### $1,450,000", "1,450,000", 1.0),
+        ("#### 1,450,001", "1450000", 0.0),
+        ("#### -5", "-5", 1.0),
+        ("#### x^2", "x \\cdot x", 1.0),
+        ("3 clips\n#### 72", "48 + 24 = 72 clips\n#### 72", 1.0),
+        ("", "42", 0.0),
+        ("####", "42", 0.0),
+        ("\0", "42", 0.0),
+        ("nothing", "42", 0.0),
+        (r"\boxed{\frac{1}{0}}", "42", 0.0),
+        (r"\boxed{" * 2000, "42", 0.0),
+        ("(" * 10**6, "42", 0.0),
+        ("1e999999999", "42", 0.0),
+        (r"\boxed{1e999999999}", "42", 0.0),
+        ("\u0664\u0662\ud800", "7", 0.0),
+    ],
+)
+def test_table(reward: MathMatch, completion: str, reference: Any, value: float) -> None:
+    assert reward(["?"], [completion], answer=[reference]) == [value]
+
+
+def test_no_reference_means_does_not_apply(reward: MathMatch) -> None:
+    assert reward(["?"] * 2, ["4", "4"], answer=[None, "4"]) == [None, 1.0]
+
+
+def test_a_reference_that_is_no_mathematics_takes_its_row_out(reward: MathMatch) -> None:
+    with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*expected mathematics, got ''"):
+        values = reward(["?"] * 2, ["4", "4"], answer=["", "4"])
+    assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
+
+
+def test_a_formula_that_hangs_scores_0_and_delays_the_others_by_its_time_alone() -> None:
+    reward = MathMatch(timeout=1.0, processes=1)
+    assert reward(["?"], ["x4"], answer=["$4x$"]) == [0.0]  # starts the process
+    begin = time.monotonic()
+    completions = ["so $x+1$", HANG, "so $1+x$"]
+    assert reward(["?"] * 3, completions, answer=["x+1"] * 3) == [1.0, 0.0, 1.0]
+    assert time.monotonic() - begin < 60
+
+
+def test_a_process_that_dies_or_stands_still_loses_its_row_alone() -> None:
+    reward = MathMatch(timeout=0.5, processes=1)
+    formulas = ["so $x+1$"] * 2
+    assert reward(["?"] * 2, formulas, answer=["1+x"] * 2) == [1.0, 1.0]
+    for blow in (signal.SIGSTOP, signal.SIGKILL):
+        worker = reward.workers[0].worker
+        assert worker is not None
+        os.kill(worker.pid, blow)
+        values = reward(["?"] * 2, formulas, answer=["1+x"] * 2)
+        assert values[1] == 1.0 and values[0] in (0.0, 1.0)  # killed before its question or during it
+        assert worker.poll() is not None
+
+
+def test_threads_share_the_processes(reward: MathMatch) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(reward, ["?"] * 2, [f"so ${n}+x$", "#### x"], answer=[f"x+{n}"] * 2) for n in range(40)]
+        assert [call.result() for call in calls] == [[1.0, 0.0]] * 40
+
+
+def test_a_fork_starts_processes_of_its_own_and_leaves_the_parents_alone(reward: MathMatch) -> None:
+    assert reward(["?"], ["so $x+1$"], answer=["1+x"]) == [1.0]
+    program = (
+        "import os, sys\n"
+        "from lightning_rl.rewards import MathMatch\n"
+        "reward = MathMatch(processes=1)\n"
+        "score = lambda: reward(['?'], ['so $x+1$'], answer=['1+x'])\n"
+        "assert score() == [1.0]\n"
+        "first = reward.workers[0].worker.pid\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    right = score() == [1.0] and reward.workers[0].worker.pid != first\n"
+        "    sys.exit(0 if right else 3)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert score() == [1.0] and reward.workers[0].worker.pid == first\n"
+        "print(first)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)  # nothing is left behind
+
+
+def test_a_copy_has_the_options_and_processes_of_its_own(reward: MathMatch) -> None:
+    reward(["?"], ["so $x$"], answer=["x+1"])
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy == reward and "workers" not in vars(copy)
+
+
+def test_no_process_is_left_behind() -> None:
+    reward = MathMatch(processes=1)
+    reward(["?"], ["so $x$"], answer=["x+1"])
+    worker = reward.workers[0].worker
+    assert worker is not None and worker.poll() is None
+    del reward
+    assert worker.poll() == -signal.SIGKILL
+
+
+def test_whole_numbers_are_compared_as_math_verify_compares_them() -> None:
+    math_verify = pytest.importorskip("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    pairs = [("42", "42"), ("42", "-42"), ("1,000", "1000"), ("007", "7"), ("-0", "0"), ("1,000", "1,001"), ("0", "00")]
+    for reference, text in pairs:
+        wanted, stated = (math_verify.parse(f"${side}$") for side in (reference, text))
+        reward = MathMatch()
+        assert reward(["?"], [f"#### {text}"], answer=[reference]) == [float(math_verify.verify(wanted, stated))]
+        assert all(process.worker is None for process in reward.workers)  # none was asked
+
+
+@pytest.mark.parametrize("option", ["tail", "timeout", "processes"])
+def test_options_are_positive(option: str) -> None:
+    options: dict[str, Any] = {option: 0}
+    with pytest.raises(ValueError, match=f"expected {option} > 0, got 0"):
+        MathMatch(**options)
+
+
+def test_bundled_gold_answers_score_1_and_others_0(reward: MathMatch) -> None:
+    lines = (ROOT / "recipes" / "data" / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line)["answer"] for line in lines]
+    numbers = [answer.rpartition("#### ")[2] for answer in answers]
+    assert len(answers) == 200
+    assert reward([""] * 200, answers, answer=answers) == [1.0] * 200
+    boxed = [rf"So it is \boxed{{{number}}}." for number in numbers]
+    assert reward([""] * 200, boxed, answer=answers) == [1.0] * 200
+    for more in ("1", ".5"):
+        others = [rf"So it is \boxed{{{number}{more}}}." for number in numbers]
+        assert reward([""] * 200, others, answer=answers) == [0.0] * 200

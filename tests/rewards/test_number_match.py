@@ -1,0 +1,215 @@
+"""NumberMatch: how numbers read, which one a completion states, and that nothing is rounded."""
+
+import json
+import math
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import NumberMatch
+from lightning_rl.rewards.number_match import numbers_in
+
+BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "data" / "gsm8k"
+F = Fraction
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("", []),
+        ("none", []),
+        ("42", [42]),
+        ("42.", [42]),
+        ("42.0", [42]),
+        ("007", [7]),
+        (".5", [F(1, 2)]),
+        ("0.1", [F(1, 10)]),
+        ("-5", [-5]),
+        ("+5", [5]),
+        ("\u22127", [-7]),
+        ("16-3", [16, 3]),
+        ("16 - 3", [16, 3]),
+        ("x-3", [3]),
+        ("x=-3", [-3]),
+        ("1,234,567.89", [F(123456789, 100)]),
+        ("1{,}234", [1234]),
+        (r"1,\!234", [1234]),
+        (r"1\,234", [1234]),
+        ("1\u202f234", [1234]),
+        ("1,2,3", [1, 2, 3]),
+        ("12,34", [12, 34]),
+        ("1,2345", [1, 2345]),
+        ("$18", [18]),
+        (r"\$18", [18]),
+        ("-$5", [-5]),
+        ("$-5", [-5]),
+        ("\u20ac 5.50", [F(11, 2)]),
+        ("Rs.500", [500]),
+        ("5kg", [5]),
+        ("50 m^2", [50]),
+        ("50 m\u00b2", [50]),
+        ("x_{2}", []),
+        ("x2 and H2O", []),
+        ("50%", [50]),
+        (r"50\%", [50]),
+        ("3/4", [F(3, 4)]),
+        ("3 / 4", [F(3, 4)]),
+        ("1.5/2", [F(3, 4)]),
+        ("3/0", [None]),
+        ("3/4/2024", [3, 4, 2024]),
+        (r"\frac{3}{4}", [F(3, 4)]),
+        (r"\dfrac{ 3 }{ 4 }", [F(3, 4)]),
+        (r"\frac34", [F(3, 4)]),
+        (r"-\frac{3}{4}", [F(-3, 4)]),
+        (r"\frac{3}{0}", [None]),
+        ("1 3/4", [F(7, 4)]),
+        ("-1 3/4", [F(-7, 4)]),
+        (r"1\frac{3}{4}", [F(7, 4)]),
+        ("3\u00bd", [F(7, 2)]),
+        ("\u00be", [F(3, 4)]),
+        ("\uff14\uff12", [42]),
+        ("\u0664\u0662", [42]),
+        ("1e3", [1000]),
+        ("1.5E-1", [F(3, 20)]),
+        (r"1.5 \times 10^{3}", [1500]),
+        ("2 x 10^3", [2000]),
+        ("10^3", [1000]),
+        ("2**10", [1024]),
+        ("10\u207b\u00b3", [F(1, 1000)]),
+        ("5\u00b2", [25]),
+        ("0^-1", [None]),
+        ("1e999999999", [None]),
+        ("1e-999999999", [None]),
+        ("10^999999999", [None]),
+        ("9" * 1001, [None]),
+        ("1.2.3", [F(6, 5), 3]),
+        ("\u517142\u4e2a", [42]),
+        ("**42**", [42]),
+        ("4\x002", [4, 2]),
+        ("nan inf Infinity", []),
+    ],
+)
+def test_what_reads_as_a_number(text: str, numbers: list[Any]) -> None:
+    assert list(numbers_in(text)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "value"),
+    [
+        pytest.param({}, "6 * 7 = 42", 1.0, id="last-number"),
+        pytest.param({}, "42, not 43", 0.0, id="only-the-last"),
+        pytest.param({}, "#### 42\nI checked it 3 times.", 1.0, id="marker-beats-last"),
+        pytest.param({}, "#### 41\n#### 42", 1.0, id="last-marker"),
+        pytest.param({}, "#### 42 43", 1.0, id="first-behind-the-marker"),
+        pytest.param({}, "#### 1 2 3 42", 0.0, id="no-list-of-guesses"),
+        pytest.param({}, r"\boxed{42} out of 50", 1.0, id="boxed"),
+        pytest.param({}, r"\boxed{x = 42}", 1.0, id="boxed-equation"),
+        pytest.param({}, r"\boxed{\frac{84}{2}}", 1.0, id="boxed-fraction"),
+        pytest.param({}, r"\boxed{42 \text{ apples}}", 1.0, id="boxed-unit"),
+        pytest.param({}, "The answer is 6*7 = 42.", 1.0, id="behind-the-formula"),
+        pytest.param({}, "The answer is 42, because x = 6.", 1.0, id="but-not-behind-words"),
+        pytest.param({}, "The answer is correct: it is 42", 1.0, id="words-between"),
+        pytest.param({}, "The answer is clear.\nIt is 42", 1.0, id="marker-without-number"),
+        pytest.param({}, "The ANSWER IS: **$42.00**", 1.0, id="case-and-markdown"),
+        pytest.param({"strict": True}, "It is 42", 0.0, id="strict-without-marker"),
+        pytest.param({"strict": True}, "#### 42", 1.0, id="strict-with-marker"),
+        pytest.param({"markers": ("=>",)}, "=> 42 #### 41", 1.0, id="other-markers"),
+        pytest.param({"markers": ()}, "#### 42 43", 0.0, id="no-markers"),
+        pytest.param({}, "42.0001", 0.0, id="nothing-is-rounded"),
+        pytest.param({"abs_tol": 0.1}, "42.1", 1.0, id="absolute-tolerance-as-it-is-written"),
+        pytest.param({"abs_tol": 0.1}, "42.1000000000000000001", 0.0, id="beyond-absolute-tolerance"),
+        pytest.param({"abs_tol": 0.5}, "41.5", 1.0, id="exactly-the-tolerance"),
+        pytest.param({"rel_tol": 0.25}, "52.5", 1.0, id="relative-tolerance"),
+        pytest.param({"rel_tol": 0.25}, "52.6", 0.0, id="beyond-relative-tolerance"),
+        pytest.param({}, "42%", 1.0, id="percent-is-a-unit"),
+        pytest.param({"percent": "hundredth"}, "42%", 0.0, id="percent-is-a-hundredth"),
+        pytest.param({"percent": "hundredth"}, "4200 %", 1.0, id="percent-of-4200"),
+    ],
+)
+def test_which_number_is_stated(options: dict[str, Any], completion: str, value: float) -> None:
+    assert NumberMatch(**options)(["?"], [completion], answer=["42"]) == [value]
+
+
+@pytest.mark.parametrize(
+    ("reference", "number"),
+    [
+        (42, F(42)),
+        (0.1, F(1, 10)),
+        (F(1, 3), F(1, 3)),
+        ("42", F(42)),
+        ("$1,042.50 per month", F(2085, 2)),
+        ("48/2 = <<48/2=24>>24 clips\n#### 72", F(72)),
+        (r"so \boxed{-3}", F(-3)),
+        (r"\boxed{42 \text{ cm}}", F(42)),
+        ("x = 42", F(42)),
+    ],
+)
+def test_what_reads_as_a_reference(reference: Any, number: Fraction) -> None:
+    assert NumberMatch().number_of_reference(reference) == number
+
+
+@pytest.mark.parametrize(
+    "reference", ["x + 1", r"2\pi", "x^2", "5 or 6", "", True, math.nan, math.inf, [42], "1e999999999", "#### 1 2"]
+)
+def test_a_reference_that_is_not_one_number_takes_its_row_out(reference: Any) -> None:
+    with pytest.warns(UserWarning, match=r"expected a number, or a text with one number, got"):
+        values = NumberMatch()(["?"] * 2, ["42", "42"], answer=[reference, 42])
+    assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"percent": "both"}, "expected percent to be 'unit' or 'hundredth', got 'both'"),
+        ({"abs_tol": -1.0}, "expected abs_tol to be 0 or a positive number, got -1.0"),
+        ({"rel_tol": math.nan}, "expected rel_tol to be 0 or a positive number, got nan"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NumberMatch(**options)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "1",
+        "1 ",
+        "1,",
+        ",000",
+        "answer is ",
+        r"\boxed{",
+        "#",
+        "=",
+        r"\frac",
+        r"\frac{ ",
+        "1/",
+        "1^",
+        "1e",
+        ".",
+        "-",
+        "$",
+    ],
+)
+def test_time_grows_with_the_text_and_not_with_its_square(piece: str) -> None:
+    text = (piece * 10**6)[: 10**6]
+    begin = time.process_time()
+    assert NumberMatch()(["?"], [text], answer=["7"]) == [0.0]
+    assert time.process_time() - begin < 20  # about one second; a square would take hours
+
+
+def rows(file: str) -> list[str]:
+    return [json.loads(line)["answer"] for line in (BUNDLED / file).read_text(encoding="utf-8").splitlines()]
+
+
+def test_bundled_gold_answers_score_1_and_others_0() -> None:
+    answers = rows("train.jsonl") + rows("test.jsonl")
+    assert len(answers) == 1200
+    reward, prompts = NumberMatch(), [""] * len(answers)
+    assert reward(prompts, answers, answer=answers) == [1.0] * len(answers)
+    for change in (1, -1, F(1, 1000), 10**6):
+        others = [f"#### {float(reward.number_of_reference(answer) + change)!r}" for answer in answers]
+        assert reward(prompts, others, answer=answers) == [0.0] * len(answers)
