@@ -4,12 +4,14 @@ from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.choice_match import ChoiceMatch
 from lightning_rl.rewards.exact_match import ExactMatch
 from lightning_rl.rewards.json_schema import JSONSchema
+from lightning_rl.rewards.judge import Judge
 from lightning_rl.rewards.language import Language
 from lightning_rl.rewards.length import Length
 from lightning_rl.rewards.math_match import MathMatch
 from lightning_rl.rewards.number_match import NumberMatch
 from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
+from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.rewards.scoring import Reward, RewardCall, Rewards, RewardSource, Scores
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
@@ -19,6 +21,7 @@ __all__ = [
     "ChoiceMatch",
     "ExactMatch",
     "JSONSchema",
+    "Judge",
     "Language",
     "Length",
     "MathMatch",
@@ -27,6 +30,7 @@ __all__ = [
     "Repetition",
     "Reward",
     "RewardCall",
+    "RewardModel",
     "RewardSource",
     "Rewards",
     "Scores",

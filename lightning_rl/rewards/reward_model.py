@@ -1,0 +1,328 @@
+"""RewardModel: the score of another model, a sequence classifier or one with a value head, for the whole conversation.
+
+Padding never matters. Hugging Face's decoders with a classification head read their score at the last token that is not
+``config.pad_token_id``: without such an id they refuse more than one text, and where the id also ends texts, they read
+one token too early. So each batch is padded with an id that none of its texts ends with, and the model is told so.
+"""
+
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.rewards.text import ids_of, text_of
+
+VALUE_HEAD = "value_head.safetensors"
+SCORING = threading.Lock()  # a model is built once, and told for each batch what its padding is
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """What a model says of each prompt with its completion.
+
+    The model is built at the first call, in each process that calls it; it is in evaluation mode and never trained.
+    A text that is longer than the model reads gets NaN, which takes its row out of training, with a warning.
+
+    Args:
+        model: name or path of a sequence classifier, or of a folder with a ``value_head.safetensors`` that
+            ``save_pretrained`` of the module wrote; or a callable without arguments that builds one.
+        tokenizer: of the model, by name or itself; by default the one beside a model given by name.
+        tokens: ``"own"``: the text, tokenized by the model's own tokenizer, with its chat template where the prompt is
+            chat messages; ``"policy"``: the ids that the policy sampled, for a model with the policy's tokenizer.
+        per_token: whether a callable's model says something at each token, of which that at the last one counts.
+        label: which of several labels counts.
+        activation: what is applied to what the model says.
+        device: where the model is; by default the accelerator of this process, or the CPU without one.
+        dtype: of the weights; by default as they were saved or built.
+        token_budget: most tokens of a batch, padding included; 1 for one text at a time.
+        max_length: most tokens of a text; by default what the model's configuration says.
+
+    Raises:
+        ValueError: if an option is out of range or unknown; at the first call if the model cannot score like that. The
+            message says what to change.
+    """
+
+    model: str | Path | Callable[[], nn.Module]
+    tokenizer: Any = None
+    tokens: Literal["own", "policy"] = "own"
+    per_token: bool = False
+    label: int | None = None
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    token_budget: int = 16384
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        for option, value, known in (
+            ("tokens", self.tokens, ("own", "policy")),
+            ("activation", self.activation, ("none", "sigmoid", "softmax")),
+        ):
+            if value not in known:
+                raise ValueError(f"expected {option} to be one of {list(known)}, got {value!r}")
+        for option, count in (("token_budget", self.token_budget), ("max_length", self.max_length)):
+            if count is not None and count < 1:
+                raise ValueError(f"expected {option} to be at least 1, got {count}")
+        if not callable(self.model) and not isinstance(self.model, str | Path):
+            raise ValueError(
+                f"expected model to be a name, a path or a callable that builds one, got {self.model!r:.99}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: a copy builds a model of its own."""
+        return {key: value for key, value in vars(self).items() if key not in ("scorer", "reader")}
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        completion_ids: Sequence[Sequence[int]] = (),
+        **columns: Any,
+    ) -> list[float | None]:
+        """A value for each completion, by the contract of rewards."""
+        rows = self._rows(prompts, completions, completion_ids)
+        values: list[float | None] = [math.nan if row else None for row in rows]
+        with SCORING:
+            scorer = self.scorer
+            limit = scorer.max_length if self.max_length is None else self.max_length
+            fitting = [number for number, row in enumerate(rows) if row and (limit is None or len(row) <= limit)]
+            for number, value in zip(fitting, scorer.scores([rows[number] for number in fitting]), strict=True):
+                values[number] = value
+        overlong = [len(row) for row in rows if limit is not None and len(row) > limit]
+        if overlong:
+            warnings.warn(
+                f"{len(overlong)} texts are longer than the {limit} tokens that the reward model reads, the longest "
+                f"has {max(overlong)}: their rows get no reward; pass max_length= or shorten the completions",
+                stacklevel=2,
+            )
+        return values
+
+    def _rows(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """The token ids of each prompt with its completion."""
+        if self.tokens == "own":
+            return [self._text_ids(prompt, text_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
+        ids = ids_of(completions, completion_ids, reward=self)
+        return [[*self._prompt_ids(prompt), *row] for prompt, row in zip(prompts, ids, strict=True)]
+
+    @cached_property
+    def scorer(self) -> "Scorer":
+        """The model, built and checked."""
+        with torch.random.fork_rng(devices=[]):  # building draws no random number of the run's
+            module, per_token = self._build()
+        device = self.device
+        if device is None:
+            device = torch.accelerator.current_accelerator() or "cpu"
+        module = module.to(device=device, dtype=self.dtype).requires_grad_(requires_grad=False).eval()
+        scorer = Scorer(module, per_token, self.label, self.activation, self.token_budget)
+        if self.token_budget > 1:
+            scorer.check_padding()
+        return scorer
+
+    @cached_property
+    def reader(self) -> Any:
+        """The tokenizer."""
+        from transformers import AutoTokenizer
+
+        source = self.tokenizer
+        if source is None and isinstance(self.model, str | Path):
+            source = self.model
+        if source is None:
+            raise ValueError("expected tokenizer= for a reward model that a callable builds, got None")
+        return AutoTokenizer.from_pretrained(source) if isinstance(source, str | Path) else source
+
+    def _build(self) -> tuple[nn.Module, bool]:
+        """The model, and whether it says something at each token."""
+        from transformers import AutoModelForSequenceClassification
+
+        if callable(self.model):
+            return self.model(), self.per_token
+        dtype: Any = "auto" if self.dtype is None else self.dtype
+        if (Path(self.model) / VALUE_HEAD).is_file():
+            return ValueModel(Path(self.model), dtype), True
+        load: Any = AutoModelForSequenceClassification.from_pretrained
+        model, info = load(self.model, dtype=dtype, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(
+                f"expected {self.model} to be a reward model, but it has no weights for "
+                f"{sorted(info['missing_keys'])}: they would be random; name a sequence "
+                "classifier, or pass a callable that builds one"
+            )
+        return model, False
+
+    def _text_ids(self, prompt: Any, text: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self.reader(prompt + text)["input_ids"]
+        if _is_chat(prompt):
+            return self._template([*prompt, {"role": "assistant", "content": text}], add_generation_prompt=False)
+        raise ValueError(
+            "expected prompts as text or as chat messages for a reward model with a tokenizer of its own, got token "
+            'ids: pass tokens="policy" if it has that of the policy'
+        )
+
+    def _prompt_ids(self, prompt: Any) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.reader(prompt)["input_ids"]
+        return self._template(prompt, add_generation_prompt=True) if _is_chat(prompt) else prompt
+
+    def _template(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> list[int]:
+        if self.reader.chat_template is None:
+            raise ValueError(
+                f"expected the tokenizer of the reward model {self.model} to have a chat template, since the prompts "
+                "are chat messages, but it has none: set one, and pass it by tokenizer="
+            )
+        text = self.reader.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return self.reader(text, add_special_tokens=False)["input_ids"]  # the template writes them
+
+
+class ValueModel(nn.Module):
+    """A model whose value head was exported beside it: a value at each token."""
+
+    def __init__(self, folder: Path, dtype: Any) -> None:
+        from safetensors.torch import load_file
+        from transformers import AutoModel
+
+        super().__init__()
+        shared = not (folder / "config.json").is_file()  # a head on the policy, which lies above
+        self.model = AutoModel.from_pretrained(folder.parent if shared else folder, dtype=dtype)
+        self.weight = nn.Parameter(load_file(folder / VALUE_HEAD)["weight"].to(self.model.dtype))
+        self.config = self.model.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Values [B, T]."""
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return nn.functional.linear(hidden, self.weight)[..., 0]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A built model, and how its score is read.
+
+    Args:
+        module: on its device, in evaluation mode.
+        per_token: whether it says something at each token.
+        label: which of several labels counts.
+        activation: what is applied to what it says.
+        token_budget: most tokens of a batch.
+    """
+
+    module: nn.Module
+    per_token: bool
+    label: int | None
+    activation: str
+    token_budget: int
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration; None for a module without one."""
+        config = getattr(self.module, "config", None)
+        return None if config is None else config.get_text_config()
+
+    @property
+    def max_length(self) -> int | None:
+        """How many tokens the model reads; None if nothing says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many token ids it knows; None if nothing says so."""
+        return getattr(self.config, "vocab_size", None)
+
+    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each row of token ids, none of which is empty.
+
+        Raises:
+            ValueError: if an id is outside of the vocabulary, or the model's output is no score.
+        """
+        largest = max((max(row) for row in rows), default=0)
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise ValueError(
+                f"expected token ids below the reward model's vocabulary of {self.vocabulary}, got {largest}: it has "
+                'another tokenizer than the policy: pass tokens="own"'
+            )
+        values = [math.nan] * len(rows)
+        for batch in self._batches(rows):
+            for number, value in zip(batch, self._batch_scores([rows[number] for number in batch]), strict=True):
+                values[number] = value
+        return values
+
+    def check_padding(self) -> None:
+        """Scores a short text beside a longer one and alone.
+
+        Raises:
+            ValueError: if that is not the same up to rounding.
+        """
+        known = self.vocabulary or 8
+        rows = [[(7 * place + 3) % known for place in range(length)] for length in (3, 8)]
+        together, alone = self._batch_scores(rows), [self._batch_scores([row])[0] for row in rows]
+        dtype = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
+        room = math.sqrt(torch.finfo(dtype).eps) * (1 + max(map(abs, alone)))
+        if any(abs(one - other) > room for one, other in zip(together, alone, strict=True)):
+            raise ValueError(
+                f"expected the reward model to score a text the same beside a longer one as alone, got {together} and "
+                f"{alone}: its padding matters, so pass token_budget=1, which scores one text at a time"
+            )
+
+    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Rows of similar length together, within the budget; a longer one alone."""
+        batch: list[int] = []
+        for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
+            longest = len(rows[batch[0]]) if batch else 0
+            crowded = self.vocabulary is not None and len(batch) + 1 >= self.vocabulary
+            if batch and ((len(batch) + 1) * longest > self.token_budget or crowded):
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    @torch.inference_mode()
+    def _batch_scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        lengths = torch.tensor([len(row) for row in rows])
+        ends = {row[-1] for row in rows}
+        padding = next(number for number in range(len(rows) + 1) if number not in ends)
+        if self.config is not None:
+            self.config.pad_token_id = padding
+        width = int(lengths.max())
+        ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
+        mask = (torch.arange(width) < lengths[:, None]).long()
+        with torch.autocast(device.type, enabled=False):
+            output = self.module(input_ids=ids.to(device), attention_mask=mask.to(device))
+        logits = output if isinstance(output, Tensor) else output["logits"]
+        if self.per_token:
+            logits = logits[torch.arange(len(rows), device=logits.device), (lengths - 1).to(logits.device)]
+        return self._read(logits.float().cpu(), len(rows))
+
+    def _read(self, logits: Tensor, rows: int) -> list[float]:
+        """The label that counts, of logits [B] or [B, labels]."""
+        logits = logits[:, None] if logits.dim() == 1 else logits
+        if logits.dim() != 2 or len(logits) != rows:
+            raise ValueError(
+                f"expected the reward model to give [{rows}, labels], got {list(logits.shape)}: pass per_token=True if "
+                "it says something at each token"
+            )
+        label = self.label if self.label is not None else 0 if logits.shape[1] == 1 else None
+        if label is None or not -logits.shape[1] <= label < logits.shape[1]:
+            raise ValueError(f"expected label= to be one of the reward model's {logits.shape[1]}, got {self.label}")
+        if self.activation == "softmax":
+            logits = logits.softmax(-1)
+        elif self.activation == "sigmoid":
+            logits = logits.sigmoid()
+        return logits[:, label].tolist()
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and any(not isinstance(part, int) for part in prompt)

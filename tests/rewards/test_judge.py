@@ -1,0 +1,356 @@
+"""Judge: scores from a loopback server that is slow, busy, broken or right, by no more requests than needed."""
+
+import asyncio
+import json
+import math
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from lightning_rl.rewards import Judge
+
+SECRET = "sk-do-not-show"
+Reply = tuple[int, bytes, dict[str, str]]
+Script = Callable[[dict[str, Any], int], Any]
+
+
+def completion(answer: Any, prompt_tokens: int = 100, completion_tokens: int = 10) -> bytes:
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return json.dumps({"choices": [{"message": {"content": answer}}], "usage": usage}).encode()
+
+
+class Endpoint:
+    """Answers chat completions on loopback by a script of the request's body and of how often it came before."""
+
+    def __init__(self, script: Script) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.now = self.peak = 0
+        lock, endpoint = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    seen = sum(known == body for known in endpoint.bodies)
+                    endpoint.bodies.append(body)
+                    endpoint.headers.append(dict(self.headers) | {"path": self.path})
+                    endpoint.now += 1
+                    endpoint.peak = max(endpoint.peak, endpoint.now)
+                try:
+                    status, content, headers = script(body, seen)
+                finally:
+                    with lock:
+                        endpoint.now -= 1
+                try:
+                    self.send_response(status)
+                    for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(content)
+                except OSError:  # the judge has hung up
+                    pass
+
+            @override
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        """What a judge is given."""
+        return f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def close(self) -> None:
+        """Ends it."""
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Script], Endpoint]]:
+    endpoints: list[Endpoint] = []
+
+    def start(script: Script) -> Endpoint:
+        endpoints.append(Endpoint(script))
+        return endpoints[-1]
+
+    yield start
+    for endpoint in endpoints:
+        endpoint.close()
+
+
+def of(endpoint: Endpoint, **options: Any) -> Judge:
+    known: dict[str, Any] = {"model": "judge-1", "base_url": endpoint.url, "api_key_env": None, "delay": 0.01}
+    return Judge(**{**known, **options})
+
+
+def ask(judge: Judge, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    return asyncio.run(judge(["What?"] * len(completions), completions, completion_ids=[], **columns))
+
+
+def question(body: dict[str, Any]) -> str:
+    return body["messages"][-1]["content"]
+
+
+def by_length(body: dict[str, Any], seen: int) -> Reply:
+    """As many points as the response has letters."""
+    response = question(body).split("<response>\n")[1].split("\n</response>")[0]
+    return 200, completion(json.dumps({"reason": "its length", "score": len(response)})), {}
+
+
+def test_scores_lie_on_the_scale(serve: Callable[[Script], Endpoint]) -> None:
+    endpoint = serve(by_length)
+    chat = [{"role": "assistant", "content": "xxxxx"}]
+    assert ask(of(endpoint), ["", "x" * 10, chat]) == [0.0, 1.0, 0.5]
+    assert ask(of(endpoint, scale=(20, 0)), ["x" * 5]) == [0.75]
+    assert {headers["path"] for headers in endpoint.headers} == {"/v1/chat/completions"}
+    body = endpoint.bodies[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-1", 0.0, 512)
+
+
+def test_the_template_takes_prompt_completion_and_columns_and_no_text_is_a_template(serve: Any) -> None:
+    endpoint = serve(lambda *_: (200, completion('{"score": 10}'), {}))
+    judge = of(
+        endpoint,
+        template="{prompt}|{completion}|{rubric}|{{}}",
+        system="Be fair.",
+        options={"top_p": 0.5},
+        max_answer_tokens=None,
+    )
+    prompts = [[{"role": "system", "content": "s"}, {"role": "user", "content": "{rubric}"}]]
+    assert asyncio.run(judge(prompts, ["{prompt} \ud800%s"], rubric=[7])) == [1.0]
+    (body,) = endpoint.bodies
+    assert question(body) == "system: s\n\nuser: {rubric}|{prompt} ?%s|7|{}"
+    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and body["top_p"] == 0.5
+    assert "max_tokens" not in body
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "value"),
+    [
+        ({}, '{"score": 5}', 0.5),
+        ({}, 'Well.\n```json\n{"reason": "a {b}", "score": "5"}\n```', 0.5),
+        ({}, '{"score": 1} no: {"score": 5}', 0.5),
+        ({}, '{"reason": "it says \\"score\\": 10", "score": 5}', 0.5),
+        ({}, '{"reason": "{\\"score\\": 10}", "score": 5}', 0.5),
+        ({"score_key": "grade"}, '{"grade": 5.0}', 0.5),
+        ({"pattern": r"Rating: \[\[(\d+)\]\]"}, "Rating: [[1]] Rating: [[5]]", 0.5),
+        ({}, '{"score": 11}', None),
+        ({}, '{"score": -1}', None),
+        ({}, '{"score": NaN}', None),
+        ({}, '{"score": true}', None),
+        ({}, '{"score": null}', None),
+        ({}, '{"score": [5]}', None),
+        ({}, "5", None),
+        ({}, "", None),
+        ({}, "{" * 10**5, None),
+        ({}, '{"a":' * 10**4, None),
+        ({"pattern": r"Rating: (\w+)"}, "Rating: good", None),
+        ({"pattern": r"(?:(.*?),){12}P"}, ",".join("1" * 60), None),
+    ],
+)
+def test_answers(options: dict[str, Any], answer: str, value: float | None, serve: Any) -> None:
+    judge = of(serve(lambda *_: (200, completion(answer), {})), **options)
+    if value is not None:
+        assert ask(judge, ["x"]) == [value]
+        return
+    with pytest.warns(UserWarning, match=r"gave no score to 1 of 1 completions.*expected a score from 0 to 10"):
+        (found,) = ask(judge, ["x"])
+    assert found is not None and math.isnan(found)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_what_is_busy_is_asked_again(status: int, serve: Any) -> None:
+    def script(body: dict[str, Any], seen: int) -> Reply:
+        return (200, completion('{"score": 10}'), {}) if seen == 2 else (status, b"later", {"Retry-After": "0.01"})
+
+    endpoint = serve(script)
+    judge = of(endpoint, retries=2)
+    assert ask(judge, ["x"]) == [1.0] and len(endpoint.bodies) == 3
+    assert judge.usage.requests == 1
+
+
+def test_after_the_last_retry_the_row_alone_is_lost(serve: Any) -> None:
+    def script(body: dict[str, Any], seen: int) -> Reply:
+        return (500, b"broken", {}) if "bad" in question(body) else (200, completion('{"score": 10}'), {})
+
+    endpoint = serve(script)
+    with pytest.warns(UserWarning, match=r"to 1 of 3 completions.*status 500: broken, 3 times"):
+        values = ask(of(endpoint, retries=2), ["good", "bad", "fine"])
+    assert values[0] == values[2] == 1.0 and values[1] is not None and math.isnan(values[1])
+    assert len(endpoint.bodies) == 5
+
+
+def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    endpoint = serve(lambda *_: (401, f"wrong key {SECRET}".encode(), {}))
+    judge = of(endpoint, api_key_env="JUDGE_KEY")
+    with pytest.warns(UserWarning, match=r"status 401: wrong key \*\*\*") as caught:
+        ask(judge, ["x"])
+    assert endpoint.headers[0]["Authorization"] == f"Bearer {SECRET}" and len(endpoint.bodies) == 1
+    shown = [str(warning.message) for warning in caught] + [repr(judge), repr(vars(judge)), repr(judge.usage)]
+    assert not any(SECRET in text for text in shown) and SECRET.encode() not in pickle.dumps(judge)
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    judge = Judge(model="m", base_url=url, api_key_env=None, retries=1, delay=0.0)
+    with pytest.warns(UserWarning, match=rf"{url}/chat/completions did not answer: ConnectError.*, 2 times"):
+        (value,) = ask(judge, ["x"])
+    assert value is not None and math.isnan(value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no json", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 4}}]}']
+)
+def test_what_is_no_chat_completion_takes_its_row_out(content: bytes, serve: Any) -> None:
+    with pytest.warns(UserWarning, match=r"expected (a chat completion|an answer of text), got"):
+        (value,) = ask(of(serve(lambda *_: (200, content, {}))), ["x"])
+    assert value is not None and math.isnan(value)
+
+
+def test_an_endless_answer_is_not_read_to_its_end(serve: Any) -> None:
+    endpoint = serve(lambda *_: (200, b" " * 10**7, {}))
+    with pytest.warns(UserWarning, match="its answer has more than max_answer_bytes=100000"):
+        ask(of(endpoint, max_answer_bytes=100_000), ["x"])
+
+
+def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) -> None:
+    release = threading.Event()
+
+    def script(body: dict[str, Any], seen: int) -> Reply:
+        if "slow" in question(body):
+            release.wait(20)
+        return 200, completion('{"score": 10}'), {}
+
+    endpoint = serve(script)
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match=r"did not answer: .*Time.*, 1 times"):
+        values = ask(of(endpoint, timeout=0.3, retries=0), ["slow", "quick"])
+    assert values[1] == 1.0
+    with pytest.warns(UserWarning, match=r"there was none after 0\.3 s, its deadline"):
+        values = ask(of(endpoint, deadline=0.3), ["slow", "quick"])
+    assert values[1] == 1.0 and time.monotonic() - begin < 10
+    release.set()
+
+
+def test_many_are_asked_at_once_and_never_more_than_allowed(serve: Any) -> None:
+    barrier = threading.Barrier(4)
+
+    def script(body: dict[str, Any], seen: int) -> Reply:
+        barrier.wait(20)  # passes only if four are there at the same time
+        return 200, completion('{"score": 10}'), {}
+
+    endpoint = serve(script)
+    assert ask(of(endpoint, concurrency=4), [f"x{row}" for row in range(12)]) == [1.0] * 12
+    assert endpoint.peak == 4 and len(endpoint.bodies) == 12
+
+
+def test_the_same_request_is_sent_once(serve: Any) -> None:
+    endpoint = serve(by_length)
+    judge = of(endpoint)
+    assert ask(judge, ["xx", "xx", "xxx"]) == [0.2, 0.2, 0.3] and len(endpoint.bodies) == 2
+    assert ask(judge, ["xxx", "xx"]) == [0.3, 0.2] and len(endpoint.bodies) == 2
+    assert (judge.usage.requests, judge.usage.cached) == (2, 2)
+
+
+def test_the_memory_holds_no_more_than_it_may(serve: Any) -> None:
+    endpoint = serve(by_length)
+    judge = of(endpoint, cache_size=1, concurrency=1)
+    for text, requests in (("x", 1), ("x", 1), ("xx", 2), ("x", 3)):
+        assert ask(judge, [text]) == [len(text) / 10] and len(endpoint.bodies) == requests
+
+
+def test_a_folder_keeps_answers_for_another_process_and_no_failures(serve: Any, tmp_path: Path) -> None:
+    endpoint = serve(by_length)
+    assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2]
+    with pytest.warns(UserWarning, match="gave no score"):
+        ask(of(endpoint, cache=tmp_path), ["x" * 11])
+    (file,) = tmp_path.rglob("*.json")
+    assert json.loads(file.read_text())["model"] == "judge-1" and not list(tmp_path.rglob("*.part"))
+    assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2] and len(endpoint.bodies) == 2
+    assert ask(of(endpoint, cache=tmp_path, temperature=1.0), ["xx"]) == [0.2] and len(endpoint.bodies) == 3
+    file.write_text("[torn")
+    assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2] and len(endpoint.bodies) == 4
+    assert json.loads(file.read_text())["answer"].startswith("{")
+
+
+def test_a_cache_that_cannot_be_written_costs_no_score(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="judge judge-1 cannot write to its cache: .*Not a directory"):
+        assert ask(of(serve(by_length), cache=tmp_path / "file"), ["xx"]) == [0.2]
+
+
+def test_cost_and_counts_are_logged_for_each_call_and_summed(serve: Any) -> None:
+    logged: list[tuple[str, float]] = []
+    judge = of(serve(by_length), prices=(2.0, 8.0), name="style")
+    ask(judge, ["x", "xx"], log_metric=lambda name, value: logged.append((name, value)))
+    cost = (200 * 2.0 + 20 * 8.0) / 1e6
+    assert dict(logged) == {
+        "style/requests": 2,
+        "style/cached": 0,
+        "style/failed": 0,
+        "style/prompt_tokens": 200,
+        "style/completion_tokens": 20,
+        "style/cost": pytest.approx(cost),
+    }
+    with pytest.warns(UserWarning, match="gave no score"):
+        ask(judge, ["x", "x" * 11])
+    assert judge.usage.cost == pytest.approx(1.5 * cost)
+    assert (judge.usage.requests, judge.usage.cached, judge.usage.failed) == (3, 1, 1)
+
+
+def test_a_copy_has_the_options_and_counts_for_itself(serve: Any) -> None:
+    judge = of(serve(by_length))
+    ask(judge, ["x"])
+    copy = pickle.loads(pickle.dumps(judge))
+    assert copy == judge and copy.usage.requests == 0
+
+
+def test_no_rows_no_requests(serve: Any) -> None:
+    assert ask(of(serve(by_length)), []) == []
+
+
+def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anything_is_sent(serve: Any) -> None:
+    endpoint = serve(by_length)
+    with pytest.raises(ValueError, match=r"in the environment variable NO_SUCH_KEY, which is not set: set it, name"):
+        ask(of(endpoint, api_key_env="NO_SUCH_KEY"), ["x"])
+    with pytest.raises(ValueError, match=r"expected a column 'rubric' for Judge.*columns \['answer'\]"):
+        ask(of(endpoint, template="{completion} {rubric}"), ["x"], answer=["y"])
+    with pytest.raises(ValueError, match="expected prompts as text or as chat messages for a judge, got"):
+        asyncio.run(of(endpoint)([[1, 2]], ["x"]))
+    assert endpoint.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, "expected base_url to be a URL without a name or password"),
+        ({"base_url": f"http://me:{SECRET}@127.0.0.1/v1"}, "expected base_url to be a URL without a name or password"),
+        ({"concurrency": 0}, "expected concurrency > 0, got 0"),
+        ({"retries": -1}, "expected retries to be at least 0, got -1"),
+        ({"scale": (1, 1)}, r"expected scale to be two different numbers, such as \(0, 10\), got \(1, 1\)"),
+        ({"pattern": "score"}, "expected pattern to have a group for the score, got 'score'"),
+        ({"template": "{prompt}"}, r"expected template to hold \{completion\}.*got the fields \['prompt'\]"),
+        ({"template": "{completion} {x.y}"}, r"with \{\{ and \}\} for braces, got the fields \['completion', 'x.y'\]"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Judge(**{"model": "m", **options})
+    assert SECRET not in str(caught.value)

@@ -1,0 +1,279 @@
+"""RewardModel: the score of another model, the same in any batch, whatever its configuration says of padding."""
+
+import math
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import EOS, VOCABULARY, tiny_policy, tiny_tokenizer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from lightning_rl.rewards import RewardModel
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+SHAPE |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.5}
+DECODER = {"num_key_value_heads": 2, "num_labels": 1, "bos_token_id": None, "eos_token_id": EOS}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForSequenceClassification, DECODER),
+    "llama": (LlamaConfig, LlamaForSequenceClassification, DECODER),
+    "bert": (BertConfig, BertForSequenceClassification, {"num_labels": 1}),
+    "roberta": (RobertaConfig, RobertaForSequenceClassification, {"num_labels": 1, "pad_token_id": 1}),
+}
+IDS = [[2, 3, 4, 5, 6, 7, 8], [3], [5, EOS], [9, 0], [4, 4, 4, 4], [EOS], [0], [7, 15, 15]]
+TEXTS = ["a b c", "a", "d </s>", "e", "b b b b", "c </s>", "n", "f n n"]
+
+
+def classifier_of(kind: str = "qwen2", *, pad: int | None = None, **options: Any) -> nn.Module:
+    config, model, more = KINDS[kind]
+    built = config(**{**SHAPE, "pad_token_id": pad, **more, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        classifier = model(built)
+    if pad is not None:  # weights are drawn otherwise, with zeros for the padding
+        classifier.load_state_dict(classifier_of(kind, **options).state_dict())
+    return classifier
+
+
+def alone(ids: list[int], **options: Any) -> float:
+    """What the model itself says of one text, without padding and without anything of ours."""
+    model = classifier_of(**options).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+
+
+def scores(reward: RewardModel, prompts: list[Any], completion_ids: list[list[int]]) -> list[float | None]:
+    return reward(prompts, [""] * len(prompts), completion_ids=completion_ids)
+
+
+def of_policy(build: Any, **options: Any) -> RewardModel:
+    return RewardModel(model=build, tokens="policy", device="cpu", **options)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("pad", [None, EOS, 0, 15], ids=lambda pad: f"pad-{pad}")
+@pytest.mark.parametrize("token_budget", [1, 8, 1000])
+def test_a_text_scores_as_alone_in_any_batch_and_for_any_padding(kind: str, pad: int | None, token_budget: int) -> None:
+    reward = of_policy(partial(classifier_of, kind, pad=pad), token_budget=token_budget)
+    wanted = [alone([2, *ids], kind=kind) for ids in IDS]
+    assert len({round(value, 3) for value in wanted}) == len(wanted)  # they differ, so a wrong position would show
+    assert scores(reward, [[2]] * len(IDS), IDS) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_encoders_too(kind: str) -> None:
+    ids = [[token if token != 1 else 2 for token in row] for row in IDS]  # 1 is what RoBERTa was trained to pad with
+    together = scores(of_policy(partial(classifier_of, kind)), [[2]] * len(ids), ids)
+    each = scores(of_policy(partial(classifier_of, kind), token_budget=1), [[2]] * len(ids), ids)
+    assert together == pytest.approx(each, rel=1e-4, abs=1e-5)
+
+
+def test_what_the_models_own_padding_would_do_is_wrong() -> None:
+    model = classifier_of(pad=EOS).eval()
+    with torch.no_grad():
+        own = model(input_ids=torch.tensor([[5, EOS]])).logits[0, 0].item()
+    assert own != pytest.approx(alone([5, EOS]), rel=1e-2)  # the silent failure that the reward does not have
+    assert scores(of_policy(partial(classifier_of, pad=EOS)), [[5]], [[EOS]]) == pytest.approx(
+        [alone([5, EOS])], rel=1e-4
+    )
+
+
+def test_the_order_of_the_rows_does_not_matter() -> None:
+    reward = of_policy(classifier_of)
+    forth, back = scores(reward, [[2]] * 8, IDS), scores(reward, [[2]] * 8, IDS[::-1])
+    assert forth == pytest.approx(back[::-1], rel=1e-5)
+
+
+def test_more_rows_than_token_ids() -> None:
+    ids = [[token] for token in range(VOCABULARY)]
+    found = scores(of_policy(classifier_of), [[2]] * VOCABULARY, ids)
+    assert found == pytest.approx([alone([2, token]) for token in range(VOCABULARY)], rel=1e-4, abs=1e-5)
+
+
+def folder_of(model: Any, folder: Path, *, template: str | None = None) -> Path:
+    model.save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
+    reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
+    ids = [tiny_tokenizer()(f"a b {text}")["input_ids"] for text in TEXTS]
+    assert reward(["a b "] * 8, TEXTS) == pytest.approx([alone(row) for row in ids], rel=1e-4, abs=1e-5)
+
+
+TEMPLATE = "{% for m in messages %}{{ 'a ' if m['role'] == 'user' else 'b ' }}{{ m['content'] }} </s> {% endfor %}"
+
+
+def test_chat_prompts_go_through_the_models_chat_template(tmp_path: Path) -> None:
+    reward = RewardModel(model=folder_of(classifier_of(), tmp_path, template=TEMPLATE), device="cpu")
+    chat = [[{"role": "user", "content": "c d"}]] * 2
+    values = reward(chat, [[{"role": "assistant", "content": text}] for text in ("e", "f g")])
+    ids = [tiny_tokenizer()(f"a c d </s> b {text} </s>")["input_ids"] for text in ("e", "f g")]
+    assert values == pytest.approx([alone(row) for row in ids], rel=1e-4, abs=1e-5)
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
+    with pytest.raises(
+        ValueError, match=r"to have a chat template, since the prompts are chat messages, but it has none"
+    ):
+        reward([[{"role": "user", "content": "c"}]], ["d"])
+
+
+def test_token_ids_need_the_policys_tokenizer(tmp_path: Path) -> None:
+    reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
+    with pytest.raises(ValueError, match=r'got token ids: pass tokens="policy" if it has that of the policy'):
+        reward([[2, 3]], ["d"])
+    with pytest.raises(ValueError, match="expected completion_ids of 1 completions for RewardModel"):
+        of_policy(classifier_of)([[2]], ["d"])
+
+
+def test_a_model_whose_head_would_be_random_is_refused(tmp_path: Path) -> None:
+    reward = RewardModel(model=folder_of(tiny_policy(), tmp_path), device="cpu")
+    with pytest.raises(ValueError, match=r"to be a reward model, but it has no weights for \['score.weight'\]"):
+        reward(["a"], ["b"])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_exported_value_head(tmp_path: Path, shared: bool) -> None:
+    model, weight = tiny_policy(), torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    folder_of(model, tmp_path if shared else tmp_path / "critic")
+    (tmp_path / "critic").mkdir(exist_ok=True)
+    save_file({"weight": weight}, tmp_path / "critic" / "value_head.safetensors")
+    reward = RewardModel(model=tmp_path / "critic", tokens="policy", device="cpu")
+    found = scores(reward, [[2]] * 8, IDS)
+    wanted = []
+    for ids in IDS:
+        with torch.no_grad():
+            hidden = model.eval().base_model(input_ids=torch.tensor([[2, *ids]])).last_hidden_state
+        wanted.append((hidden[0, -1] @ weight[0]).item())
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+class Summing(nn.Module):
+    """At each token the sum of the ids so far, as logits [B, T] or [B, T, 1], or of labels [B, labels]."""
+
+    def __init__(self, labels: int = 0, *, minding: bool = False) -> None:
+        super().__init__()
+        self.labels, self.minding = labels, minding
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """What it says."""
+        ids = input_ids * attention_mask * (input_ids.shape[1] if self.minding else 1)
+        if not self.labels:
+            return ids.cumsum(-1).float()
+        return ids.sum(-1).float()[:, None] * torch.arange(self.labels)
+
+
+def test_a_value_at_each_token_counts_at_the_last_one() -> None:
+    assert scores(of_policy(Summing, per_token=True), [[2]] * 3, [[3, 4], [], [5]]) == [9.0, 2.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"label": 1}, 5.0),
+        ({"label": 2}, 10.0),
+        ({"label": -1}, 10.0),
+        ({"label": 1, "activation": "sigmoid"}, 1 / (1 + math.exp(-5))),
+        ({"label": 1, "activation": "softmax"}, math.exp(5) / (1 + math.exp(5) + math.exp(10))),
+    ],
+)
+def test_labels_and_activations(options: dict[str, Any], value: float) -> None:
+    assert scores(of_policy(partial(Summing, 3), **options), [[2]], [[3]]) == pytest.approx([value])
+
+
+@pytest.mark.parametrize("label", [None, 3, -4])
+def test_a_label_has_to_be_one_of_them(label: int | None) -> None:
+    with pytest.raises(ValueError, match=rf"expected label= to be one of the reward model's 3, got {label}"):
+        scores(of_policy(partial(Summing, 3), label=label), [[2]], [[3]])
+
+
+def test_a_model_that_minds_its_padding_is_refused_unless_it_gets_none() -> None:
+    minding = partial(Summing, 2, minding=True)
+    with pytest.raises(
+        ValueError, match=r"expected the reward model to score a text the same beside a longer one as al"
+    ):
+        scores(of_policy(minding, label=1), [[2]], [[3]])
+    assert scores(of_policy(minding, label=1, token_budget=1), [[2]] * 2, [[3], [3, 4]]) == [10.0, 27.0]
+
+
+def test_too_long_a_text_takes_its_row_out() -> None:
+    with pytest.warns(
+        UserWarning, match=r"1 texts are longer than the 64 tokens.*the longest has 65: their rows get no"
+    ):
+        values = scores(of_policy(classifier_of), [[2]] * 2, [[3] * 64, [3] * 63])
+    assert (
+        values[0] is not None and math.isnan(values[0]) and values[1] == pytest.approx(alone([2] + [3] * 63), rel=1e-4)
+    )
+
+
+def test_ids_of_another_tokenizer_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected token ids below the reward model's vocabulary of 16, got 16"):
+        scores(of_policy(classifier_of), [[2]], [[16]])
+
+
+def test_it_is_frozen_in_evaluation_mode_and_draws_no_random_number() -> None:
+    reward = of_policy(partial(classifier_of, attention_dropout=0.5))
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        values = scores(reward, [[2]], [[3]])
+    assert values == pytest.approx([alone([2, 3])], rel=1e-5)  # in float32 all the same
+    assert torch.equal(torch.get_rng_state(), state)
+    module = reward.scorer.module
+    assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_a_dtype_of_its_own() -> None:
+    reward = of_policy(classifier_of, dtype=torch.float64)
+    assert scores(reward, [[2]], [[3]]) == pytest.approx([alone([2, 3])], rel=1e-5)
+    assert next(reward.scorer.module.parameters()).dtype is torch.float64
+
+
+def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path) -> None:
+    reward = RewardModel(model=tmp_path / "later", device="cpu")
+    early = pickle.loads(pickle.dumps(reward))
+    folder_of(classifier_of(), tmp_path / "later")
+    assert early == reward and early(["a"], ["b"]) == reward(["a"], ["b"])
+    late = pickle.loads(pickle.dumps(reward))
+    assert "scorer" not in vars(late) and late(["a"], ["b"]) == reward(["a"], ["b"])
+
+
+def test_no_rows_no_values() -> None:
+    assert scores(of_policy(classifier_of), [], []) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 3}, "expected model to be a name, a path or a callable that builds one, got 3"),
+        ({"tokens": "both"}, r"expected tokens to be one of \['own', 'policy'\], got 'both'"),
+        ({"activation": "tanh"}, r"expected activation to be one of \['none', 'sigmoid', 'softmax'\], got 'tanh'"),
+        ({"token_budget": 0}, "expected token_budget to be at least 1, got 0"),
+        ({"max_length": 0}, "expected max_length to be at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardModel(**{"model": "somewhere", **options})
+
+
+def test_a_callable_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected tokenizer= for a reward model that a callable builds, got None"):
+        RewardModel(model=classifier_of, device="cpu")(["a"], ["b"])
