@@ -37,7 +37,8 @@ def test_a_reward_says_at_once_what_it_needs(library: str, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_room_imports_none_of_them() -> None:
+def test_the_room_imports_none_of_the_first_three() -> None:
+    # huggingface_hub imports httpx2
     program = f"import sys, lightning_rl.rewards; print(sorted(set({list(LIBRARIES)}[:3]) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
