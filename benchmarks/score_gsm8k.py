@@ -49,9 +49,10 @@ PERTURBED: dict[str, Callable[[Decimal], Decimal]] = {
 }
 
 
-def perturbed(answer: str, change: Callable[[Decimal], Decimal]) -> str:
-    """The answer with another number behind its marker."""
-    return f"{answer.rpartition('####')[0]}#### {change(number_of(answer))}"
+def perturbed(answer: str, change: Callable[[Decimal], Decimal], *, boxed: bool) -> str:
+    """The answer with another number, behind its marker or in a box."""
+    number = change(number_of(answer))
+    return rf"So we get \boxed{{{number}}}." if boxed else f"{answer.rpartition('####')[0]}#### {number}"
 
 
 def share(reward: Reward, completions: Sequence[str], answers: Sequence[str], wanted: float) -> tuple[int, float]:
@@ -65,7 +66,10 @@ def share(reward: Reward, completions: Sequence[str], answers: Sequence[str], wa
 def report(name: str, reward: Reward, answers: Sequence[str]) -> bool:
     """Prints what a reward says; whether all of it is right."""
     cases = [("gold", kind, [write(answer) for answer in answers], 1.0) for kind, write in GOLD.items()]
-    cases += [("perturbed", kind, [perturbed(a, change) for a in answers], 0.0) for kind, change in PERTURBED.items()]
+    for kind, change in PERTURBED.items():
+        for boxed in (False, True):
+            completions = [perturbed(answer, change, boxed=boxed) for answer in answers]
+            cases.append(("perturbed", f"{kind}, boxed" if boxed else kind, completions, 0.0))
     right = True
     for group, kind, completions, wanted in cases:
         count, seconds = share(reward, completions, answers, wanted)

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
@@ -29,7 +30,7 @@ from lightning_rl.rewards.extras import require
 
 STARTING = 120.0  # seconds until a process has imported sympy on a busy machine
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
-INTEGER = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,4}|[0-9]{0,12})\$")  # as :func:`_formula` writes it
+PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
 GRACE = 2.0  # seconds for a process to notice by itself that its time is over
 
 
@@ -91,8 +92,8 @@ class MathMatch(AnswerMatch):
         return values
 
     def _answers(self, questions: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """What the processes say, each about its share; two whole numbers need none of them."""
-        answers = [_same_integer(*question) for question in questions]
+        """What the processes say, each about its share; two plain numbers need none of them."""
+        answers = [_same_number(*question) for question in questions]
         rest = [number for number, answer in enumerate(answers) if answer is None]
         shares = [rest[start :: self.processes] for start in range(min(self.processes, len(rest)))]
 
@@ -122,10 +123,13 @@ def _formula(text: str) -> str:
     return text if not text or any(mark in text for mark in DELIMITERS) else f"${text}$"
 
 
-def _same_integer(reference: str, text: str) -> bool | None:
-    """Whether two whole numbers are the same, as math-verify finds them to be; None if they are not both such."""
-    if INTEGER.fullmatch(reference) and INTEGER.fullmatch(text):
-        return int(reference.strip("$").replace(",", "")) == int(text.strip("$").replace(",", ""))
+def _same_number(reference: str, text: str) -> bool | None:
+    """Whether two numbers are the same, as math-verify finds them to be; None unless both are plain and short.
+
+    Up to six decimals its rounding changes nothing, and up to nine digits before them no float does either.
+    """
+    if PLAIN.fullmatch(reference) and PLAIN.fullmatch(text):
+        return Decimal(reference.strip("$").replace(",", "")) == Decimal(text.strip("$").replace(",", ""))
     return None
 
 

@@ -1,10 +1,10 @@
 """MathMatch: what math-verify says, from any thread and process, whatever happens to those that compare."""
 
 import json
-import logging
 import math
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -140,15 +140,27 @@ def test_no_process_is_left_behind() -> None:
     assert worker.poll() == -signal.SIGKILL
 
 
-def test_whole_numbers_are_compared_as_math_verify_compares_them() -> None:
+def plain_number(draw: random.Random) -> str:
+    digits = str(draw.randrange(10 ** draw.choice([1, 2, 3, 5, 9])))
+    decimals = "".join(draw.choice("0001259") for _ in range(draw.choice([0, 0, 1, 2, 3, 6])))
+    return draw.choice(["", "-"]) + digits + ("." + decimals if decimals else "")
+
+
+def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
     math_verify = pytest.importorskip("math_verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    pairs = [("42", "42"), ("42", "-42"), ("1,000", "1000"), ("007", "7"), ("-0", "0"), ("1,000", "1,001"), ("0", "00")]
-    for reference, text in pairs:
-        wanted, stated = (math_verify.parse(f"${side}$") for side in (reference, text))
-        reward = MathMatch()
-        assert reward(["?"], [f"#### {text}"], answer=[reference]) == [float(math_verify.verify(wanted, stated))]
-        assert all(process.worker is None for process in reward.workers)  # none was asked
+    draw = random.Random(0)
+    pairs = [("1,000", "1000"), ("007", "7"), ("-0", "0"), ("1,000", "1,001"), ("1", "1.000001"), ("18", "18.00")]
+    for _ in range(300):
+        number = plain_number(draw)
+        longer = number + ("0" if "." in number else ".0")
+        pairs += [(number, other) for other in (plain_number(draw), number, longer[:16], number.removeprefix("-"))]
+    pairs = [pair for pair in pairs if all(len(number.partition(".")[2]) <= 6 for number in pair)]
+    reward = MathMatch()
+    found = reward([""] * len(pairs), [f"#### {text}" for _, text in pairs], answer=[wanted for wanted, _ in pairs])
+    assert all(process.worker is None for process in reward.workers)  # none was asked
+    parsed = [[math_verify.parse(f"${number}$") for number in pair] for pair in pairs]
+    assert found == [float(math_verify.verify(*pair)) for pair in parsed]
+    assert 300 < sum(value == 1.0 for value in found) < len(found) - 300
 
 
 @pytest.mark.parametrize("option", ["tail", "timeout", "processes"])
