@@ -18,6 +18,7 @@ from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.data import PromptDataModule
 from lightning_rl.distributed import FSDP2Strategy
+from lightning_rl.evaluation import Evaluation
 from lightning_rl.generation import (
     Engine,
     EngineError,
@@ -64,6 +65,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "Estimator",
+    "Evaluation",
     "FSDP2Strategy",
     "FakeEngine",
     "Finish",

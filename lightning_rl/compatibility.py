@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn
 from torch.optim import Optimizer
 
@@ -222,11 +227,17 @@ def check_flags(trainer: Trainer) -> None:
             f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: token_budget= "
             "of RLLightningModule cuts a step into as many microbatches as it takes"
         )
+    if trainer.precision == "16-true":
+        raise ValueError(
+            'expected a precision that can train, got Trainer(precision="16-true"), in which small updates of the '
+            'weights are lost and gradients overflow: use "bf16-mixed", "16-mixed" or "32-true"'
+        )
     for callback in callbacks_of(trainer):
         if isinstance(callback, type):
             callbacks_of(trainer).remove(callback)  # or Lightning would call it in its own handling of the error
             raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
         _check_averaging(callback, trainer)
+        _check_tuner(callback)
 
 
 def _check_averaging(callback: Callback, trainer: Trainer) -> None:
@@ -241,6 +252,36 @@ def _check_averaging(callback: Callback, trainer: Trainer) -> None:
             f"expected Trainer without {name} under a strategy that shards the policy, got "
             f"{type(trainer.strategy).__name__}: it averages whole weights, so use DDP, or leave it out"
         )
+
+
+def _check_tuner(callback: Callback) -> None:
+    if isinstance(callback, LearningRateFinder):
+        raise ValueError(
+            "expected a fit, got lr_find (LearningRateFinder), which reads a loss that falls step by step, and the "
+            "loss of a policy gradient does not: choose lr= of the optimizer, 1e-6 to 1e-5 for a whole model, and "
+            "watch reward/task and optim/grad_norm"
+        )
+    if isinstance(callback, BatchSizeFinder):
+        raise ValueError(
+            "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size, and there is none: "
+            "token_budget= of RLLightningModule bounds the memory of the update without changing a result, "
+            "max_rows= of the engine that of generation"
+        )
+
+
+def check_filters(samplings: Iterable[Sampling | None], engine: Engine) -> None:
+    """Refuses filters of evaluations that the engine would ignore.
+
+    Raises:
+        ValueError: naming them and the engine.
+    """
+    for sampling in samplings:
+        if sampling is not None and sampling.filters and not engine.capabilities.filters:
+            raise ValueError(
+                f"expected an engine that keeps to top_k={sampling.top_k}, top_p={sampling.top_p}, "
+                f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
+                "engine=TransformersEngine(), or leave them out"
+            )
 
 
 def check_sources(**sources: Any) -> None:

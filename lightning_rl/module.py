@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,14 +24,20 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.checkpointing import Interrupts, write_pretrained
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.data import Prompt, PromptBatch, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
+from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count
+from lightning_rl.evaluation import Evaluation
+from lightning_rl.evaluation.evaluation import evaluations_of
+from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
+from lightning_rl.evaluation.prompts import encode_prompts, is_single
+from lightning_rl.evaluation.questions import Questions, questions_of, with_eos
+from lightning_rl.evaluation.records import Record, write_records
+from lightning_rl.evaluation.run import EvaluationRun, predict
 from lightning_rl.generation import Engine, EngineError, Sampling, TransformersEngine, request_seed
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.inspection import stop_in_inspection
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import (
-    RunningStats,
     callbacks_of,
     global_values,
     log_for_monitors,
@@ -46,7 +53,6 @@ from lightning_rl.policy.build import (
     build_policy,
     build_reference,
     build_tokenizer,
-    eos_ids_of,
     max_prompt_length,
 )
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
@@ -56,11 +62,13 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprobs import add_logprobs
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, check_staleness, deal, staleness
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.state import CurrentRollout, RunState
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
 from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradient
+
+VALIDATION_BATCH_SIZE = 256  # without a data module, which says otherwise
 
 # Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
@@ -92,6 +100,8 @@ class RLLightningModule(LightningModule):
         tokenizer: by default the one that lies beside a policy given by name.
         optimizer: from a list of parameter groups to an optimizer; fused AdamW with lr 1e-6 by default.
         lr_scheduler: from the optimizer to a scheduler that counts optimizer steps, such as ``warmup_then_linear``.
+        evaluation: what a validation and a test measure besides the data module's validation prompts: one
+            ``Evaluation`` or several.
         group_size: samples of each prompt.
         minibatches: optimizer steps per pass over a rollout; a group is never split.
         epochs: passes over a rollout.
@@ -121,6 +131,7 @@ class RLLightningModule(LightningModule):
         tokenizer: TokenizerSource | None = None,
         engine: Engine | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        evaluation: Evaluation | Sequence[Evaluation] = (),
         group_size: int = 8,
         minibatches: int = 1,
         epochs: int = 1,
@@ -150,10 +161,15 @@ class RLLightningModule(LightningModule):
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
         self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
+        self.evaluations = evaluations_of(evaluation)
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
         self._parallel: Parallel | None = None
+        self._questions: tuple[Questions, ...] = ()
+        self._evaluation: EvaluationRun | None = None
+        self._predictions: list[Record] = []
+        self._val_limit: int | float | None = None
 
     # What the parts of a run are.
 
@@ -175,7 +191,9 @@ class RLLightningModule(LightningModule):
 
     @property
     def parallel(self) -> Parallel:
-        """What the loop asks of the trainer's strategy."""
+        """What the loop asks of the trainer's strategy; before there is a trainer, of a single device."""
+        if self._trainer is None:
+            return parallel_of(SingleDeviceStrategy(device=self.device))
         if self._parallel is None or self._parallel.strategy is not self.trainer.strategy:
             self._parallel = parallel_of(self.trainer.strategy)
         return self._parallel
@@ -208,7 +226,7 @@ class RLLightningModule(LightningModule):
             seed=self.seed,
             corrections=self.run.corrections,
             dtype=torch.promote_types(self.required_policy.model.dtype, torch.float32),
-            forward_context=self.trainer.precision_plugin.forward_context,
+            forward_context=self.parallel.strategy.precision_plugin.forward_context,
             greedy_baseline=self.estimator.needs_greedy,
             collectives=self.parallel.collectives,
         )
@@ -237,7 +255,9 @@ class RLLightningModule(LightningModule):
         compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
         self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
         engine.select_extras(frozenset())
+        compatibility.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
         if stage == "fit":
+            self._limit_validation()
             engine.select_extras(compatibility.extras_to_select(corrections, engine, self.sampling))
             staleness = self.max_staleness
             compatibility.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
@@ -250,9 +270,13 @@ class RLLightningModule(LightningModule):
     @override
     def configure_model(self) -> None:
         """Builds policy and reference once, split over the ranks, and checks that the prompts fit the policy."""
-        parallel = self.parallel
+        parallel, alone = self.parallel, self.run.built_alone
+        if alone:
+            self.close_engine()  # it may need a copy of the policy from now on
+            self.run.built_alone = False
         with parallel.building():
-            built = self._build_policy() if self.policy is None else None
+            built = self._build_policy() if self.policy is None else self.policy if alone else None
+            self._add_replica(built)
             reference = self._build_reference(built)
         if built is not None:
             self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
@@ -262,24 +286,36 @@ class RLLightningModule(LightningModule):
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
             self.run.reference = AdapterOffScorer(self.required_policy, model)
-        eos_ids = eos_ids_of(model, self.tokenizer, self.sampling.eos_token_ids, self.sampling.stop)
-        self.run.sampling = replace(self.sampling, eos_token_ids=tuple(eos_ids))
+        self.run.sampling = with_eos(self.sampling, model, self.tokenizer)
         vocabulary = model.config.get_text_config().vocab_size
-        compatibility.check_eos(eos_ids, vocabulary)
-        self.prompt_stream.connect(self.tokenizer, max_prompt_length(model, self.sampling.max_new_tokens), vocabulary)
+        if self._has_data:
+            longest = max_prompt_length(model, self.sampling.max_new_tokens)
+            self.prompt_stream.connect(self.tokenizer, longest, vocabulary)
+        self._questions = tuple(
+            questions_of(
+                evaluation, model=model, tokenizer=self.tokenizer, sampling=self.sampling, rewards=self.rewards
+            )
+            for evaluation in self.evaluations
+        )
+        for sampling in (self.run.sampling, *(questions.sampling for questions in self._questions)):
+            compatibility.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
 
     def _build_policy(self) -> PolicyModel:
-        built = build_policy(
+        return build_policy(
             self.sources["policy"],
             self.sources["critic"],
             temperature=self.sampling.temperature,
             packed=self.packing,
             checkpointing=self.activation_checkpointing,
         )
-        if (self.parallel.sharded or self.max_staleness) and self.engine.capabilities.shares_policy:
+
+    def _add_replica(self, built: PolicyModel | None) -> None:
+        """A copy of a new policy for an engine that cannot decode with the policy itself."""
+        if built is None or not self.engine.capabilities.shares_policy:
+            return
+        if self.parallel.sharded or self.max_staleness:
             replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(copy.deepcopy(built)))
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
-        return built
 
     def _build_reference(self, built: PolicyModel | None) -> Scorer | None:
         """A frozen model, if somebody needs one and the policy without its adapters is none."""
@@ -403,8 +439,8 @@ class RLLightningModule(LightningModule):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Shows what the run does, and measures how long it takes."""
-        if self.trainer.training:
-            show_phase(self.trainer, name)
+        if self._trainer is not None and self._trainer.training:
+            show_phase(self._trainer, name)
         with self.run.times.phase(name, self.device):
             yield
 
@@ -545,9 +581,10 @@ class RLLightningModule(LightningModule):
         )
 
     def _start_engine(self) -> None:
-        if process_count() != self.trainer.world_size:
+        world_size = 1 if self._trainer is None else self.trainer.world_size
+        if process_count() != world_size:
             raise RuntimeError(
-                f"expected the trainer's process group of {self.trainer.world_size} ranks, got one of "
+                f"expected the trainer's process group of {world_size} ranks, got one of "
                 f"{process_count()}: something made a group first, such as an engine built by hand"
             )
         if self.run.replica is not None:
@@ -558,7 +595,7 @@ class RLLightningModule(LightningModule):
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:
-        with self._phase("canary"), self.trainer.precision_plugin.forward_context():
+        with self._phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
             yield
 
     def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -580,42 +617,194 @@ class RLLightningModule(LightningModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """Closes the engine."""
+        """Closes the engine, and gives the Trainer its limit of validation batches back."""
         self.close_engine()
+        if self._val_limit is not None:
+            self.trainer.limit_val_batches, self._val_limit = self._val_limit, None
 
     # Evaluation, answers, export.
+
+    def _questions_for(self, stage: str) -> list[Questions]:
+        """What a stage evaluates: the validation prompts of the data module, then the evaluations."""
+        default = self._greedy(self.prompt_stream.validation_prompts() if self._has_data else ())
+        further = [q for q in self._questions if q.evaluation is not None and stage in q.evaluation.stages]
+        return [*([default] if default.prompts else []), *further]
+
+    def _greedy(self, prompts: Sequence[Prompt]) -> Questions:
+        """Prompts of the data module with a greedy answer to each."""
+        sampling = replace(self.run.sampling, temperature=0.0)
+        return Questions(evaluation=None, prompts=tuple(prompts), sampling=sampling, rewards=self.rewards)
+
+    @property
+    def _has_data(self) -> bool:
+        """Whether there is a data module; only a fit needs one, if there are evaluations."""
+        return self.trainer.datamodule is not None or self.trainer.state.fn == TrainerFn.FITTING  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _limit_validation(self) -> None:
+        """Switches validation off in a fit with nothing to evaluate; Lightning would warn of an empty loader."""
+        evaluates = self.prompt_stream.validation is not None or any("val" in e.stages for e in self.evaluations)
+        if not evaluates:
+            self._val_limit, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 0
+
+    @override
+    def val_dataloader(self) -> EvaluationLoader:
+        """The prompts of a validation; the data module's method of this name asks for them."""
+        return self._evaluation_loader("val")
+
+    @override
+    def test_dataloader(self) -> EvaluationLoader:
+        """The prompts of a test."""
+        return self._evaluation_loader("test")
+
+    @override
+    def predict_dataloader(self) -> EvaluationLoader:
+        """The prompts that are answered by ``trainer.predict``: those of the data module, in their order."""
+        return EvaluationLoader([self.prompt_stream.prediction_prompts()], self.prompt_stream.validation_batch_size)
+
+    def _evaluation_loader(self, stage: str) -> EvaluationLoader:
+        prompts = [questions.prompts for questions in self._questions_for(stage)]
+        if not prompts:
+            raise ValueError(
+                f'expected prompts to evaluate in stage "{stage}", got none: pass validation= to PromptDataModule, or '
+                "evaluation=Evaluation(...) to RLLightningModule"
+            )
+        size = self.prompt_stream.validation_batch_size if self._has_data else VALIDATION_BATCH_SIZE
+        return EvaluationLoader(prompts, size)
 
     @override
     def on_validation_epoch_start(self) -> None:
         """Gives the engine the weights that are evaluated: a callback that averages has put its own in place by now."""
-        self.run.validation = RunningStats(self.parallel.collectives).to(self.device)
+        self._begin_evaluation("val")
+
+    @override
+    @torch.no_grad()
+    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+        """Draws and scores the samples of a batch of prompts."""
+        self._evaluation_run.answer(batch, self.sampler)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Logs what the validation measured, over all ranks, and keeps the samples."""
+        self._end_evaluation()
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        """The same as for a validation, under ``test/``."""
+        self._begin_evaluation("test")
+
+    @override
+    @torch.no_grad()
+    def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+        """Draws and scores the samples of a batch of prompts."""
+        self._evaluation_run.answer(batch, self.sampler)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        """Logs what the test measured, over all ranks, and keeps the samples."""
+        self._end_evaluation()
+
+    @property
+    def _evaluation_run(self) -> EvaluationRun:
+        if self._evaluation is None:
+            raise RuntimeError("expected a validation or test that has begun, got a batch before its start")
+        return self._evaluation
+
+    def _begin_evaluation(self, stage: str) -> None:
+        self._evaluation = EvaluationRun(
+            self._questions_for(stage),
+            stage,
+            collectives=self.parallel.collectives,
+            rank=self.parallel.rank,
+            device=self.device,
+            seed=self.seed,
+        )
+        self.sync(max(self.engine.version, 0))
+
+    def _end_evaluation(self) -> None:
+        run, self._evaluation = self._evaluation_run, None
+        for name, value in run.figures().items():
+            self.log(name, value, prog_bar=name.endswith(("/reward/task", "/pass@1")), batch_size=1)
+        if self.trainer.loggers and not self.trainer.sanity_checking:
+            folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+            fitting = self.trainer.state.fn == TrainerFn.FITTING
+            file = f"step_{self.trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
+            run.write(folder / "evaluations", file, writing=self.trainer.is_global_zero)
+        self.rest()
+
+    @override
+    def on_predict_epoch_start(self) -> None:
+        """Gives the engine the weights that answer."""
+        self._predictions = []
         self.sync(max(self.engine.version, 0))
 
     @override
     @torch.no_grad()
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Scores one greedy completion of each prompt."""
-        prompts = batch.prompts[self.parallel.rank :: self.parallel.ranks]
-        rollout = self.sampler.sample(prompts, sampling=replace(self.run.sampling, temperature=0.0))
-        self.run.validation.update(validation_metrics(rollout))
+    def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
+        """A greedy completion of each prompt of the batch, on every rank."""
+        records = predict(self._greedy(()), batch, self.sampler, rank=self.parallel.rank, seed=self.seed)
+        self._predictions += records
+        return records
 
     @override
-    def on_validation_epoch_end(self) -> None:
-        """Logs what the validation measured, over all ranks."""
-        for name, value in self.run.validation.figures().items():
-            self.log(name, value, prog_bar=name == "val/reward/task", batch_size=1)
+    def on_predict_epoch_end(self) -> None:
+        """Writes ``completions.jsonl`` into the folder of the logger, or into ``default_root_dir`` without one."""
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if self.trainer.is_global_zero:
+            write_records(folder / "completions.jsonl", self._predictions)
+        self._predictions = []
         self.rest()
 
-    def complete(self, prompts: Sequence[Any], *, temperature: float = 0.0) -> list[str]:
-        """The policy's answer to each prompt, in any form that PromptDataModule takes; greedy by default."""
+    def complete(
+        self,
+        prompts: Any,
+        *,
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        temperature: float | None = None,
+    ) -> Any:
+        """The policy's answer to a prompt or to each of several, also before there is a Trainer.
+
+        Args:
+            prompts: one prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
+            samples: answers to each prompt; None for one.
+            sampling: how they are drawn; by default as for training, but greedily.
+            temperature: instead, that of the default.
+
+        Returns:
+            A text for one prompt, a list of them for several; in the place of each text a list of ``samples`` texts if
+            ``samples`` is given.
+
+        Raises:
+            ValueError: if a prompt does not fit, or several greedy samples are asked for.
+        """
+        if self.policy is None and self._trainer is None:
+            self.policy, self.run.built_alone = self._build_policy(), True
+        if sampling is None:
+            sampling = replace(self.sampling, temperature=temperature or 0.0)
+        elif temperature is not None:
+            raise ValueError(
+                f"expected sampling= or temperature={temperature}, got both: write Sampling(temperature={temperature})"
+            )
+        check_counts(1, samples=1 if samples is None else samples)
+        compatibility.check_filters([sampling], self.engine)
+        if samples is not None and samples > 1 and sampling.temperature == 0:
+            raise ValueError(
+                f"expected a temperature above 0, because samples={samples} greedy answers would all be the same, got "
+                "0: pass temperature=1.0"
+            )
+        single = is_single(prompts)
+        model = self.required_policy.model
+        rows = encode_prompts([prompts] if single else prompts, self.tokenizer, model, sampling.max_new_tokens)
         self.sync(max(self.engine.version, 0))
-        stream = PromptDataModule(list(prompts), 1, shuffle=False)
-        stream.connect(self.tokenizer, None)
-        sampler, sampling = self.sampler, replace(self.run.sampling, temperature=temperature)
-        asked = sampler.requests(stream.take(len(prompts)), 0, group_size=1, sampling=sampling, baseline=False)
-        completions = sampler.converse(asked.requests)
+        size, sampler = samples or 1, self.sampler
+        asked = sampler.requests(
+            rows, 0, group_size=size, sampling=with_eos(sampling, model, self.tokenizer), baseline=False
+        )
+        texts = [sampler.text(completion.token_ids) for completion in sampler.converse(asked.requests)]
         self.rest()
-        return self.parallel.collectives.share([sampler.text(completion.token_ids) for completion in completions])
+        texts = self.parallel.collectives.share(texts)
+        answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]
+        return answers[0] if single else answers
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the policy to a Hugging Face folder, and a critic of its own to ``folder/critic``, from any strategy.

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, tiny_policy, weights_of
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim import SGD
 from typing_extensions import override
 
@@ -69,8 +72,21 @@ def test_a_step_moves_the_weights_in_every_precision(precision: Any) -> None:
     [
         ({"gradient_clip_val": 0.5}, "without gradient_clip_val, got 0.5: pass max_grad_norm="),
         ({"accumulate_grad_batches": 2}, "without accumulate_grad_batches, got 2: token_budget="),
+        (
+            {"precision": "16-true"},
+            r'expected a precision that can train, got Trainer\(precision="16-true"\).*use "bf16-mixed"',
+        ),
+        ({"callbacks": [LearningRateFinder()]}, "expected a fit, got lr_find .*choose lr= of the optimizer"),
+        ({"callbacks": [BatchSizeFinder()]}, "expected a fit, got scale_batch_size .*token_budget= of RLLightning"),
     ],
 )
 def test_flags_that_manual_optimization_refuses_name_our_option(flag: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(tiny_module(), **flag)
+
+
+@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
+def test_the_tuner_is_refused(method: str) -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    with pytest.raises(ValueError, match=f"expected a fit, got {method}"):
+        getattr(Tuner(trainer), method)(tiny_module(), datamodule=tiny_prompts())

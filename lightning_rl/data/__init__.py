@@ -4,7 +4,7 @@ from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.form import PromptForm
 from lightning_rl.data.module import PromptDataModule, prompt_stream_of
-from lightning_rl.data.prompts import Prompt, PromptBatch, PromptBatches
+from lightning_rl.data.prompts import Prompt
 from lightning_rl.data.sources import PromptSource
 from lightning_rl.data.stream import PromptStream
 from lightning_rl.data.tickets import Ticket, TicketLoader
@@ -12,8 +12,6 @@ from lightning_rl.data.tickets import Ticket, TicketLoader
 __all__ = [
     "Encoder",
     "Prompt",
-    "PromptBatch",
-    "PromptBatches",
     "PromptDataModule",
     "PromptDataset",
     "PromptForm",

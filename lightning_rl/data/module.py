@@ -1,6 +1,7 @@
 """PromptDataModule: the prompt stream, and a ticket for each optimizer step."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import TooLong
 from lightning_rl.data.form import PromptForm
-from lightning_rl.data.prompts import Prompt, PromptBatches
+from lightning_rl.data.prompts import Prompt
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.stream import PromptStream
 from lightning_rl.data.tickets import Ticket, TicketLoader
@@ -37,7 +38,7 @@ class PromptDataModule(LightningDataModule):
             :class:`PromptDataset`, which has its own options.
         prompts_per_rollout: prompts drawn for each rollout, over all ranks.
         validation: prompts to evaluate on, in the same forms and with the same options.
-        validation_batch_size: prompts evaluated together.
+        validation_batch_size: prompts of each evaluation that are answered together.
         shuffle: whether every pass over the prompts has an order of its own.
         seed: of the shuffling.
         epoch_length: rollouts of an epoch; by default as many as a pass has prompts for. A stream needs it.
@@ -112,7 +113,6 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.epoch_length = epoch_length
         self.cursor = 0
-        self._limit: int | float | None = None
         self._loader: TicketLoader | None = None
         self._check_size()
 
@@ -161,18 +161,6 @@ class PromptDataModule(LightningDataModule):
         """Tokens of the longest prompt to train on, once a tokenizer is connected."""
         return self.prompts.max_prompt_length
 
-    @override
-    def setup(self, stage: str) -> None:
-        """Switches validation off in a fit without validation prompts; Lightning would warn of an empty loader."""
-        if stage == "fit" and self.validation is None and self.trainer is not None:
-            self._limit, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 0
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Gives the Trainer its limit back."""
-        if stage == "fit" and self._limit is not None and self.trainer is not None:
-            self.trainer.limit_val_batches, self._limit = self._limit, None
-
     def take(self, number: int) -> list[Prompt]:
         """The next prompts of the stream; moves the one cursor. Every rank calls it alike and uses its share."""
         places = range(self.cursor, self.cursor + number)
@@ -181,10 +169,29 @@ class PromptDataModule(LightningDataModule):
 
     def at(self, places: Iterable[int]) -> list[Prompt]:
         """The prompts at some places of the stream; moves nothing."""
-        if isinstance(self.prompts, PromptStream):
-            return self.prompts.at(places)
         places = list(places)
-        return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in places], places)
+        span = self._overfit_span
+        drawn = places if span is None else [place % span for place in places]
+        if isinstance(self.prompts, PromptStream):
+            prompts = self.prompts.at(drawn)
+            return [replace(prompt, index=place) for prompt, place in zip(prompts, places, strict=True)]
+        return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in drawn], places)
+
+    @property
+    def _overfit_span(self) -> int | None:
+        """The prompts that the stream goes over again and again under Trainer(overfit_batches=): those of its first
+        epoch, which ends after so many optimizer steps. None for all.
+        """
+        batches = 0 if self.trainer is None else self.trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]
+        if not batches:
+            return None
+        steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
+        tickets = batches if isinstance(batches, int) else int(batches * self._epoch_rollouts * steps)
+        return min(max(-(-tickets // steps), 1), self._epoch_rollouts) * self.prompts_per_rollout
+
+    @property
+    def _epoch_rollouts(self) -> int:
+        return self.epoch_length or (self.pass_length or 0) // self.prompts_per_rollout
 
     def stats(self) -> dict[str, Stat]:
         """``prompts/dropped``, the number of prompts left out as too long so far, if any may be."""
@@ -210,15 +217,40 @@ class PromptDataModule(LightningDataModule):
         """Tickets of one epoch; a new fit begins with a new rollout."""
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
         start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
-        rollouts = self.epoch_length or (self.pass_length or 0) // self.prompts_per_rollout
-        self._loader = TicketLoader(rollouts * steps, steps, start)
+        self._loader = TicketLoader(self._epoch_rollouts * steps, steps, start)
         return self._loader
 
+    def validation_prompts(self) -> list[Prompt]:
+        """The validation prompts in their order, none if there are none."""
+        return [] if self.validation is None else self.validation.prompts(range(len(self.validation)))
+
+    def prediction_prompts(self) -> list[Prompt]:
+        """Every prompt once, in the order of the data, for ``trainer.predict``.
+
+        Raises:
+            ValueError: if they are a stream.
+        """
+        if isinstance(self.prompts, PromptStream):
+            raise ValueError(
+                "expected a data set with a length to predict, got an IterableDataset: take a part of it, as "
+                "list(stream.take(200))"
+            )
+        return self.prompts.prompts(range(len(self.prompts)))
+
     @override
-    def val_dataloader(self) -> PromptBatches:
-        """Batches of validation prompts."""
-        prompts = [] if self.validation is None else self.validation.prompts(range(len(self.validation)))
-        return PromptBatches(prompts, self.validation_batch_size)
+    def val_dataloader(self) -> Any:
+        """What the module evaluates: its evaluations and these validation prompts."""
+        return self._module.val_dataloader()
+
+    @override
+    def test_dataloader(self) -> Any:
+        """The same in a test."""
+        return self._module.test_dataloader()
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """What the module answers: these prompts."""
+        return self._module.predict_dataloader()
 
     @override
     def state_dict(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -180,13 +181,27 @@ class Sampler:
 
     def generate_together(self, requests: SampleRequests) -> Samples:
         """Generates; if one rank fails, all do."""
+        return self.generate_parts([requests])[0]
+
+    def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
+        """Generates for several askers in one call of the engine; if one rank fails, all do."""
+        asked = [[*part.requests, *(part.greedy or ())] for part in parts]
         with failing_together("generation", EngineError):
-            return self.generate(requests)
+            completions = iter(self.converse(list(chain.from_iterable(asked))))
+            return [
+                self._samples(part, requests, list(islice(completions, len(requests))))
+                for part, requests in zip(parts, asked, strict=True)
+            ]
 
     def generate(self, requests: SampleRequests) -> Samples:
         """Generates. Runs no code of rewards or corrections and has no collective, so any thread may do it."""
         asked = [*requests.requests, *(requests.greedy or ())]
-        completions, size = self.converse(asked), len(requests.requests)
+        return self._samples(requests, asked, self.converse(asked))
+
+    def _samples(
+        self, requests: SampleRequests, asked: Sequence[Request], completions: Sequence[Completion]
+    ) -> Samples:
+        size = len(requests.requests)
         rows = self._rollout(_repeat(requests.prompts, size), asked[:size], completions[:size])
         greedy = None
         if requests.greedy is not None:

@@ -96,14 +96,6 @@ def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str
     return stats
 
 
-def validation_metrics(rollout: Rollout) -> dict[str, Stat]:
-    """Rewards and lengths of completions that do not train."""
-    stats = {"val/reward/task": Stat.of(rollout.rewards, rollout.rewarded)}
-    for name, raw in rollout.task_rewards.items():
-        stats[f"val/reward/{name}"] = Stat.of(raw, ~raw.isnan())
-    return {**stats, "val/length/mean": Stat.of(rollout.response_lengths)}
-
-
 def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
     index, number = group_index(groups)
     place = torch.arange(len(groups), device=groups.device)

@@ -13,7 +13,7 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Sampling
-from lightning_rl.metrics import MetricLog, PhaseTimes, RunningStats
+from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import Plan, Scorer
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
@@ -79,11 +79,11 @@ class RunState:
         current: the rollout in progress.
         prefetcher: the rollouts that are generated ahead.
         metrics: what has not been logged yet.
-        validation: the same of the validation that runs.
         times: seconds by phase.
         rollout_stats: what was logged of the current rollout.
         tracer: follows the parameters through the optimizer step that is being made.
         ticket: index of the last one that this fit has served.
+        built_alone: whether the policy was built before there was a Trainer, so for no strategy yet.
         stepped: whether the policy has moved since it was built.
         skipped: optimizer steps that were left out.
         nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
@@ -99,11 +99,11 @@ class RunState:
     current: CurrentRollout | None = None
     prefetcher: Prefetcher = field(default_factory=Prefetcher)
     metrics: MetricLog = field(default_factory=MetricLog)
-    validation: RunningStats = field(default_factory=RunningStats)
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
     tracer: ParameterTracer | None = None
     ticket: int | None = None
+    built_alone: bool = False
     stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0

@@ -5,14 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from kit.support import fit, tiny_module, tiny_tokenizer
+from kit.support import fit, recorder, tiny_module, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rl import PromptDataModule
-from lightning_rl.data import Prompt, PromptBatches, Ticket, TicketLoader
+from lightning_rl import PromptDataModule, Rollout
+from lightning_rl.data import Prompt, Ticket, TicketLoader
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"
@@ -218,14 +219,20 @@ def test_generators_are_keyed_by_tickets_and_by_nothing_else() -> None:
 
 
 def test_validation_prompts_keep_their_order_and_leave_the_cursor_alone() -> None:
-    data = connected([[9]], validation=[{"prompt": [2 + n], "answer": n} for n in range(5)], validation_batch_size=2)
-    batches = data.val_dataloader()
-    assert isinstance(batches, PromptBatches) and len(batches) == 3 and data.cursor == 0
-    found = [prompt for batch in batches for prompt in batch.prompts]
+    data = connected([[9]], validation=[{"prompt": [2 + n], "answer": n} for n in range(5)])
+    found = data.validation_prompts()
+    assert data.cursor == 0
     assert [(prompt.index, prompt.token_ids, prompt.columns["answer"]) for prompt in found] == [
         (n, (2 + n,), n) for n in range(5)
     ]
-    assert not list(connected([[9]]).val_dataloader())
+    assert connected([[9]]).validation_prompts() == []
+
+
+def test_prompts_to_predict_keep_the_order_of_the_data_and_leave_the_cursor_alone() -> None:
+    data = connected([[9], [8], [7]], shuffle=True)
+    assert [(prompt.index, prompt.token_ids) for prompt in data.prediction_prompts()] == [
+        (0, (9,)), (1, (8,)), (2, (7,)),
+    ] and data.cursor == 0  # fmt: skip
 
 
 def test_a_fit_without_validation_prompts_leaves_later_validation_alone() -> None:
@@ -233,6 +240,34 @@ def test_a_fit_without_validation_prompts_leaves_later_validation_alone() -> Non
     trainer = fit(module, data=connected([[2], [3], [4]], 1))
     (found,) = trainer.validate(module, connected([[9]], validation=[[2], [3]]), verbose=False)
     assert "val/reward/task" in found
+
+
+@pytest.mark.parametrize(
+    ("overfit", "minibatches", "prompts"),
+    [(1, 1, 2), (2, 1, 4), (1, 2, 2), (3, 2, 4), (0.5, 1, 4), (99, 1, 8)],
+)
+def test_overfit_batches_samples_the_same_prompts_again(overfit: float, minibatches: int, prompts: int) -> None:
+    rollouts: list[Rollout] = []
+    module, data = tiny_module(minibatches=minibatches), PromptDataModule([[2 + n] for n in range(8)], 2)
+    options: dict[str, Any] = {"overfit_batches": overfit, "max_steps": 8 * minibatches, "max_epochs": -1}
+    fit(module, callbacks=[recorder(rollouts)("recorder")], data=data, **options)
+    drawn = [{int(ids) for ids in rollout.prompt_ids[:, 0]} for rollout in rollouts]
+    period = prompts // 2
+    assert len(drawn) == 8 and len(set[int]().union(*drawn)) == prompts
+    assert all(drawn[number] == drawn[number % period] for number in range(8)), "the same prompts in the same order"
+    assert len({int(row) for rollout in rollouts for row in rollout.sample_ids}) == 8 * 8, "and new samples of them"
+
+
+def test_overfit_batches_reads_the_head_of_a_stream_again() -> None:
+    rows = datasets.Dataset.from_list([{"prompt": [2 + n]} for n in range(8)]).to_iterable_dataset()
+    rollouts: list[Rollout] = []
+    data = PromptDataModule(rows, 2, epoch_length=3, shuffle_buffer=4)
+    fit(tiny_module(), callbacks=[recorder(rollouts)("recorder")], data=data, overfit_batches=1, max_epochs=3)
+    drawn = [rollout.prompt_ids[:, 0].tolist() for rollout in rollouts]
+    assert len(drawn) == 3 and drawn[0] == drawn[1] == drawn[2]
+    assert len({int(row) for rollout in rollouts for row in rollout.sample_ids}) == 3 * 8
+    with pytest.raises(ValueError, match="expected a data set with a length to predict, got an IterableDataset"):
+        data.prediction_prompts()
 
 
 def test_a_data_module_without_a_trainer_says_so() -> None:

@@ -13,7 +13,7 @@ from lightning_rl import GAE, GRPO, RLOO, Finish, RawReward, Rollout
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.corrections import Corrections, RLCallback, Stat
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows, validation_metrics
+from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.signal.returns import gae
 
 NAN, INF = math.nan, math.inf
@@ -214,16 +214,6 @@ def test_what_is_logged_of_rewards_lengths_and_groups() -> None:
     assert {name: stats[name] for name in expected} == pytest.approx(expected)
     assert stats["advantage/std"] == pytest.approx(float(advantages[:5].std()))
     assert set(stats) == {*expected, "advantage/std"}
-
-
-def test_validation_counts_rewarded_completions() -> None:
-    rollout = rollout_of([1.0, NAN], [[1, 1], [1, 0]]).replace(rewarded=torch.tensor([True, False]))
-    found = validation_metrics(rollout.replace(task_rewards={"accuracy": torch.tensor([0.5, NAN])}))
-    assert {name: float(stat.value()) for name, stat in found.items()} == {
-        "val/reward/task": 1.0,
-        "val/reward/accuracy": 0.5,
-        "val/length/mean": 1.5,
-    }
 
 
 def test_a_token_estimator_sees_values_and_returns_what_the_critic_should_learn() -> None:

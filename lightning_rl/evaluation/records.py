@@ -1,0 +1,57 @@
+"""Records: the samples of a prompt as a line of a JSON Lines file, for viewers. docs/evaluation.md has the format."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data import Prompt
+from lightning_rl.files import write_atomically
+from lightning_rl.rollout import Finish, Rollout
+
+Record = dict[str, Any]
+
+
+def records_of(
+    prompts: Sequence[Prompt], rows: Rollout, texts: Sequence[str], further: Mapping[str, Sequence[Any]]
+) -> list[Record]:
+    """A record for each prompt.
+
+    Args:
+        prompts: in the order of the rows.
+        rows: the same number for each prompt.
+        texts: of the rows.
+        further: entries of each completion by name, one for each row.
+    """
+    size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.response_lengths.tolist(), rows.finish.tolist()
+    completions = [
+        {
+            "text": text,
+            "finish": Finish(finish).name.lower(),
+            "length": length,
+            **{name: values[row] for name, values in further.items()},
+        }
+        for row, (text, finish, length) in enumerate(zip(texts, finishes, lengths, strict=True))
+    ]
+    return [
+        {
+            "index": prompt.index,
+            "prompt": prompt.content,
+            "columns": dict(prompt.columns),
+            "completions": completions[place * size : (place + 1) * size],
+        }
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def number_or_none(value: float) -> float | None:
+    """A number as JSON has it: None for NaN."""
+    return None if math.isnan(value) else value
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """Writes a line for each record, whole or not at all; what JSON does not know is written as its text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+    write_atomically(path, lambda part: part.write_text(lines, encoding="utf-8"))

@@ -1,0 +1,170 @@
+"""EvaluationRun: one validation or test, from the first batch to figures and files; and predictions."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lightning_rl.data import Prompt
+from lightning_rl.distributed import Collectives
+from lightning_rl.evaluation.estimators import majority
+from lightning_rl.evaluation.loader import EvaluationBatch
+from lightning_rl.evaluation.questions import Questions
+from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
+from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollouts.sample import Sampler
+
+NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # of the data module's validation prompts
+
+
+class EvaluationRun:
+    """Every evaluation of one validation or test: its samples are drawn once, counted, and kept for the file.
+
+    Args:
+        questions: the evaluations.
+        stage: ``"val"`` or ``"test"``, before the names of the metrics.
+        collectives: what the ranks do together.
+        rank: this one.
+        device: where the tallies lie, so that ranks can add them up.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        questions: Sequence[Questions],
+        stage: str,
+        *,
+        collectives: Collectives,
+        rank: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.questions, self.stage, self.seed = tuple(questions), stage, seed
+        self.collectives, self.rank = collectives, rank
+        self.tallies = [Tally(len(q.prompts), tuple(q.rewards.functions), collectives).to(device) for q in questions]
+        self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
+        self.records: list[list[Record]] = [[] for _ in questions]
+
+    def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
+        """Generates for this rank's share of a batch, in one call of the engine, and counts what the rewards say."""
+        shares = [part[self.rank :: self.collectives.ranks] for part in batch.parts]
+        asked = [
+            questions.requests(prompts if self.collectives.generates else [], self.seed, number)
+            for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True))
+        ]
+        samples = sampler.generate_parts(asked)
+        for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
+            rollout, _ = replace(sampler, rewards=questions.rewards).score(samples[number])
+            texts = [sampler.text(ids) for ids in response_ids(rollout)]
+            self._count(number, prompts, rollout, texts)
+
+    def _count(self, number: int, prompts: Sequence[Prompt], rollout: Rollout, texts: Sequence[str]) -> None:
+        """Fills the rows of some prompts, and keeps their samples."""
+        questions, evaluation = self.questions[number], self.questions[number].evaluation
+        extract = None if evaluation is None else evaluation.answer
+        answers = [None if extract is None else extract(text) for text in texts]
+        solved = rollout.rewarded & (rollout.rewards >= (1.0 if evaluation is None else evaluation.correct))
+        places = torch.tensor([self.places[number][prompt.index] for prompt in prompts], dtype=torch.int64)
+        self.tallies[number].update(places, table_rows(rollout, solved, answers, questions.samples))
+        if self.keeps(questions):
+            further = {**_reward_entries(rollout), "solved": solved.tolist()}
+            further |= {} if extract is None else {"answer": answers}
+            self.records[number] += records_of(prompts, rollout, texts, further)
+
+    def keeps(self, questions: Questions) -> bool:
+        """Whether the samples of an evaluation are kept."""
+        return questions.evaluation is None or questions.evaluation.save
+
+    def figures(self) -> dict[str, float]:
+        """Every metric by its whole name, over all ranks. A collective."""
+        figures: dict[str, float] = {}
+        for questions, tally in zip(self.questions, self.tallies, strict=True):
+            evaluation = questions.evaluation
+            if evaluation is None:
+                values = tally.figures(pass_at=(), samples=1, votes=False)
+                figures |= {f"{self.stage}/{name}": value for name, value in values.items() if name not in NOT_SHOWN}
+            else:
+                pass_at, votes = cast(Sequence[int], evaluation.pass_at), evaluation.answer is not None
+                values = tally.figures(pass_at=pass_at, samples=questions.samples, votes=votes)
+                figures |= {f"{self.stage}/{questions.name}/{name}": value for name, value in values.items()}
+        return figures
+
+    def write(self, folder: Path, file: str, *, writing: bool) -> None:
+        """Writes ``<folder>/<name>/<file>.jsonl`` for each evaluation that keeps its samples. A collective.
+
+        Args:
+            folder: of all evaluations.
+            file: which run this is.
+            writing: whether this is the one process that writes.
+        """
+        for questions, mine in zip(self.questions, self.records, strict=True):
+            records = [record for part in self.collectives.objects(mine) for record in part]
+            if self.keeps(questions) and writing:
+                place = folder / questions.name / f"{file}.jsonl"
+                write_records(place, sorted(records, key=lambda record: record["index"]))
+
+
+def table_rows(
+    rollout: Rollout, solved: Bool[Tensor, " B"], answers: Sequence[Hashable | None], samples: int
+) -> Float[Tensor, "P C"]:
+    """The rows of a :class:`Tally` that some prompts fill.
+
+    Args:
+        rollout: the samples of each prompt beside each other, scored.
+        solved: which samples are.
+        answers: of each sample.
+        samples: of each prompt.
+    """
+    rewarded, right = rollout.rewarded, solved.tolist()
+    votes = [majority(answers[at : at + samples], right[at : at + samples]) for at in range(0, len(right), samples)]
+    per_sample = {
+        "samples": torch.ones_like(rewarded),
+        "rewarded": rewarded,
+        "solved": solved,
+        "length": rollout.response_lengths,
+        "truncated": rollout.finish == Finish.LENGTH,
+        "task": torch.where(rewarded, rollout.rewards, 0.0),
+    }
+    for name, values in rollout.task_rewards.items():
+        per_sample |= {f"{name}/value": values.nan_to_num(0.0), f"{name}/count": ~values.isnan()}
+    columns = {name: values.double().reshape(len(votes), samples).sum(-1) for name, values in per_sample.items()}
+    columns["vote"] = torch.tensor(votes, dtype=torch.float64)
+    rewards = [name for name in columns if name not in COLUMNS]
+    return torch.stack([columns[name].cpu() for name in (*COLUMNS, *rewards)], -1)
+
+
+def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
+    """Sum and values of the rewards of each sample, as records have them."""
+    total = torch.where(rollout.rewarded, rollout.rewards.double(), torch.nan).tolist()
+    named = {name: list(map(number_or_none, raw.tolist())) for name, raw in rollout.task_rewards.items()}
+    parts = [{name: values[row] for name, values in named.items()} for row in range(len(total))]
+    return {"reward": list(map(number_or_none, total)), "rewards": parts}
+
+
+def response_ids(rollout: Rollout) -> list[list[int]]:
+    """The token ids of each response."""
+    lengths = rollout.response_lengths.tolist()
+    return [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+
+
+def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, rank: int, seed: int) -> list[Record]:
+    """A record for each prompt of a batch, with its completions, in the order of the batch on every rank. A collective.
+
+    Args:
+        questions: how they are answered.
+        batch: its first part is answered.
+        sampler: generates.
+        rank: this one, which takes its share.
+        seed: of the run.
+    """
+    collectives = sampler.collectives
+    prompts = batch.parts[0][rank :: collectives.ranks]
+    (samples,) = sampler.generate_parts([questions.requests(prompts if collectives.generates else [], seed, 0)])
+    rows = collectives.share(samples.rows)
+    mine = records_of(prompts, rows, [sampler.text(ids) for ids in response_ids(rows)], {})
+    return sorted((record for part in collectives.objects(mine) for record in part), key=lambda record: record["index"])

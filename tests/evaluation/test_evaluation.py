@@ -1,0 +1,81 @@
+"""What an Evaluation takes and refuses."""
+
+from typing import Any
+
+import pytest
+from kit.support import fit, parity_reward, tiny_module, tiny_prompts
+
+from lightning_rl import Evaluation, FakeEngine, Sampling
+
+
+def test_an_evaluation_says_what_it_measures() -> None:
+    evaluation = Evaluation("gsm8k", [[2]], samples=8, stages="val")
+    assert (evaluation.pass_at, evaluation.stages) == ((1, 8), ("val",))
+    assert Evaluation("gsm8k", [[2]]).pass_at == (1,)
+    assert Evaluation("gsm8k", [[2]], samples=8, pass_at=[4, 2, 4]).pass_at == (2, 4)
+    assert Evaluation("gsm8k", [[2]], samples=8, pass_at=4).pass_at == (4,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "a/b"}, r"expected a name of letters, digits, _, \. and - for an evaluation, got 'a/b'"),
+        ({"name": ".."}, "expected a name of letters"),
+        ({"name": "reward"}, r'expected another name .* \[.length., .reward., .validation.\].* got "reward"'),
+        ({"samples": 0}, "expected samples to be a whole number above 0, got 0"),
+        ({"samples": 2.0}, "expected samples to be a whole number above 0, got 2.0"),
+        ({"pass_at": (1, 2)}, r"expected pass_at to be whole numbers from 1 to samples=1, got \(1, 2\)"),
+        ({"pass_at": (0,)}, "expected pass_at to be whole numbers from 1"),
+        ({"pass_at": "all"}, "expected pass_at to be whole numbers from 1"),
+        ({"correct": float("nan")}, "expected correct .*got nan"),
+        ({"correct": "1"}, "expected correct .*got '1'"),
+        ({"save": "yes"}, "expected save to be True or False, got 'yes'"),
+        ({"rewards": {"task": parity_reward}}, "expected other names of rewards"),
+        ({"answer": "answer"}, "expected answer to be a function of a text, got 'answer'"),
+        ({"stages": ("fit",)}, r"expected stages among \('val', 'test'\), got \('fit',\)"),
+        ({"sampling": 0.6}, r"expected sampling to be a Sampling, such as Sampling\(temperature=0.6\), got 0.6"),
+        (
+            {"samples": 4, "sampling": Sampling(temperature=0)},
+            "expected a temperature above 0, because samples=4 greedy answers would all be the same",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Evaluation(**{"name": "a", "prompts": [[2]], **options})
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ("gsm8k", "expected evaluation to be an Evaluation or a list of them, got 'g'"),
+        ({"name": "a"}, "expected evaluation to be an Evaluation or a list of them, got {'name': 'a'}"),
+        ([Evaluation("a", [[2]]), Evaluation("a", [[3]])], r"evaluations with different names, got \['a', 'a'\]"),
+    ],
+)  # fmt: skip
+def test_the_module_takes_evaluations_with_different_names(evaluation: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_module(evaluation=evaluation)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        (Evaluation("a", [[2], []]), r'evaluation "a": expected prompt 1 to have at least one token'),
+        (Evaluation("a", [[99]]), r'evaluation "a": expected token ids in \[0, 16\), got 99 to 99 in prompt 0'),
+        (Evaluation("a", []), 'evaluation "a": expected at least one prompt, got none'),
+        (Evaluation("a", [[2] * 60]), r'evaluation "a": expected prompts of at most 56 tokens'),
+        (Evaluation("a", [[2]], sampling=Sampling(max_new_tokens=64)), "expected max_new_tokens below the context"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else value.name,
+)
+def test_a_prompt_that_does_not_fit_is_named_before_training(evaluation: Evaluation, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(tiny_module(evaluation=evaluation))
+
+
+def test_filters_that_the_engine_would_ignore_are_refused_at_setup() -> None:
+    evaluation = Evaluation("a", [[2]], samples=2, sampling=Sampling(top_p=0.9))
+    module = tiny_module(evaluation=evaluation, engine=FakeEngine(lambda _: [2, 1]), rewards=parity_reward)
+    with pytest.raises(ValueError, match=r"top_p=0.9.* of an evaluation, got FakeEngine, which ignores them"):
+        fit(module, data=tiny_prompts())

@@ -1,0 +1,257 @@
+"""Evaluations in a Trainer: figures by hand, files, callbacks, limits, stages, predictions."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rl import Evaluation, FakeEngine, PromptDataModule, RLLightningModule, Sampling, TransformersEngine
+from lightning_rl.data import PromptDataset
+from lightning_rl.evaluation.questions import IDS
+from lightning_rl.generation import Request
+
+EOS, A, B = 1, 2, 3
+SCRIPT = {  # by evaluation, prompt and sample; the reward is 1 for an odd number of tokens
+    "greedy": {0: [[A, EOS]], 1: [[A, B, EOS]]},
+    "several": {
+        0: [[A, A, EOS], [A, A, EOS], [B, EOS], [B, EOS]],
+        1: [[B, EOS], [B, EOS], [B, EOS], [A, A, EOS]],
+        2: [[B, B, B, B, B, B, B, B]] * 4,
+    },
+}
+
+
+def several(**options: Any) -> Evaluation:
+    sampling = Sampling(temperature=0.7, max_new_tokens=8)
+    defaults: dict[str, Any] = {"samples": 4, "sampling": sampling, "answer": lambda text: text[:1] or None}
+    return Evaluation("several", [[4], [5], [6]], **{**defaults, **options})
+
+
+def scripted(request: Request) -> Sequence[int]:
+    place = request.sample_id % IDS
+    if request.sampling.temperature == 0:
+        return SCRIPT["greedy"][place][0]
+    return SCRIPT["several"][place // 4][place % 4]
+
+
+def scripted_module(evaluation: Any, **options: Any) -> RLLightningModule:
+    return tiny_module(engine=FakeEngine(scripted), tokenizer=tiny_tokenizer(), evaluation=evaluation, **options)
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return Trainer(**{"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **options})
+
+
+GREEDY = Evaluation("greedy", [[2], [3]])
+EXPECTED = {
+    "greedy/pass@1": 1 / 2, "greedy/reward/task": 1 / 2, "greedy/length/mean": 5 / 2, "greedy/length/truncated": 0,
+    "several/pass@1": (1 / 2 + 1 / 4 + 0) / 3, "several/pass@4": 2 / 3, "several/avg@4": (1 / 2 + 1 / 4) / 3,
+    "several/maj@4": (1 / 2 + 0 + 0) / 3, "several/length/mean": (10 + 9 + 32) / 12,
+    "several/length/truncated": 4 / 12, "several/reward/parity_reward": 3 / 12, "several/reward/missing": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+@pytest.mark.parametrize("size", [1, 2, 256])
+def test_a_greedy_evaluation_and_pass_at_k_in_one_run_draw_each_sample_once(stage: str, size: int) -> None:
+    module = scripted_module([GREEDY, several()])
+    data = tiny_prompts(validation_batch_size=size)
+    trainer = quiet_trainer()
+    run = trainer.validate if stage == "val" else trainer.test
+    (figures,) = run(module, data, verbose=False)
+    assert {name: figures[f"{stage}/{name}"] for name in EXPECTED} == pytest.approx(EXPECTED, abs=1e-6)
+    assert all(name.startswith((f"{stage}/greedy/", f"{stage}/several/")) for name in figures)
+    engine = module.engine
+    assert isinstance(engine, FakeEngine)
+    asked = [request.sample_id for request in engine.requests]
+    assert sorted(asked) == [0, 1, *range(IDS, IDS + 12)]
+
+
+def test_the_requests_of_a_batch_go_to_the_engine_together() -> None:
+    calls: list[int] = []
+
+    class Counting(FakeEngine):
+        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
+            calls.append(len(requests))
+            return super()._draw(requests, logprobs=logprobs)
+
+    module = tiny_module(engine=Counting(scripted), tokenizer=tiny_tokenizer(), evaluation=[GREEDY, several()])
+    quiet_trainer().validate(module, tiny_prompts(validation_batch_size=2), verbose=False)
+    assert calls == [2 + 2 * 4, 4]
+
+
+def test_evaluations_need_no_data_module_but_in_a_fit() -> None:
+    module = scripted_module(GREEDY)
+    (figures,) = quiet_trainer().validate(module, verbose=False)
+    assert figures["val/greedy/pass@1"] == 0.5
+    with pytest.raises(TypeError, match=r"expected Trainer\.fit"):
+        quiet_trainer(max_epochs=1).fit(scripted_module(GREEDY))
+
+
+def test_nothing_to_evaluate_is_said() -> None:
+    with pytest.raises(ValueError, match=r'expected prompts to evaluate in stage "val", got none: pass validation='):
+        quiet_trainer().validate(tiny_module(), tiny_prompts(), verbose=False)
+    module = scripted_module(Evaluation("greedy", [[2]], stages=("test",)))
+    with pytest.raises(ValueError, match=r'stage "val", got none'):
+        quiet_trainer().validate(module, tiny_prompts(), verbose=False)
+    module = tiny_module(evaluation=Evaluation("greedy", [[2]], stages=("test",)))
+    assert fit(module, max_steps=1).limit_val_batches == 1.0, "a fit goes without, and gives the limit back"
+
+
+def test_validation_prompts_of_the_data_module_keep_their_names_beside_evaluations() -> None:
+    data = tiny_prompts(validation=[[2], [3]])
+    (alone,) = quiet_trainer().validate(scripted_module(()), data, verbose=False)
+    assert alone == {"val/reward/task": 0.5, "val/reward/parity_reward": 0.5, "val/length/mean": 2.5}
+    (both,) = quiet_trainer().validate(scripted_module(several()), data, verbose=False)
+    assert {name: both[name] for name in alone} == alone
+    assert {name for name in both if name.count("/") < 3 and name not in alone} >= {"val/several/pass@4"}
+
+
+def test_rewards_of_an_evaluation_are_its_own_and_missing_ones_count_nowhere() -> None:
+    def half(prompts: Any, completions: Any, **_: Any) -> list[float | None]:
+        return [0.5 if text.startswith("a") else None for text in completions]
+
+    module = scripted_module(several(rewards={"half": half}, correct=0.5, answer=None))
+    with pytest.warns(UserWarning, match="gave no value"):
+        (figures,) = quiet_trainer().validate(module, verbose=False)
+    assert figures["val/several/reward/half"] == 0.5 and figures["val/several/reward/missing"] == pytest.approx(9 / 12)
+    assert figures["val/several/pass@1"] == 1.0 and "val/several/pass@4" not in figures
+    assert not any("maj@" in name or "parity" in name for name in figures)
+
+
+def test_samples_are_kept_beside_the_logger(tmp_path: Path) -> None:
+    module = scripted_module([GREEDY, several(), Evaluation("unkept", [[2]], save=False)])
+    trainer = quiet_trainer(logger=CSVLogger(tmp_path, "runs"))
+    trainer.validate(module, tiny_prompts(validation=[{"prompt": [2], "answer": "a"}]), verbose=False)
+    folder = tmp_path / "runs" / "version_0" / "evaluations"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["greedy/validate.jsonl", "several/validate.jsonl", "validation/validate.jsonl"]
+    lines = [json.loads(line) for line in (folder / files[1]).read_text().splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2] and [line["prompt"] for line in lines] == [[4], [5], [6]]
+    completion = {"text": "a a", "finish": "stop", "length": 3, "reward": 1.0, "rewards": {"parity_reward": 1.0}}
+    assert lines[0]["completions"][0] == {**completion, "solved": True, "answer": "a"}
+    assert [c["finish"] for c in lines[2]["completions"]] == ["length"] * 4
+    (line,) = [json.loads(text) for text in (folder / files[2]).read_text().splitlines()]
+    assert line["columns"] == {"answer": "a"} and line["completions"][0]["text"] == "a"
+
+
+def test_without_a_logger_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quiet_trainer(default_root_dir=tmp_path).validate(scripted_module(GREEDY), verbose=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")  # without its callbacks
+def test_a_fit_validates_at_its_steps_and_checkpoints_by_a_figure(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "best", monitor="val/greedy/pass@1", mode="max", filename="{step}")
+    module = tiny_module(evaluation=Evaluation("greedy", [[2], [3]]), seed=3)
+    trainer = fit(
+        module, callbacks=[saving], logger=CSVLogger(tmp_path, "runs"), enable_checkpointing=True,
+        val_check_interval=1, num_sanity_val_steps=1,
+    )  # fmt: skip
+    names = sorted(path.name for path in (tmp_path / "runs" / "version_0" / "evaluations" / "greedy").iterdir())
+    assert names == [f"step_{step:06d}.jsonl" for step in range(1, 5)], "the sanity check wrote none"
+    (figures,) = trainer.validate(module, tiny_prompts(), ckpt_path=saving.best_model_path, verbose=False)
+    assert figures["val/greedy/pass@1"] == saving.best_model_score
+    assert (tmp_path / "runs" / "version_0" / "evaluations" / "greedy" / "validate.jsonl").is_file()
+    (tested,) = quiet_trainer().test(
+        tiny_module(evaluation=Evaluation("greedy", [[2], [3]]), seed=3), tiny_prompts(),
+        ckpt_path=saving.best_model_path, verbose=False,
+    )  # fmt: skip
+    assert tested["test/greedy/pass@1"] == figures["val/greedy/pass@1"]
+
+
+def test_early_stopping_reads_a_figure() -> None:
+    stopping = EarlyStopping("val/greedy/pass@1", mode="max", patience=1, check_on_train_epoch_end=False)
+    module = tiny_module(engine=FakeEngine(lambda _: [A, B, EOS]), evaluation=GREEDY)
+    assert fit(module, callbacks=[stopping], val_check_interval=1).global_step == 2
+    assert float(stopping.best_score) == 1.0
+
+
+def level_reward(prompts: Any, completions: Any, *, level: list[int], **_: Any) -> list[int]:
+    return level
+
+
+def test_prompts_may_be_a_data_set_with_options_of_its_own() -> None:
+    rows = [{"question": [4] * 9, "level": 0}, {"question": [4], "level": 1}, {"question": [5], "level": 2}]
+    prompts = PromptDataset(rows, columns={"prompt": "question"}, max_prompt_tokens=3, too_long="drop")
+    engine = FakeEngine(lambda request: [request.prefix_ids[0], EOS])
+    module = tiny_module(engine=engine, evaluation=Evaluation("kept", prompts, rewards=level_reward))
+    (figures,) = quiet_trainer().validate(module, tiny_prompts(validation=prompts), verbose=False)
+    assert figures["val/kept/reward/task"] == 1.5 and figures["val/kept/pass@1"] == 1.0
+    assert [request.prefix_ids for request in engine.requests] == [(4,), (5,)] * 2
+
+
+def test_a_limit_of_batches_cuts_each_evaluation_and_the_bar_knows_the_total() -> None:
+    module = scripted_module([GREEDY, several()])
+    trainer = quiet_trainer(limit_val_batches=1)
+    (figures,) = trainer.validate(module, tiny_prompts(validation_batch_size=1), verbose=False)
+    assert trainer.num_val_batches == [1]
+    assert figures["val/greedy/pass@1"] == 0.0 and figures["val/several/pass@1"] == 0.5
+    trainer = quiet_trainer()
+    trainer.validate(module, tiny_prompts(validation_batch_size=1), verbose=False)
+    assert trainer.num_val_batches == [3]
+
+
+def test_seeds_depend_on_run_name_prompt_and_sample_alone() -> None:
+    def seeds(size: int, samples: int = 4, **options: Any) -> list[tuple[int, int]]:
+        engine = FakeEngine(lambda _: [A, EOS])
+        evaluation = Evaluation(options.pop("name", "several"), [[4], [5], [6]], samples=samples)
+        module = tiny_module(engine=engine, evaluation=evaluation, **options)
+        quiet_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)
+        return sorted((request.sample_id, request.seed) for request in engine.requests)
+
+    first = seeds(1)
+    assert seeds(2) == first and len({seed for _, seed in first}) == 12
+    assert not {seed for _, seed in seeds(2, seed=1)} & {seed for _, seed in first}
+    assert not {seed for _, seed in seeds(2, name="other")} & {seed for _, seed in first}
+    assert {seed for _, seed in seeds(2, samples=2)} < {seed for _, seed in first}
+
+
+@pytest.mark.parametrize("options", [{"token_budget": 7}, {"size": 1}, {"size": 3}, {"max_rows": 2}])
+def test_figures_do_not_depend_on_token_budget_batches_or_rows(options: dict[str, Any]) -> None:
+    def figures(size: int = 256, max_rows: int = 512, **others: Any) -> dict[str, float]:
+        module = tiny_module(
+            policy=lambda: tiny_policy(dtype=torch.float64), engine=TransformersEngine(max_rows=max_rows),
+            evaluation=[
+                Evaluation("greedy", [[2 + n] for n in range(5)]),
+                Evaluation("several", [[2 + n, 3] for n in range(7)], samples=3, sampling=Sampling(max_new_tokens=5)),
+            ], **others,
+        )  # fmt: skip
+        return dict(quiet_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)[0])
+
+    assert figures(**options) == figures()
+
+
+def test_an_evaluation_changes_nothing_that_trains() -> None:
+    def weights(evaluation: Any) -> dict[str, torch.Tensor]:
+        module = tiny_module(evaluation=evaluation)
+        fit(module, val_check_interval=1)
+        return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    plain, evaluated = weights(()), weights([GREEDY, Evaluation("several", [[4]], samples=3)])
+    assert plain.keys() == evaluated.keys() and all(torch.equal(plain[name], evaluated[name]) for name in plain)
+
+
+def test_predict_returns_and_writes_a_completion_of_each_prompt(tmp_path: Path) -> None:
+    engine = FakeEngine(lambda request: [*request.prefix_ids[:1], EOS])
+    module = tiny_module(engine=engine, tokenizer=tiny_tokenizer())
+    rows = [{"prompt": "a b", "id": 7}, {"prompt": "c", "id": 8}, {"prompt": "d", "id": 9}]
+    data = PromptDataModule(rows, 1, validation_batch_size=2)
+    batches = quiet_trainer(default_root_dir=tmp_path).predict(module, data)
+    assert batches is not None and [len(batch) for batch in batches] == [2, 1]
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert lines == [record for batch in batches for record in batch]
+    assert lines[0] == {
+        "index": 0, "prompt": "a b", "columns": {"id": 7},
+        "completions": [{"text": "a", "finish": "stop", "length": 2}],
+    }  # fmt: skip
+    assert [line["completions"][0]["text"] for line in lines] == ["a", "c", "d"]
