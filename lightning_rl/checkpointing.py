@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.distributed import process_maximum
+from lightning_rl.distributed import RunEndError, process_maximum
 from lightning_rl.files import PART, write_atomically
 from lightning_rl.generation import EngineError
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
+from lightning_rl.rewards.limit import CLOCK
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
@@ -49,9 +50,10 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 class Interrupts(Callback):
     """Every run has one. The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves
     ``interrupted.ckpt`` beside the other checkpoints, and ends the run on all ranks; a second one acts at once.
+    A reward that is being computed has a few seconds left.
 
-    So does an engine that fails, since that happens between two steps. Any other exception saves nothing, because it
-    may come in mid-step; the checkpoints of earlier steps stay. Whatever is raised, the engine is closed.
+    So do an engine or rewards that fail, since that happens between two steps. Any other exception saves nothing,
+    because it may come in mid-step; the checkpoints of earlier steps stay. Whatever is raised, the engine is closed.
 
     Args:
         close: closes the engine of a module.
@@ -65,6 +67,7 @@ class Interrupts(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.received = 0
+        CLOCK.reset()
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may handle signals
         for number in SIGNALS:
@@ -75,6 +78,7 @@ class Interrupts(Callback):
         del frame
         self.received = number
         self._restore()
+        CLOCK.stop(number)
 
     @override
     def on_train_batch_end(
@@ -89,12 +93,15 @@ class Interrupts(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()
+        CLOCK.reset()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore()
-        if isinstance(exception, EngineError) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            _save(trainer, "the engine failed")
+        ends = isinstance(exception, EngineError | RunEndError)
+        if ends and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            _save(trainer, f"{type(exception).__name__} ended the run")
+        CLOCK.reset()
         self._close(pl_module)
 
     def _restore(self) -> None:

@@ -80,6 +80,23 @@ class RunningStats(Metric):
         self._update_count = len(self.keys)  # torchmetrics would warn that nothing was ever updated
 
 
+class GrowingStats(RunningStats):
+    """The same for keys that come and go. What is new is empty before, and every rank has to know it at once."""
+
+    @override
+    def update(self, stats: Mapping[str, Stat]) -> None:
+        """Joins the given populations to those so far."""
+        absent = [key for key in self.keys if key not in stats]
+        new = [key for key in stats if key not in self.keys]
+        nobody = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=torch.float64, device=self.device)
+        if new and self.keys:
+            self.moments = torch.cat([self.moments.reshape(-1, 4), nobody.expand(len(new), 4)])
+            self.reductions = (*self.reductions, *(stats[key].reduction for key in new))
+            self.keys = (*self.keys, *new)
+        order = dict(zip(self.keys, self.reductions, strict=True)) or {key: stats[key].reduction for key in new}
+        super().update({key: Stat(nobody, order[key]) if key in absent else stats[key] for key in order})
+
+
 class MetricLog:
     """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
 
@@ -87,6 +104,7 @@ class MetricLog:
         self.groups = {
             name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
         }
+        self.groups["noted"] = GrowingStats(collectives).to(device)  # what rewards log, when they like
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Joins statistics to one group; its keys are the same at every call."""

@@ -33,7 +33,7 @@ from lightning_rl.evaluation.prompts import encode_prompts, is_single
 from lightning_rl.evaluation.questions import Questions, questions_of, with_eos
 from lightning_rl.evaluation.records import Record, write_records
 from lightning_rl.evaluation.run import EvaluationRun, predict
-from lightning_rl.generation import Engine, EngineError, Sampling, TransformersEngine, request_seed
+from lightning_rl.generation import Engine, Sampling, TransformersEngine, request_seed
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.inspection import stop_in_inspection
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
@@ -58,12 +58,14 @@ from lightning_rl.policy.build import (
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.progress import show_phase
 from lightning_rl.rewards import Rewards, RewardSource
+from lightning_rl.rewards.failures import FOLDER
+from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprobs import add_logprobs
 from lightning_rl.rollouts.prefetch import remaining_tickets
-from lightning_rl.rollouts.sample import Sampler, Samples, check_staleness, deal, staleness
+from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
-from lightning_rl.rollouts.state import CurrentRollout, RunState
+from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, resolve_reduction
 from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradient
@@ -110,6 +112,9 @@ class RLLightningModule(LightningModule):
         activation_checkpointing: keep only the inputs of the layers and run them again in the backward.
         max_staleness: how many rollouts are generated ahead, while the policy trains on an earlier one; 0 for none.
         max_grad_norm: what the gradient norm is clipped to; None for no clipping.
+        reward_seconds: what one call of a reward function may take; None for no limit.
+        max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run, with a
+            checkpoint; None for never.
         seed: of the run; every random number follows from it.
 
     Raises:
@@ -142,6 +147,8 @@ class RLLightningModule(LightningModule):
         token_budget: int = 4096,
         packing: bool = True,
         activation_checkpointing: bool = False,
+        reward_seconds: float | None = REWARD_SECONDS,
+        max_failed_rewards: float | None = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -154,7 +161,10 @@ class RLLightningModule(LightningModule):
         compatibility.check_parts(engine=engine, sampling=sampling, value_loss=value_loss)
         compatibility.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
-        self.rewards = Rewards(rewards)
+        check_numbers(above=0, finite=True, optional=True, reward_seconds=reward_seconds)
+        check_numbers(above=0, at_most=1, optional=True, max_failed_rewards=max_failed_rewards)
+        self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
+        self.rewards = Rewards(rewards, seconds=reward_seconds)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
         self.reduction, self.value_loss = resolve_reduction(reduction, sampling.max_new_tokens), value_loss
         self._optimizer, self._lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
@@ -229,6 +239,9 @@ class RLLightningModule(LightningModule):
             forward_context=self.parallel.strategy.precision_plugin.forward_context,
             greedy_baseline=self.estimator.needs_greedy,
             collectives=self.parallel.collectives,
+            max_failed_rewards=self.max_failed_rewards,
+            failed_folder=self.run.failed_folder,
+            trainer_state=trainer_state(self.trainer) if self.rewards.asks_for_state else None,
         )
 
     # Before a run.
@@ -266,6 +279,7 @@ class RLLightningModule(LightningModule):
                 minibatches=self.minibatches,
                 world_size=self.parallel.ranks,
             )
+        self.run.failed_folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / FOLDER
 
     @override
     def configure_model(self) -> None:
@@ -358,19 +372,22 @@ class RLLightningModule(LightningModule):
         if batch.step != 0:
             where = f"step {batch.step} of rollout {batch.rollout}"
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
-        stream, cursor = self.prompt_stream, self.prompt_stream.cursor
+        stream, cursor, ahead = self.prompt_stream, self.prompt_stream.cursor, self.run.prefetcher.numbers()
         try:
-            rollout, sampled = self._sample(batch, batch_idx)
-        except EngineError:
-            stream.give_back(batch, cursor)  # so that the checkpoint of Interrupts begins with this rollout
+            rollout, sampled, noted = self._sample(batch, batch_idx)
+            self.run.current, stats = self._finish(rollout, batch.rollout)
+        except Exception:  # nothing has been trained, so a checkpoint written from here on begins with this rollout
+            stream.give_back(batch, cursor)
+            self.run.prefetcher.drop(*(self.run.prefetcher.numbers() - ahead))
             raise
-        self.run.current, stats = self._finish(rollout, batch.rollout)
+        self.run.prefetcher.drop(batch.rollout)
         self.rest()
         stats = self.run.rollout_stats = {**sampled, **stats, **stream.stats(), **self.run.times.take()}
         self.run.metrics.add("rollout", stats)
-        log_for_monitors(self, global_values(stats, self.device, self.parallel.collectives))
+        self.run.metrics.add("noted", noted)
+        log_for_monitors(self, global_values({**stats, **noted}, self.device, self.parallel.collectives))
 
-    def _sample(self, ticket: Ticket, batch_idx: int) -> tuple[Rollout, dict[str, Stat]]:
+    def _sample(self, ticket: Ticket, batch_idx: int) -> ScoredGroups:
         """The samples of a rollout with their rewards, generated now or ahead."""
         sampler, number = self.sampler, ticket.rollout
         groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
@@ -383,13 +400,10 @@ class RLLightningModule(LightningModule):
         if sampler.max_rounds == 1:  # nothing more is asked of the engine for this rollout
             self._prefetch(sampler, ticket, batch_idx)
         with self._phase("reward"):
-            rollout, stats = sampler.fill_groups(
-                self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first
-            )
+            scored = sampler.fill_groups(self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first)
         self._prefetch(sampler, ticket, batch_idx)
-        check_staleness(rollout, number, self.max_staleness)
-        self.run.prefetcher.drop(number)
-        return rollout, stats
+        check_staleness(scored.rollout, number, self.max_staleness)
+        return scored
 
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """The rollout with its plan, log-probabilities and signal, shown to everyone who looks."""

@@ -16,6 +16,10 @@ from torch import Tensor
 Anything = TypeVar("Anything")
 
 
+class RunEndError(RuntimeError):
+    """Ends a run on every rank alike, between two optimizer steps, so that a checkpoint can be written first."""
+
+
 class Collectives:
     """What ranks do together; the strategy's :class:`~lightning_rl.distributed.Parallel` makes it and hands it in.
 

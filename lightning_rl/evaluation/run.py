@@ -16,6 +16,7 @@ from lightning_rl.evaluation.loader import EvaluationBatch
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.rewards.failures import report_failures
 from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.rollouts.sample import Sampler
 
@@ -59,7 +60,8 @@ class EvaluationRun:
         ]
         samples = sampler.generate_parts(asked)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
-            rollout, _ = replace(sampler, rewards=questions.rewards).score(samples[number])
+            rollout, calls, _ = replace(sampler, rewards=questions.rewards).score(samples[number])
+            report_failures(calls, None)
             texts = [sampler.text(ids) for ids in response_ids(rollout)]
             self._count(number, prompts, rollout, texts)
 

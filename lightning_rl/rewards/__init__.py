@@ -1,8 +1,10 @@
 """Rewards: functions of completions, called on each rank for its own rows after generation, and a library of them."""
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.rewards.call import Failure, Reward, RewardCall
 from lightning_rl.rewards.choice_match import ChoiceMatch
 from lightning_rl.rewards.exact_match import ExactMatch
+from lightning_rl.rewards.failures import RewardError
 from lightning_rl.rewards.json_schema import JSONSchema
 from lightning_rl.rewards.judge import Judge
 from lightning_rl.rewards.language import Language
@@ -12,7 +14,7 @@ from lightning_rl.rewards.number_match import NumberMatch
 from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
 from lightning_rl.rewards.reward_model import RewardModel
-from lightning_rl.rewards.scoring import Reward, RewardCall, Rewards, RewardSource, Scores
+from lightning_rl.rewards.scoring import Rewards, RewardSource, Scores
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
 
@@ -20,6 +22,7 @@ __all__ = [
     "AnswerMatch",
     "ChoiceMatch",
     "ExactMatch",
+    "Failure",
     "JSONSchema",
     "Judge",
     "Language",
@@ -30,6 +33,7 @@ __all__ = [
     "Repetition",
     "Reward",
     "RewardCall",
+    "RewardError",
     "RewardModel",
     "RewardSource",
     "Rewards",

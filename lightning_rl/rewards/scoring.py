@@ -3,54 +3,31 @@
 import inspect
 import math
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformers import TrainerState
 
 from lightning_rl.naming import name_of
-
-Reward = Callable[..., Sequence[float | None]]
-"""``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``; None: does not apply to the
-row.
-"""
+from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form, takes
+from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
+from lightning_rl.rewards.values import RubbishError, values_of
+from lightning_rl.rewards.waiting import LOOP
 
 RewardSource = Reward | Sequence[Reward] | Mapping[str, Reward | tuple[Reward, float]]
 """One function, several, which are named after themselves, or a mapping from a name to a function or to one with its
 weight: what its value is multiplied with in the sum, 1 by default. A weight of 0 only logs.
 """
 
-Item = TypeVar("Item")
-
-RESERVED = frozenset({"task", "shaped", "missing"})
-
-
-class RewardCall(NamedTuple):
-    """One call of one reward function; what is not plain is left out of saved files.
-
-    Attributes:
-        name: of the function.
-        completion_ids: as it was given them.
-        values: as it gave them.
-        seconds: how long it took.
-        prompts: as it was given them.
-        completions: as it was given them.
-        columns: as it was given them.
-        function: itself.
-    """
-
-    name: str
-    completion_ids: Sequence[Sequence[int]]
-    values: Sequence[float | None]
-    seconds: float
-    prompts: Sequence[Any] = ()
-    completions: Sequence[str] = ()
-    columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
-    function: Callable[..., Any] | None = None
+RESERVED = frozenset({"task", "shaped", "missing", "failed"})
+SECONDS = 300.0
 
 
 class Scores(NamedTuple):
@@ -59,7 +36,8 @@ class Scores(NamedTuple):
     total: Float[Tensor, " B"]  # weighted sum; 0 where the row is not scored
     raw: dict[str, Float[Tensor, " B"]]  # each function's own value; NaN where it gave none
     scored: Bool[Tensor, " B"]  # at least one function applied, and none of non-zero weight failed
-    calls: Sequence[RewardCall] = ()  # every call that returned
+    failed: Bool[Tensor, " B"]  # a function of non-zero weight failed
+    calls: Sequence[RewardCall] = ()
 
 
 class Rewards:
@@ -67,12 +45,13 @@ class Rewards:
 
     Args:
         rewards: a function, several, or a mapping from name to function or (function, weight).
+        seconds: what one call in place may take; None for no limit.
 
     Raises:
         ValueError: if there is no function, two share a name, or a weight is not finite.
     """
 
-    def __init__(self, rewards: RewardSource) -> None:
+    def __init__(self, rewards: RewardSource, *, seconds: float | None = SECONDS) -> None:
         if callable(rewards):
             rewards = [rewards]
         named = list(rewards.items()) if isinstance(rewards, Mapping) else [(name_of(f), f) for f in rewards]
@@ -89,6 +68,12 @@ class Rewards:
                 raise ValueError(f"expected a function or (function, finite weight) for reward {name}, got {pair}")
         self.functions = {name: function for name, (function, _) in pairs.items()}
         self.weights = {name: float(weight) for name, (_, weight) in pairs.items()}
+        self.seconds = seconds
+
+    @property
+    def asks_for_state(self) -> bool:
+        """Whether a function takes ``trainer_state``."""
+        return any(takes(function, "trainer_state") for function in self.functions.values())
 
     def __call__(
         self,
@@ -98,105 +83,176 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         dtype: torch.dtype = torch.float32,
+        trainer_state: TrainerState | None = None,
     ) -> Scores:
-        """Scores every row.
+        """Scores every row. A row that a function of non-zero weight fails on is not scored.
 
-        A function that raises, or gives NaN or infinity, for a row takes that row out, with a warning that shows it.
+        Args:
+            prompts: as the data gave them.
+            completions: as text.
+            completion_ids: the tokens of each completion.
+            columns: whatever else the data holds, a value for each row.
+            dtype: of the scores.
+            trainer_state: for functions that ask how far the run is; None where nothing runs.
+
+        Raises:
+            TypeError: for a function that cannot be called like a reward.
         """
-        total = torch.zeros(len(prompts), dtype=torch.float64)
-        applied, failed = torch.zeros(len(prompts), dtype=torch.bool), torch.zeros(len(prompts), dtype=torch.bool)
-        raw: dict[str, Tensor] = {}
-        calls: list[RewardCall] = []
-        for name, function in self.functions.items():
-            _check_signature(name, function, columns)
-            batch = _Batch(name, function, prompts, completions, completion_ids, columns)
-            values = batch.values(calls)
-            missing = torch.tensor([value is None for value in values], dtype=torch.bool)
-            exact = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+        forms = [completion_form(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+        rows = Rows(prompts=prompts, completions=forms, completion_ids=completion_ids, columns=columns)
+        return self._combine(self._call_all(rows, trainer_state), rows, dtype)
+
+    def _call_all(self, rows: Rows, trainer_state: TrainerState | None) -> list[RewardCall]:
+        """Calls every function in its order, then awaits those that returned something to await, together."""
+        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.functions.items()}
+        if not len(rows):
+            return []
+        drafts = [_Draft(name, function, rows) for name, function in self.functions.items()]
+        for draft in drafts:
+            draft.call(styles[draft.name], trainer_state, self.seconds)
+        _await_all([draft for draft in drafts if draft.future is not None], self.seconds)
+        return [draft.finish() for draft in drafts]
+
+    def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
+        total = torch.zeros(len(rows), dtype=torch.float64)
+        applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
+        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.functions}
+        for call in calls:
+            missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
+            exact = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)
             finite = torch.isfinite(exact)
-            raw[name] = torch.where(finite, exact, math.nan).to(dtype)
-            if self.weights[name] != 0:
+            raw[call.name] = torch.where(finite, exact, math.nan).to(dtype)
+            if (weight := self.weights[call.name]) != 0:
                 applied, failed = applied | finite, failed | ~(finite | missing)
-                total = total + torch.where(finite, exact, 0.0) * self.weights[name]
-        for row in (~applied & ~failed).nonzero()[:, 0].tolist():
-            _warn("functions", "no value", prompts[row], str(completions[row]))
+                total = total + torch.where(finite, exact, 0.0) * weight
+        _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
         scored = applied & ~failed & torch.isfinite(total.to(dtype))
-        return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored, calls)
+        return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored, failed, calls)
 
 
-def _check_signature(name: str, function: Reward, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Raises a TypeError at once for a function that cannot be called like a reward, which no row is to blame for."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have none
-        return
-    try:
-        signature.bind([], [], completion_ids=[], **columns)
-    except TypeError as error:
-        raise TypeError(
-            f"expected reward {name} to accept (prompts, completions, *, completion_ids, **columns) with the columns "
-            f"{sorted(columns)}, got {name}{signature}: {error}"
-        ) from error
-
-
-class _Batch(NamedTuple):
-    """One function with the rows that it scores."""
+@dataclass(slots=True)
+class _Draft:
+    """A call that is being made: after each step there is a result, a failure, or something to await."""
 
     name: str
     function: Reward
-    prompts: Sequence[Any]
-    completions: Sequence[str]
-    completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]
+    rows: Rows
+    notes: Notes = field(init=False)
+    seconds: float = 0.0
+    future: "Future[Any] | None" = None
+    values: list[float | None] | None = None
+    failures: list[Failure] = field(default_factory=list)
 
-    def values(self, calls: list[RewardCall]) -> list[float | None]:
-        """The function's values; a failure of the whole batch is narrowed down to the rows that cause it."""
-        if not len(self.prompts):
-            return []
-        try:
-            values = self._call(range(len(self.prompts)), calls)
-        except _RewardError:
-            return [self._value(row, calls) for row in range(len(self.prompts))]
-        for row, value in enumerate(values):
-            if value is not None and not math.isfinite(value):
-                _warn(self.name, f"the value {value}", self.prompts[row], self.completions[row])
-        return values
+    def __post_init__(self) -> None:
+        self.notes = Notes(len(self.rows))
 
-    def _value(self, row: int, calls: list[RewardCall]) -> float | None:
-        try:
-            return self._call([row], calls)[0]
-        except _RewardError as error:
-            _warn(self.name, repr(error.__cause__), self.prompts[row], self.completions[row])
-            return math.nan
-
-    def _call(self, rows: Sequence[int], calls: list[RewardCall]) -> list[float | None]:
-        prompts, completions = _select(self.prompts, rows), _select(self.completions, rows)
-        ids = _select(self.completion_ids, rows)
-        columns = {key: _select(column, rows) for key, column in self.columns.items()}
+    def call(self, style: CallStyle, trainer_state: TrainerState | None, seconds: float | None) -> None:
+        """Calls the function in place."""
         begin = time.perf_counter()
         try:
-            values = list(self.function(prompts, completions, completion_ids=ids, **columns))
-        except Exception as error:  # the boundary to foreign code: any failure takes out its rows and no others
-            raise _RewardError from error
-        seconds = time.perf_counter() - begin
-        if len(values) != len(rows):
-            raise ValueError(f"expected {len(rows)} values from reward {self.name}, got {len(values)}")
-        values = [None if value is None else float(value) for value in values]
-        calls.append(RewardCall(self.name, ids, values, seconds, prompts, completions, columns, self.function))
-        return values
+            returned = CLOCK.run(lambda: self._values(style, trainer_state), seconds)
+            if inspect.isawaitable(returned):
+                self.future = LOOP.submit(returned)
+            else:
+                self.values = returned
+        except (Exception, TimeUpError) as error:  # noqa: BLE001  the boundary to foreign code
+            self.fail(error)
+        self.seconds = time.perf_counter() - begin
+
+    def _values(self, style: CallStyle, trainer_state: TrainerState | None) -> Any:
+        """What the function returned; a generator runs here, within the limit."""
+        own = self.rows.select(range(len(self.rows)))  # so that no function edits what the next one is given
+        returned = style.call(self.function, own, self.notes, trainer_state)
+        return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
+
+    def take(self, returned: Any) -> None:
+        """Takes what was awaited, or why there is nothing."""
+        try:
+            if isinstance(returned, BaseException):
+                raise returned
+            self.values = values_of(returned, len(self.rows))
+        except (Exception, TimeUpError) as error:  # noqa: BLE001  the boundary to foreign code
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Fails every row."""
+        self.failures.append(Failure(tuple(range(len(self.rows))), _cause(error), _traceback(error)))
+
+    def finish(self) -> RewardCall:
+        """The call, with a failure for every row whose value is not finite."""
+        values = [math.nan] * len(self.rows) if self.values is None else self.values
+        failures = list(self.failures)
+        if self.values is not None:
+            bad = [row for row, value in enumerate(values) if value is not None and not math.isfinite(value)]
+            kinds = {str(values[row]): row for row in reversed(bad)}
+            failures += [
+                Failure(tuple(row for row in bad if str(values[row]) == kind), f"gave the value {kind}")
+                for kind in sorted(kinds, key=lambda kind: kinds[kind])
+            ]
+        rows, notes = self.rows, self.notes
+        return RewardCall(
+            self.name,
+            rows.completion_ids,
+            values,
+            self.seconds,
+            rows.prompts,
+            rows.completions,
+            rows.columns,
+            self.function,
+            failures,
+            notes.extras,
+            notes.metrics,
+        )
 
 
-class _RewardError(Exception):
-    """Carries whatever a user's function raised."""
+def call_alone(name: str, function: Reward, rows: Rows) -> RewardCall:
+    """One call outside of a run: nothing is logged, and there is no limit."""
+    draft = _Draft(name, function, rows)
+    draft.call(CallStyle.of(name, function, list(rows.columns)), None, None)
+    _await_all([draft] if draft.future is not None else [], None)
+    return draft.finish()
 
 
-def _warn(name: str, what: str, prompt: Any, completion: str) -> None:
-    warnings.warn(
-        f"reward {name} gave {what} for completion {completion!r} of prompt {prompt!r}: the row gets no reward and "
-        "enters no reward statistic",
-        stacklevel=2,
-    )
+def return_alone(name: str, function: Reward, rows: Rows) -> Any:
+    """What a function returns outside of a run, as it is; raises what it raises, and it may edit the rows."""
+    returned = CallStyle.of(name, function, list(rows.columns)).call(function, rows, Notes(len(rows)))
+    return LOOP.submit(returned).result() if inspect.isawaitable(returned) else returned
 
 
-def _select(values: Sequence[Item], rows: Sequence[int]) -> list[Item]:
-    return [values[row] for row in rows]
+def _await_all(drafts: Sequence[_Draft], seconds: float | None) -> None:
+    """Awaits all coroutines together, so that they take as long as the slowest."""
+    if not drafts:
+        return
+    begin, futures = time.perf_counter(), [draft.future for draft in drafts if draft.future is not None]
+    try:
+        outcomes = CLOCK.run(lambda: LOOP.collect(futures, remaining(seconds)), None)
+    except TimeUpError as error:
+        outcomes = [error] * len(futures)
+        for future in futures:
+            future.cancel()
+    for draft, future, outcome in zip(drafts, futures, outcomes, strict=True):
+        late = future.cancelled() and isinstance(outcome, TimeoutError)
+        draft.take(TimeUpError(f"took longer than {seconds:g} s") if late else outcome)
+        draft.seconds += time.perf_counter() - begin
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, TimeUpError):
+        return str(error)
+    if isinstance(error, RubbishError):
+        return f"returned something else than rewards: {error}"
+    return f"raised {error!r:.500}"
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _warn_of_no_value(rows: Sequence[int], samples: Rows) -> None:
+    if rows:
+        others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+        warnings.warn(
+            f"reward functions gave no value for completion {samples.completions[rows[0]]!r:.1000} of prompt "
+            f"{samples.prompts[rows[0]]!r:.1000}{others}: the row gets no reward and enters no reward statistic",
+            stacklevel=2,
+        )

@@ -74,9 +74,14 @@ class Prefetcher:
         everywhere = all(process_objects(samples is not None))
         return samples if everywhere else pending.prompts
 
-    def drop(self, number: int) -> None:
-        """Forgets a rollout."""
-        self._pending.pop(number, None)
+    def numbers(self) -> set[int]:
+        """The rollouts that have been asked for."""
+        return set(self._pending)
+
+    def drop(self, *numbers: int) -> None:
+        """Forgets rollouts."""
+        for number in numbers:
+            self._pending.pop(number, None)
 
     def drain(self) -> None:
         """Waits for all rollouts that are being generated, which stay, failed or not. Every rank takes part.

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
@@ -17,6 +19,7 @@ from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
+from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Rollout, concatenate, pad_rows
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
@@ -68,6 +71,20 @@ class Samples:
         )
 
 
+class ScoredGroups(NamedTuple):
+    """Whole groups with their rewards.
+
+    Attributes:
+        rollout: the rows.
+        stats: how many groups were sampled and filtered, and rows that rewards failed on.
+        noted: what reward functions logged themselves, under names that may be others the next time.
+    """
+
+    rollout: Rollout
+    stats: dict[str, Stat]
+    noted: dict[str, Stat]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """Everything that turns prompts into scored samples.
@@ -84,6 +101,9 @@ class Sampler:
         forward_context: context to generate in, for the precision of the forward.
         greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
         collectives: what the ranks do together.
+        max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run; None for never.
+        failed_folder: where the samples go that rewards fail on; None for no files.
+        trainer_state: how far the run is, for rewards that ask.
     """
 
     engine: Engine
@@ -97,6 +117,9 @@ class Sampler:
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     greedy_baseline: bool = False
     collectives: Collectives = ALONE
+    max_failed_rewards: float | None = 1.0
+    failed_folder: Path | None = None
+    trainer_state: TrainerState | None = None
 
     @property
     def max_rounds(self) -> int:
@@ -105,8 +128,8 @@ class Sampler:
 
     def fill_groups(
         self, take: Callable[[int], list[Prompt]], groups: int, number: int, *, rank: int = 0, first: Samples
-    ) -> tuple[Rollout, dict[str, Stat]]:
-        """``groups`` groups for this rank, scored, and how many were filtered.
+    ) -> ScoredGroups:
+        """``groups`` groups for this rank, scored.
 
         Ranks agree between the rounds; within one there is no collective.
 
@@ -116,8 +139,13 @@ class Sampler:
             number: of the rollout.
             rank: this one.
             first: the first round.
+
+        Raises:
+            RewardError: on every rank, if rewards fail on too many rows.
         """
         parts: list[Rollout] = []
+        calls: list[RewardCall] = []
+        failed: list[Tensor] = []
         samples, missing, filtered = first, groups, 0
         for round_number in range(self.max_rounds):
             wanted = self.collectives.objects(missing)
@@ -127,25 +155,59 @@ class Sampler:
                 prompts = deal(take(sum(wanted)), wanted)[rank]
                 samples = self.generate_together(self.requests(prompts, number))
             self.corrections.observe_generated(samples.pairs)
-            part, calls = self.score(samples)
-            self.corrections.observe_rewards(part, calls)
+            part, new, failing = self.score(samples)
+            calls, failed = [*calls, *new], [*failed, failing]
+            self.corrections.observe_rewards(part, new)
             part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
             keep = self.corrections.keep_groups(part)
             parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
             missing -= kept
+        noted = self._close_rewards(calls, torch.cat(failed), number, rank)
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
-        return concatenate(parts), {name: Stat.single(count).sum() for name, count in counts.items()}
+        counts |= self._count_failures(calls, torch.cat(failed))
+        stats = {name: Stat.single(count).sum() for name, count in counts.items()}
+        return ScoredGroups(concatenate(parts), stats, noted)
+
+    def _count_failures(self, calls: Sequence[RewardCall], failed: Tensor) -> dict[str, int]:
+        counts = {"reward/failed": int(failed.sum()), **{f"reward/{name}/failed": 0 for name in self.rewards.functions}}
+        for call in calls:
+            counts[f"reward/{call.name}/failed"] += sum(len(failure.rows) for failure in call.failures)
+        return counts
+
+    def _close_rewards(self, calls: Sequence[RewardCall], failed: Tensor, number: int, rank: int) -> dict[str, Stat]:
+        """Reports what rewards failed on in a rollout, ends the run if it is too much, and collects what they noted."""
+        name = f"rollout-{number}-rank-{rank}.jsonl"
+        path = None if self.failed_folder is None else self.failed_folder / name
+        cause = report_failures(calls, path)
+        noted: dict[str, list[float]] = {}
+        for call in calls:
+            for key, values in call.metrics.items():
+                noted.setdefault(f"reward/{call.name}/{key}", []).extend(values)
+        summary = RewardSummary(
+            rows=len(failed),
+            failed=int(failed.sum()),
+            cause=cause,
+            path=str(path) if cause and path is not None else "",
+            stopped_by=was_cut_short(calls),
+            metrics=tuple(noted),
+        )
+        summaries = self.collectives.objects(self.collectives.share(summary))
+        check_failures(summaries, number, self.max_failed_rewards)
+        names = sorted({name for summary in summaries for name in summary.metrics})
+        return {name: Stat.of(torch.tensor(noted.get(name, []), dtype=torch.float64)) for name in names}
 
     def sample(
         self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: Sampling | None = None
     ) -> Rollout:
         """Generates and scores samples that do not train, one of each prompt by default, from the run's seed."""
         requests = self.requests(prompts, 0, group_size=group_size or 1, sampling=sampling, baseline=False)
-        return self.score(self.generate_together(requests))[0]
+        rollout, calls, _ = self.score(self.generate_together(requests))
+        report_failures(calls, None)
+        return rollout
 
     def requests(
         self,
@@ -219,13 +281,15 @@ class Sampler:
         with self.forward_context():  # for no requests as well: ranks may share an engine
             return self.engine.generate(requests, logprobs=self.engine.capabilities.returns_logprobs)
 
-    def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall]]:
-        """Samples with their rewards, and the calls that gave them; greedy answers give each row its baseline."""
-        rollout, calls = self._with_rewards(_repeat(samples.prompts, len(samples.rows)), samples.rows)
+    def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
+        """Samples with their rewards, the calls that gave them, and the rows that rewards failed on; greedy answers
+        give each row its baseline.
+        """
+        rollout, calls, failed = self._with_rewards(_repeat(samples.prompts, len(samples.rows)), samples.rows)
         if samples.greedy is not None:
-            greedy, further = self._with_rewards(samples.prompts, samples.greedy)
+            greedy, further, _ = self._with_rewards(samples.prompts, samples.greedy)
             rollout, calls = self._with_baseline(rollout, greedy), [*calls, *further]
-        return self.collectives.share(rollout), calls
+        return self.collectives.share(rollout), calls, failed
 
     def text(self, token_ids: Sequence[int]) -> str:
         """A completion as the rewards see it."""
@@ -240,7 +304,9 @@ class Sampler:
         rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
         return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 
-    def _with_rewards(self, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[Rollout, list[RewardCall]]:
+    def _with_rewards(
+        self, prompts: Sequence[Prompt], rollout: Rollout
+    ) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
         keys = sorted({key for prompt in prompts for key in prompt.columns})
@@ -250,10 +316,11 @@ class Sampler:
             completion_ids=ids,
             columns={key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
             dtype=self.dtype,
+            trainer_state=self.trainer_state,
         )
         rewarded = scores.scored & rollout.trained
         scored = rollout.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=rewarded)
-        return scored, list(scores.calls)
+        return scored, list(scores.calls), scores.failed
 
     def _rollout(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]

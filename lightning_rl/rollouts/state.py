@@ -1,12 +1,15 @@
 """The state of a run besides its weights: the rollout in progress, everything else, and what a checkpoint keeps."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 
 from lightning_rl.compatibility import Needs
 from lightning_rl.corrections import Corrections, Stat
@@ -81,6 +84,7 @@ class RunState:
         metrics: what has not been logged yet.
         times: seconds by phase.
         rollout_stats: what was logged of the current rollout.
+        failed_folder: where the samples go that rewards fail on.
         tracer: follows the parameters through the optimizer step that is being made.
         ticket: index of the last one that this fit has served.
         built_alone: whether the policy was built before there was a Trainer, so for no strategy yet.
@@ -101,6 +105,7 @@ class RunState:
     metrics: MetricLog = field(default_factory=MetricLog)
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
+    failed_folder: Path | None = None
     tracer: ParameterTracer | None = None
     ticket: int | None = None
     built_alone: bool = False
@@ -206,3 +211,12 @@ class RunState:
                 "reference= and policy= that the run began with"
             )
         self.loaded = ranks[rank]
+
+
+def trainer_state(trainer: Trainer) -> TrainerState:
+    """How far a fit is, in the form in which reward functions written for TRL ask for it."""
+    batches, passed = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    share = passed / batches if 0 < batches < math.inf else 0.0
+    return TrainerState(
+        global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch + min(share, 1.0)
+    )

@@ -12,6 +12,7 @@ from lightning_rl.audit import Finding
 from lightning_rl.audit.checks.rewards import rows_valued_otherwise
 from lightning_rl.naming import name_of
 from lightning_rl.rewards import Reward, RewardCall
+from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.testing.smallest import PropertyError, smallest
 
 MEANINGS = {
@@ -66,7 +67,7 @@ def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Fin
     arguments = [*call[1:2], *call[4:7]]
     before = copy.deepcopy(arguments)
     try:
-        values: Any = reward(call.prompts, call.completions, completion_ids=call.completion_ids, **call.columns)  # pyright: ignore[reportArgumentType]
+        values: Any = return_alone(name_of(reward), reward, call.rows)
     except Exception as raised:  # noqa: BLE001  user code: what it raises is the finding
         cure = "return None where it does not apply"
         yield _finding("reward_accepts", "values", f"{type(raised).__name__}: {raised}", cure)

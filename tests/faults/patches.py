@@ -209,8 +209,8 @@ def without_last_token(rollout: Rollout) -> Rollout:
 
 def without_first_group(result: Any, *_: Any) -> Any:
     """Loses a group that was drawn and scored."""
-    rollout, stats = result
-    return rollout.select(rollout.groups != rollout.groups[0]), stats
+    rollout = result.rollout
+    return result._replace(rollout=rollout.select(rollout.groups != rollout.groups[0]))
 
 
 def twice_the_temperature(self: PolicyModel, layout: Any) -> Any:

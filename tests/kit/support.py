@@ -290,7 +290,7 @@ def fill_rollout(
 ) -> tuple[Rollout, dict[str, Stat]]:
     """The groups of a rollout on this rank alone, from the first round to the last."""
     first = sampler.generate_together(sampler.requests(take(groups), number))
-    return sampler.fill_groups(take, groups, number, first=first)
+    return sampler.fill_groups(take, groups, number, first=first)[:2]
 
 
 def sample_groups(sampler: Sampler, prompts: Sequence[Prompt], number: int = 0) -> Rollout:

@@ -1,14 +1,16 @@
 """Rewards: names, weights, and rows that a function cannot score, which are left out and never scored 0."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_rl.rewards import Reward, Rewards, Scores
+from lightning_rl.rewards import Failure, Reward, Rewards, Scores
 
 Values = Sequence[float | None]
 
@@ -58,28 +60,29 @@ def test_none_is_left_out_of_the_sum_and_takes_no_row_out() -> None:
 
 
 def test_a_row_that_no_function_applies_to_is_not_scored() -> None:
-    with pytest.warns(UserWarning, match=r"reward functions gave no value for completion 'said 1' of prompt 1"):
+    with pytest.warns(UserWarning, match=r"gave no value for completion 'said 1' of prompt 1: the row"):
         found = scores([says(1.0, None, name="a"), says(1.0, None, name="b")], 2)
     assert found.scored.tolist() == [True, False] and found.total.tolist() == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_takes_its_row_out_and_shows_the_sample(value: float) -> None:
-    with pytest.warns(UserWarning, match=rf"reward said gave the value {value} for completion 'said 1' of prompt 1"):
-        found = scores([says(0.5, value, 2.0), says(1.0, 1.0, 1.0, name="other")], 3)
+def test_a_value_that_is_not_finite_takes_its_row_out(value: float) -> None:
+    found = scores([says(0.5, value, 2.0), says(1.0, 1.0, 1.0, name="other")], 3)
     assert found.scored.tolist() == [True, False, True] and found.total.tolist() == [1.5, 0.0, 3.0]
     assert found.raw["said"].isnan().tolist() == [False, True, False] and found.raw["other"].tolist() == [1.0] * 3
+    assert found.failed.tolist() == [False, True, False]
+    assert found.calls[0].failures == [Failure((1,), f"gave the value {value}")] and not found.calls[1].failures
 
 
-def test_an_exception_takes_out_the_rows_that_cause_it_and_no_others() -> None:
+def test_an_exception_takes_out_its_whole_batch_and_nothing_is_called_again() -> None:
     fragile, calls = fails_for(1, 3)
-    with pytest.warns(UserWarning, match="reward fragile gave KeyError") as caught:
-        found = scores([fragile], 4)
-    assert found.scored.tolist() == [True, False, True, False] and found.total.tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert [str(warning.message).partition(" of ")[0] for warning in caught] == [
-        f"reward fragile gave KeyError('no answer') for completion 'said {row}'" for row in (1, 3)
-    ]
-    assert calls == [[0, 1, 2, 3], [0], [1], [2], [3]]
+    found = scores({"fragile": fragile, "logged": (says(*[2.0] * 4), 0.0)}, 4)
+    assert not found.scored.any() and found.failed.all() and found.total.tolist() == [0.0] * 4
+    assert calls == [[0, 1, 2, 3]], "never row by row"
+    (failure,) = found.calls[0].failures
+    assert failure.rows == (0, 1, 2, 3) and failure.cause == "raised KeyError('no answer')"
+    assert 'raise KeyError("no answer")' in failure.traceback, "the line that raised"
+    assert found.raw["logged"].tolist() == [2.0] * 4
 
 
 def test_a_function_that_works_is_called_once() -> None:
@@ -87,12 +90,36 @@ def test_a_function_that_works_is_called_once() -> None:
     assert scores([working], 4).scored.all() and calls == [[0, 1, 2, 3]]
 
 
-def test_a_function_that_returns_no_list_takes_every_row_out() -> None:
-    def forgetful(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> None:
-        return None
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        pytest.param(None, "None", id="none"),
+        pytest.param(0.5, "float 0.5", id="scalar"),
+        pytest.param({"a": 1.0, "b": 2.0}, "dict {'a': 1.0, 'b': 2.0}", id="dict"),
+        pytest.param("10", "str '10'", id="string"),
+        pytest.param({0.0, 1.0}, "set {0.0, 1.0}", id="set"),
+        pytest.param(["1.0", "0.0"], "str '1.0' for row 0", id="strings"),
+        pytest.param([1.0, [0.0]], r"list [0.0] for row 1", id="nested"),
+        pytest.param([1.0, 1j], "complex 1j for row 1", id="complex"),
+        pytest.param([1.0], "1 in list", id="short"),
+        pytest.param(torch.zeros(3), "3 in Tensor", id="long-tensor"),
+        pytest.param(torch.zeros(2, 1), "Tensor of shape [2, 1]", id="matrix"),
+        pytest.param(torch.tensor(1.0), "Tensor of shape []", id="scalar-tensor"),
+        pytest.param(np.zeros((1, 2)), "ndarray of shape [1, 2]", id="array"),
+        pytest.param(itertools.repeat(1.0), "more than 2 in repeat", id="endless"),
+        pytest.param(iter([1.0]), "1 in list_iterator", id="short-iterator"),
+    ],
+)
+def test_rubbish_fails_every_row_of_its_call_and_says_what_came(returned: Any, got: str) -> None:
+    found = scores({"odd": lambda *_, **__: returned, "other": says(1.0, 1.0)}, 2)
+    (failure,) = found.calls[0].failures
+    expected = "returned something else than rewards: expected 2 numbers or None, one for each completion, got "
+    assert failure.cause == expected + got and failure.rows == (0, 1)
+    assert not found.scored.any() and found.raw["other"].tolist() == [1.0, 1.0]
 
-    with pytest.warns(UserWarning, match="reward forgetful gave TypeError"):
-        assert not scores([forgetful], 2).scored.any()
+
+def test_an_object_that_asks_a_row_too_much_fails_that_row_alone() -> None:
+    assert scores([says(1.0, 10**400)], 2).scored.tolist() == [True, False]
 
 
 def test_an_interrupt_is_not_mistaken_for_a_failing_reward() -> None:
@@ -123,33 +150,31 @@ def test_a_total_that_float32_cannot_hold_takes_its_row_out() -> None:
     assert found.scored.tolist() == [False, True] and found.total.tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_the_wrong_number_of_values_is_an_error(number: int) -> None:
-    def short(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
-        return [1.0] * number
-
-    with pytest.raises(ValueError, match=f"expected 2 values from reward short, got {number}"):
-        scores([short], 2)
-
-
-def test_columns_and_ids_are_passed_by_row_also_when_a_batch_is_narrowed_down() -> None:
+def test_columns_and_ids_are_passed_by_row() -> None:
     seen: list[tuple[Any, ...]] = []
 
     def reading(
         prompts: Sequence[int], completions: Sequence[str], *, completion_ids: Any, answer: Any, level: Any
     ) -> Values:
         seen.append((list(prompts), list(completions), list(completion_ids), list(answer), list(level)))
-        if len(prompts) > 1:
-            raise RuntimeError("one at a time")
-        return [float(answer[0])]
+        return [float(text) for text in answer]
 
     found = scores([reading], 2, columns={"answer": ["4", "5"], "level": [None, "x"]})
     assert found.total.tolist() == [4.0, 5.0]
-    assert seen == [
-        ([0, 1], ["said 0", "said 1"], [[0], [1]], ["4", "5"], [None, "x"]),
-        ([0], ["said 0"], [[0]], ["4"], [None]),
-        ([1], ["said 1"], [[1]], ["5"], ["x"]),
-    ]
+    assert seen == [([0, 1], ["said 0", "said 1"], [[0], [1]], ["4", "5"], [None, "x"])]
+
+
+def test_no_function_can_edit_what_the_next_one_is_given() -> None:
+    def editing(prompts: list[int], completions: list[str], *, completion_ids: Any, answer: list[str]) -> Values:
+        number = len(prompts)
+        for values in (prompts, completions, completion_ids, answer):
+            values.clear()
+        return [0.0] * number
+
+    def length(prompts: list[int], completions: list[str], *, completion_ids: Any, answer: list[str]) -> Values:
+        return [float(len(answer))] * len(prompts)
+
+    assert scores([editing, length], 2, columns={"answer": ["4", "5"]}).total.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -225,14 +250,9 @@ def test_a_single_function_needs_no_list() -> None:
     assert list(scores(says(1.0), 1).raw) == ["said"]
 
 
-def test_every_call_that_returned_is_kept_with_what_it_was_given() -> None:
-    fragile, _ = fails_for(1)
-    working = says(5.0, None, name="working")
-    with pytest.warns(UserWarning, match="reward fragile gave KeyError"):
-        calls = scores([fragile, working], 2, columns={}).calls
-    assert [(call.name, list(call.prompts), list(call.values)) for call in calls] == [
-        ("fragile", [0], [1.0]),
-        ("working", [0, 1], [5.0, None]),
-    ]
-    assert calls[1].function is working and calls[1].seconds >= 0
-    assert (list(calls[1].completions), list(calls[1].completion_ids)) == (["said 0", "said 1"], [[0], [1]])
+def test_every_call_is_kept_with_what_it_was_given() -> None:
+    working = says(5.0, 1.0, name="working")
+    (call,) = scores([working], 2, columns={"answer": ["4", "5"]}).calls
+    assert (call.name, list(call.prompts), list(call.values)) == ("working", [0, 1], [5.0, 1.0])
+    assert call.function is working and call.seconds >= 0 and call.columns == {"answer": ["4", "5"]}
+    assert (list(call.completions), list(call.completion_ids)) == (["said 0", "said 1"], [[0], [1]])

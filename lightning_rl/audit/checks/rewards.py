@@ -10,6 +10,8 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.finding import Finding
 from lightning_rl.rewards import RewardCall
+from lightning_rl.rewards.call import completion_form
+from lightning_rl.rewards.scoring import call_alone
 
 MAX_ROWS, MAX_SECONDS = 8, 0.1
 
@@ -77,8 +79,8 @@ def _samples_of_others(evidence: Evidence, call: RewardCall) -> list[int]:
     asked, text = [tuple(ids) for ids in call.completion_ids], evidence.text
     samples = _samples_of(evidence, call)
     if samples and text is not None:
-        rows = zip(samples[:MAX_ROWS], asked, call.completions, strict=False)
-        return [sample for sample, ids, completion in rows if text(ids) != completion]
+        rows = zip(samples[:MAX_ROWS], asked, call.prompts, call.completions, strict=False)
+        return [sample for sample, ids, prompt, completion in rows if completion_form(prompt, text(ids)) != completion]
     for batch in [] if samples else _batches(evidence, len(asked)):
         if Counter(ids for _, ids in batch) == Counter(asked):
             return [sample for (sample, ids), other in zip(batch, asked, strict=True) if ids != other]
@@ -92,7 +94,7 @@ def reward_order(evidence: Evidence) -> Iterator[Finding]:
     """
     for call in evidence.calls:
         number = len(call.completions)
-        if number < 2 or call.seconds > MAX_SECONDS or call.function is None:
+        if number < 2 or call.seconds > MAX_SECONDS or call.function is None or call.failures:
             continue
         wrong = rows_valued_otherwise(call, range(min(number, MAX_ROWS))[::-1])
         if wrong and not rows_valued_otherwise(call, range(number)):  # else it differs by itself
@@ -108,13 +110,7 @@ def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
     """The rows whose values are others when the function is asked for ``rows`` alone, in that order."""
     if call.function is None:
         return []
-    columns = {name: [values[row] for row in rows] for name, values in call.columns.items()}
-    values = call.function(
-        [call.prompts[row] for row in rows],
-        [call.completions[row] for row in rows],
-        completion_ids=[call.completion_ids[row] for row in rows],
-        **columns,
-    )
+    values = call_alone(call.name, call.function, call.rows.select(rows)).values
     return [row for row, value in zip(rows, values, strict=True) if not _same_value(value, call.values[row])]
 
 

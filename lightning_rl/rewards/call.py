@@ -1,0 +1,216 @@
+"""Call: what a reward function is given, what it may note beside its values, and what is kept of a call.
+
+Source: the contract of ``reward_funcs`` in TRL's GRPOTrainer, so that functions written for it run unchanged.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from transformers import TrainerState
+
+Reward = Callable[..., Any]
+"""``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, or a coroutine of one; None: it
+does not apply to the row.
+"""
+
+EXTRAS = ("trainer_state", "log_extra", "log_metric")
+
+
+class Failure(NamedTuple):
+    """Rows that a reward function failed to score.
+
+    Attributes:
+        rows: their numbers within the call.
+        cause: what went wrong, as the end of the sentence "reward x ...".
+        traceback: where it was raised; empty if it was returned.
+    """
+
+    rows: tuple[int, ...]
+    cause: str
+    traceback: str = ""
+
+
+class RewardCall(NamedTuple):
+    """One call of one reward function; what is not plain is left out of saved files.
+
+    Attributes:
+        name: of the function.
+        completion_ids: as it was given them.
+        values: what it gave for each row: a number, None if it does not apply, NaN if it failed.
+        seconds: how long it took.
+        prompts: as it was given them.
+        completions: as it was given them.
+        columns: as it was given them.
+        function: itself.
+        failures: the rows without a value, by cause.
+        extras: columns that it noted with ``log_extra``.
+        metrics: numbers that it noted with ``log_metric``.
+    """
+
+    name: str
+    completion_ids: Sequence[Sequence[int]]
+    values: Sequence[float | None]
+    seconds: float
+    prompts: Sequence[Any] = ()
+    completions: Sequence[Any] = ()
+    columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
+    function: Callable[..., Any] | None = None
+    failures: Sequence[Failure] = ()
+    extras: Mapping[str, Sequence[Any]] = MappingProxyType({})
+    metrics: Mapping[str, Sequence[float]] = MappingProxyType({})
+
+    @property
+    def rows(self) -> "Rows":
+        """What it was about."""
+        return Rows(
+            prompts=self.prompts, completions=self.completions, completion_ids=self.completion_ids, columns=self.columns
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Samples as a reward function sees them.
+
+    Args:
+        prompts: as the data gave them.
+        completions: chat messages for a prompt of chat messages, else text.
+        completion_ids: the tokens of each completion.
+        columns: whatever else the data holds, a value for each row.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.prompts)
+
+    def select(self, rows: Sequence[int]) -> "Rows":
+        """Some of the rows, in the order given, in lists of their own."""
+        return Rows(
+            prompts=[self.prompts[row] for row in rows],
+            completions=[self.completions[row] for row in rows],
+            completion_ids=[self.completion_ids[row] for row in rows],
+            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
+        )
+
+
+@dataclass(slots=True)
+class Notes:
+    """What one call notes beside its values.
+
+    Attributes:
+        number: of the rows of the call.
+        extras: columns, a value for each row.
+        metrics: every number under its name, in the order noted.
+    """
+
+    number: int
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keeps a column with the samples.
+
+        Raises:
+            ValueError: if there is not a value for each row.
+        """
+        values = list(values)
+        if len(values) != self.number:
+            raise ValueError(f"expected {self.number} values in log_extra({column!r}, ...), got {len(values)}")
+        self.extras[str(column)] = values
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Adds a number to the metric ``reward/<function>/<name>``; one that is not finite is left out.
+
+        Raises:
+            ValueError: for the name "failed", under which failures are counted.
+        """
+        if name == "failed":
+            raise ValueError('expected another name than "failed" in log_metric, under which failures are counted')
+        if math.isfinite(number := float(value)):
+            self.metrics.setdefault(str(name), []).append(number)
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How one function wants to be called.
+
+    Args:
+        by_keyword: whether ``prompts`` and ``completions`` go by their names, as in TRL, or by their place.
+        extras: which of :data:`EXTRAS` it takes.
+    """
+
+    by_keyword: bool = False
+    extras: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(name: str, function: Reward, columns: Sequence[str]) -> "CallStyle":
+        """The style that a function's signature asks for.
+
+        Raises:
+            TypeError: if it cannot be called like a reward, which no row is to blame for.
+        """
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # some built-in functions have none
+            return CallStyle()
+        parameters, extras = signature.parameters.values(), {key for key in EXTRAS if takes(function, key)}
+        known = {"completion_ids": [], **dict.fromkeys(columns), **dict.fromkeys(extras)}
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+        if not places or {"prompts", "completions"} & signature.parameters.keys():
+            try:
+                signature.bind(prompts=[], completions=[], **known)
+            except TypeError:
+                pass
+            else:
+                return CallStyle(by_keyword=True, extras=frozenset(extras))
+        try:
+            signature.bind([], [], **known)
+        except TypeError as error:
+            raise TypeError(
+                f"expected reward {name} to accept (prompts, completions, *, completion_ids, **columns) with the "
+                f"columns {sorted(columns)}, got {name}{signature}: {error}"
+            ) from error
+        return CallStyle(extras=frozenset(extras))
+
+    def call(self, function: Reward, rows: Rows, notes: Notes, state: TrainerState | None = None) -> Any:
+        """Calls the function: what it returned, which may be something to await."""
+        extras = {
+            "trainer_state": state or TrainerState(),
+            "log_extra": notes.log_extra,
+            "log_metric": notes.log_metric,
+        }
+        keywords = {"completion_ids": rows.completion_ids, **rows.columns}
+        keywords |= {name: value for name, value in extras.items() if name in self.extras}
+        if self.by_keyword:
+            return function(prompts=rows.prompts, completions=rows.completions, **keywords)
+        return function(rows.prompts, rows.completions, **keywords)
+
+
+def takes(function: Reward, extra: str) -> bool:
+    """Whether a function takes one of :data:`EXTRAS`, by name or as one of any keywords."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in functions have none
+        return False
+    return extra in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def completion_form(prompt: Any, text: str) -> Any:
+    """A completion in the form of its prompt: chat messages for chat messages, else the text itself.
+
+    Example:
+        >>> completion_form("2 + 2?", "4"), completion_form([{"role": "user", "content": "2 + 2?"}], "4")
+        ('4', [{'role': 'assistant', 'content': '4'}])
+    """
+    chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
+    if chat and all(isinstance(message, Mapping) for message in prompt):
+        return [{"role": "assistant", "content": text}]
+    return text
