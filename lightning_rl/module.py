@@ -61,6 +61,7 @@ from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.failures import FOLDER
 from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.idle import census
 from lightning_rl.rollouts.logprobs import add_logprobs
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
@@ -115,6 +116,8 @@ class RLLightningModule(LightningModule):
         reward_seconds: what one call of a reward function may take; None for no limit.
         max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run, with a
             checkpoint; None for never.
+        max_idle_rollouts: how many rollouts in a row may go by without a gradient before the run ends, with a
+            checkpoint; None for any number.
         seed: of the run; every random number follows from it.
 
     Raises:
@@ -149,6 +152,7 @@ class RLLightningModule(LightningModule):
         activation_checkpointing: bool = False,
         reward_seconds: float | None = REWARD_SECONDS,
         max_failed_rewards: float | None = 1.0,
+        max_idle_rollouts: int | None = 10,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -163,6 +167,8 @@ class RLLightningModule(LightningModule):
         self.sources = {"policy": policy, "reference": reference, "critic": critic}
         check_numbers(above=0, finite=True, optional=True, reward_seconds=reward_seconds)
         check_numbers(above=0, at_most=1, optional=True, max_failed_rewards=max_failed_rewards)
+        check_counts(1, optional=True, max_idle_rollouts=max_idle_rollouts)
+        self.max_idle_rollouts = max_idle_rollouts
         self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
         self.rewards = Rewards(rewards, seconds=reward_seconds)
         self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
@@ -374,6 +380,7 @@ class RLLightningModule(LightningModule):
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
         stream, cursor, ahead = self.prompt_stream, self.prompt_stream.cursor, self.run.prefetcher.numbers()
         try:
+            self.run.idle.check(self.max_idle_rollouts)
             rollout, sampled, noted = self._sample(batch, batch_idx)
             self.run.current, stats = self._finish(rollout, batch.rollout)
         except Exception:  # nothing has been trained, so a checkpoint written from here on begins with this rollout
@@ -385,7 +392,9 @@ class RLLightningModule(LightningModule):
         stats = self.run.rollout_stats = {**sampled, **stats, **stream.stats(), **self.run.times.take()}
         self.run.metrics.add("rollout", stats)
         self.run.metrics.add("noted", noted)
-        log_for_monitors(self, global_values({**stats, **noted}, self.device, self.parallel.collectives))
+        shown = {**stats, **noted, **census(self.run.current.rollout)}
+        self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
+        log_for_monitors(self, self.run.idle.figures)
 
     def _sample(self, ticket: Ticket, batch_idx: int) -> ScoredGroups:
         """The samples of a rollout with their rewards, generated now or ahead."""
@@ -477,6 +486,7 @@ class RLLightningModule(LightningModule):
             with self._phase("update"):
                 gradient = self._accumulate(current.rollout, microbatches, trace)
                 norm, rate = self._optimizer_step()
+            self.run.idle.note(norm)
             self._measure(gradient, norm, rate, tokens, trace)
             outputs |= {**gradient.parts, "optim/grad_norm": norm}
             outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
@@ -487,6 +497,7 @@ class RLLightningModule(LightningModule):
             self.run.corrections.observe_step(trace)
         if batch.step == self.steps_per_rollout - 1:
             self.run.current = None  # before on_train_batch_end, where checkpoints are written
+            self.run.idle.end_rollout(batch.rollout, self.run.corrections, self.max_idle_rollouts)
         self.run.ticket = batch.index
         log_row(self, self.run.metrics, batch.index, self._rows_every)
         return outputs

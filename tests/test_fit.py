@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,6 +236,7 @@ def trained_without_weights() -> RLLightningModule:
     return module
 
 
+@pytest.mark.filterwarnings("ignore:rollout 0 taught the policy nothing")
 def test_an_optimizer_step_without_a_valid_token_is_skipped_and_counted() -> None:
     module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs=2)
     trainer = fit(module, callbacks=[NoEOSMask("drop_tokens")])
@@ -315,12 +317,12 @@ def nan_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> 
     return [float("nan") if place % 2 else 1.0 for place in range(len(prompts))]
 
 
-@pytest.mark.filterwarnings("ignore:reward .* gave:UserWarning")
+@pytest.mark.filterwarnings("ignore:rows get no reward:UserWarning")
 @pytest.mark.parametrize("reward", [failing_reward, nan_reward])
-def test_a_reward_that_fails_takes_its_rows_out_and_nothing_becomes_nan(reward: Any) -> None:
+def test_a_reward_that_fails_takes_its_rows_out_and_nothing_becomes_nan(reward: Any, tmp_path: Path) -> None:
     watch = Watch()
-    module = tiny_module(rewards=reward, epochs=2)
-    fit(module, callbacks=[watch])
+    module = tiny_module(rewards=reward, epochs=2, max_failed_rewards=None)
+    fit(module, callbacks=[watch], default_root_dir=tmp_path)
     for rollout in watch.rollouts:
         assert torch.isfinite(rollout.require("advantages")).all()
         assert not rollout.require("advantages")[~rollout.rewarded].any()
@@ -338,6 +340,7 @@ def test_a_group_without_spread_teaches_nothing(advantages: str) -> None:
     assert all(not rollout.require("advantages").any() for rollout in watch.rollouts)
 
 
+@pytest.mark.filterwarnings("ignore:rollout 0 taught the policy nothing")
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_a_rollout_of_truncated_rows_is_harmless(action: Any) -> None:
     module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs=2)

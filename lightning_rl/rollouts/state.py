@@ -20,6 +20,7 @@ from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import Plan, Scorer
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.idle import IdleRollouts
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.update import ParameterTracer
 
@@ -90,6 +91,7 @@ class RunState:
         built_alone: whether the policy was built before there was a Trainer, so for no strategy yet.
         stepped: whether the policy has moved since it was built.
         skipped: optimizer steps that were left out.
+        idle: how many rollouts in a row taught the policy nothing.
         nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
         loaded: this rank's part of a checkpoint, until fit starts.
     """
@@ -112,6 +114,7 @@ class RunState:
     stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
+    idle: IdleRollouts = field(default_factory=IdleRollouts)
     loaded: Mapping[str, Any] | None = None
 
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
@@ -150,6 +153,7 @@ class RunState:
             "metrics": self.metrics.state(),
             "skipped": self.skipped,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "idle": self.idle.state(),
         }
 
     def begin(
@@ -174,7 +178,7 @@ class RunState:
             ValueError: if the checkpoint has more of them.
         """
         loaded, self.loaded, self.current = self.loaded, None, None
-        self.rollout_stats, self.tracer, self.ticket = {}, None, None
+        self.rollout_stats, self.tracer, self.ticket, self.idle = {}, None, None, IdleRollouts()
         self.prefetcher.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
         if self.reference is not None:
@@ -183,6 +187,7 @@ class RunState:
             return
         self.metrics.load(loaded["metrics"])
         self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
+        self.idle = IdleRollouts.from_state(loaded["idle"])
         if len(loaded["prefetched"]) > max_staleness:
             raise ValueError(
                 f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "

@@ -288,9 +288,10 @@ class SummedBy(Collectives):
 def fill_rollout(
     sampler: Sampler, take: Callable[[int], list[Prompt]], groups: int, number: int = 0
 ) -> tuple[Rollout, dict[str, Stat]]:
-    """The groups of a rollout on this rank alone, from the first round to the last."""
+    """The groups of a rollout on this rank alone, from the first round to the last, and how many there were."""
     first = sampler.generate_together(sampler.requests(take(groups), number))
-    return sampler.fill_groups(take, groups, number, first=first)[:2]
+    scored = sampler.fill_groups(take, groups, number, first=first)
+    return scored.rollout, {name: stat for name, stat in scored.stats.items() if name.startswith("groups/")}
 
 
 def sample_groups(sampler: Sampler, prompts: Sequence[Prompt], number: int = 0) -> Rollout:

@@ -1,0 +1,136 @@
+"""Idle: rollouts that teach the policy nothing, and the end of a run that has too many of them in a row."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.distributed import RunEndError
+from lightning_rl.rollout import Rollout
+
+SHOWN = ("groups/sampled", "groups/filtered", "groups/zero_variance", "reward/failed", "length/truncated")
+
+
+class IdleRunError(RunEndError):
+    """A run has learned nothing for too long."""
+
+
+@dataclass(slots=True)
+class IdleRollouts:
+    """Counts rollouts in a row without one optimizer step whose gradient was anything but zero.
+
+    A rollout without a token that trains makes no step at all; one whose advantages are all zero makes steps that move
+    the policy by the optimizer's momentum and weight decay alone. Neither learns anything.
+
+    Attributes:
+        count: of rollouts in a row.
+        learning: whether the current rollout had a gradient so far.
+        figures: of the last rollout, over all ranks; empty before the first.
+        reason: why the last idle rollout was one.
+        ended: whether a rollout has ended since the fit began.
+    """
+
+    count: int = 0
+    learning: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    ended: bool = False
+
+    def note(self, norm: Tensor) -> None:
+        """Takes the gradient norm of an optimizer step; one that is not finite is no sign of idleness."""
+        self.learning = self.learning or bool(norm != 0)
+
+    def end_rollout(self, number: int, corrections: Corrections, max_count: int | None) -> None:
+        """Counts a rollout after its last step.
+
+        Warns of the first in a row if no token trained; of zero gradients, of which one alone is nothing unusual, once
+        they are half of what the run puts up with.
+        """
+        self.ended = True
+        self.count, self.learning = 0 if self.learning else self.count + 1, False
+        if not self.count:
+            return
+        self.reason = _reason(self.figures, corrections)
+        if self.count == (max((max_count or 10) // 2, 1) if self.figures.get("trained tokens") else 1):
+            warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}", stacklevel=2)
+
+    def check(self, max_count: int | None) -> None:
+        """Ends the run, on every rank alike, before the rollout that would be one more.
+
+        A run that resumes has one rollout to show that it learns again.
+
+        Raises:
+            IdleRunError: with the reason and the figures of the last rollout.
+        """
+        if max_count is None or self.count < max_count:
+            return
+        count, self.count = self.count, max_count - 1
+        if self.ended:
+            raise IdleRunError(
+                f"expected the policy to learn, but {count} rollouts in a row had no gradient (max_idle_rollouts="
+                f"{max_count}): {self.reason}"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"count": self.count, "learning": self.learning, "figures": dict(self.figures)}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> "IdleRollouts":
+        """The inverse of :meth:`state`."""
+        return IdleRollouts(**state)
+
+
+def census(rollout: Rollout) -> dict[str, Stat]:
+    """How many rows and tokens of a finished rollout there are, and how many are left."""
+    counts = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
+    counts |= {"excluded rows": rollout.real & ~rollout.trained}
+    advantages = torch.zeros(()) if rollout.advantages is None else rollout.advantages
+    counts |= {"tokens with an advantage": rollout.valid_tokens & (advantages != 0)}
+    return {name: Stat.single(mask.sum()).sum() for name, mask in counts.items()}
+
+
+def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
+    """What took everything away, what to change, and the figures that show it."""
+    names = [*census_names(figures), *(name for name in SHOWN if name in figures)]
+    shown = ", ".join(f"{name} {figures[name]:g}" for name in names)
+    return f"{_cause(figures, corrections)} (last rollout: {shown})"
+
+
+def census_names(figures: Mapping[str, float]) -> list[str]:
+    """The figures that :func:`census` made."""
+    return [name for name in figures if "/" not in name]
+
+
+def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
+    if not figures.get("rows"):
+        return (
+            f"every group was filtered by {_names(corrections, 'keep_groups')}, because the rewards of its samples are "
+            "all equal: take easier or harder prompts, a reward with more values, a larger group_size or temperature"
+        )
+    if not figures["trained tokens"]:
+        truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
+        return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{truncated}"
+    if not figures["rewarded rows"]:
+        return "no row has a reward: see whether the reward functions apply to this data, and what masks them"
+    if not figures["tokens with an advantage"]:
+        return (
+            "every advantage is zero, because the rewards of each prompt's samples are all equal: take easier or "
+            "harder prompts, a reward with more values, a larger group_size or temperature"
+        )
+    masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
+    truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
+    return f"the gradient is zero, because {masks} took what had an advantage: loosen them.{truncated}"
+
+
+def _runs_long(figures: Mapping[str, float]) -> bool:
+    return figures.get("length/truncated", 0.0) > 0.5
+
+
+def _names(corrections: Corrections, *methods: str) -> str:
+    callbacks: Sequence[object] = corrections.contributors(*methods)
+    return " and ".join(type(callback).__name__ for callback in callbacks) or "the loss"
