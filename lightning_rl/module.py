@@ -635,8 +635,9 @@ class RLLightningModule(LightningModule):
             self.engine.sleep()
 
     def close_engine(self) -> None:
-        """Ends what generates and gives its memory back; the next sync starts it again."""
+        """Ends what generates and what scores, and gives its memory back; the next sync starts it again."""
         self.run.prefetcher.close()
+        self.rewards.close()
         self.engine.close()
         self.run.engine_started = False
 

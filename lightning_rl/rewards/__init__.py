@@ -5,6 +5,7 @@ from lightning_rl.rewards.call import Failure, Reward, RewardCall
 from lightning_rl.rewards.choice_match import ChoiceMatch
 from lightning_rl.rewards.exact_match import ExactMatch
 from lightning_rl.rewards.failures import RewardError
+from lightning_rl.rewards.isolation import Isolated
 from lightning_rl.rewards.json_schema import JSONSchema
 from lightning_rl.rewards.judge import Judge
 from lightning_rl.rewards.language import Language
@@ -23,6 +24,7 @@ __all__ = [
     "ChoiceMatch",
     "ExactMatch",
     "Failure",
+    "Isolated",
     "JSONSchema",
     "Judge",
     "Language",

@@ -17,6 +17,7 @@ from transformers import TrainerState
 
 from lightning_rl.naming import name_of
 from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form, takes
+from lightning_rl.rewards.isolation import Isolated, Submitted
 from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
 from lightning_rl.rewards.values import RubbishError, values_of
 from lightning_rl.rewards.waiting import LOOP
@@ -84,6 +85,7 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         dtype: torch.dtype = torch.float32,
         trainer_state: TrainerState | None = None,
+        started: Mapping[str, Submitted] | None = None,
     ) -> Scores:
         """Scores every row. A row that a function of non-zero weight fails on is not scored.
 
@@ -94,24 +96,67 @@ class Rewards:
             columns: whatever else the data holds, a value for each row.
             dtype: of the scores.
             trainer_state: for functions that ask how far the run is; None where nothing runs.
+            started: by :meth:`start`, for the same rows.
 
         Raises:
             TypeError: for a function that cannot be called like a reward.
         """
-        forms = [completion_form(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        rows = Rows(prompts=prompts, completions=forms, completion_ids=completion_ids, columns=columns)
-        return self._combine(self._call_all(rows, trainer_state), rows, dtype)
+        rows = _rows(prompts, completions, completion_ids, columns)
+        return self._combine(self._call_all(rows, trainer_state, started), rows, dtype)
 
-    def _call_all(self, rows: Rows, trainer_state: TrainerState | None) -> list[RewardCall]:
-        """Calls every function in its order, then awaits those that returned something to await, together."""
+    def _call_all(
+        self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
+    ) -> list[RewardCall]:
+        """Calls every function: isolated ones run meanwhile, and what has to be awaited is awaited together."""
         styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.functions.items()}
         if not len(rows):
             return []
         drafts = [_Draft(name, function, rows) for name, function in self.functions.items()]
+        started = {} if started is None else started
+        isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, Isolated)}
+        submitted = {
+            name: started[name] if name in started else function.submit(rows, styles[name], trainer_state)
+            for name, function in isolated.items()
+        }
         for draft in drafts:
-            draft.call(styles[draft.name], trainer_state, self.seconds)
+            if draft.name not in isolated:
+                draft.call(styles[draft.name], trainer_state, self.seconds)
         _await_all([draft for draft in drafts if draft.future is not None], self.seconds)
+        for draft in drafts:
+            if draft.name in isolated:
+                draft.collect(isolated[draft.name], submitted[draft.name])
         return [draft.finish() for draft in drafts]
+
+    def start(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        *,
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> dict[str, Submitted]:
+        """Begins the calls that need not wait for the trainer: isolated functions that do not ask how far the run is.
+
+        Args:
+            prompts: as for the call.
+            completions: as for the call.
+            completion_ids: as for the call.
+            columns: as for the call.
+
+        Returns:
+            What the call with the same arguments takes as ``started``.
+        """
+        early = {name: f for name, f in self.functions.items() if isinstance(f, Isolated) and f.starts_early}
+        if not early or not prompts:
+            return {}
+        rows = _rows(prompts, completions, completion_ids, columns)
+        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))) for name, f in early.items()}
+
+    def close(self) -> None:
+        """Ends the processes of isolated functions."""
+        for function in self.functions.values():
+            if isinstance(function, Isolated):
+                function.close()
 
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
         total = torch.zeros(len(rows), dtype=torch.float64)
@@ -165,6 +210,13 @@ class _Draft:
         returned = style.call(self.function, own, self.notes, trainer_state)
         return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
 
+    def collect(self, function: Isolated, submitted: Submitted) -> None:
+        """Waits for what runs in other processes."""
+        begin = time.perf_counter()
+        self.values, failures = function.collect(submitted, self.notes)
+        self.failures += failures
+        self.seconds = time.perf_counter() - begin
+
     def take(self, returned: Any) -> None:
         """Takes what was awaited, or why there is nothing."""
         try:
@@ -183,7 +235,9 @@ class _Draft:
         values = [math.nan] * len(self.rows) if self.values is None else self.values
         failures = list(self.failures)
         if self.values is not None:
+            known = {row for failure in failures for row in failure.rows}
             bad = [row for row, value in enumerate(values) if value is not None and not math.isfinite(value)]
+            bad = [row for row in bad if row not in known]
             kinds = {str(values[row]): row for row in reversed(bad)}
             failures += [
                 Failure(tuple(row for row in bad if str(values[row]) == kind), f"gave the value {kind}")
@@ -203,6 +257,16 @@ class _Draft:
             notes.extras,
             notes.metrics,
         )
+
+
+def _rows(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> Rows:
+    forms = [completion_form(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+    return Rows(prompts=prompts, completions=forms, completion_ids=completion_ids, columns=columns)
 
 
 def call_alone(name: str, function: Reward, rows: Rows) -> RewardCall:

@@ -55,7 +55,8 @@ class IdleRollouts:
         if not self.count:
             return
         self.reason = _reason(self.figures, corrections)
-        if self.count == (max((max_count or 10) // 2, 1) if self.figures.get("trained tokens") else 1):
+        half = 0 if max_count is None else max(max_count // 2, 1)
+        if self.count == (half if self.figures.get("trained tokens") else 1):
             warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}", stacklevel=2)
 
     def check(self, max_count: int | None) -> None:

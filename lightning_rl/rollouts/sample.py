@@ -20,6 +20,7 @@ from lightning_rl.generation import Completion, Engine, EngineError, Request, Sa
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
+from lightning_rl.rewards.isolation import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Rollout, concatenate, pad_rows
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
@@ -49,12 +50,14 @@ class Samples:
         rows: the same number of rows for each prompt, in the order of the prompts.
         greedy: a row for each prompt, or None.
         pairs: each request with its completion; none for samples that come out of a checkpoint.
+        started: calls of rewards for ``rows`` that are being made already.
     """
 
     prompts: Sequence[Prompt]
     rows: Rollout
     greedy: Rollout | None = None
     pairs: Sequence[tuple[Request, Completion]] = field(default=(), compare=False)
+    started: Mapping[str, Submitted] = field(default_factory=dict, compare=False)
 
     def state(self) -> dict[str, Any]:
         """Plain values and tensors that load under ``weights_only=True``, without the prompts."""
@@ -256,7 +259,10 @@ class Sampler:
             ]
 
     def generate(self, requests: SampleRequests) -> Samples:
-        """Generates. Runs no code of rewards or corrections and has no collective, so any thread may do it."""
+        """Generates, and begins the rewards that run in processes of their own.
+
+        Runs no other code of rewards, none of corrections, and has no collective, so any thread may do it.
+        """
         asked = [*requests.requests, *(requests.greedy or ())]
         return self._samples(requests, asked, self.converse(asked))
 
@@ -269,7 +275,8 @@ class Sampler:
         if requests.greedy is not None:
             greedy = self._rollout(requests.prompts, requests.greedy, completions[size:])
         pairs = list(zip(asked, completions, strict=True))
-        return Samples(prompts=requests.prompts, rows=rows, greedy=greedy, pairs=pairs)
+        started = self.rewards.start(**self._reward_arguments(_repeat(requests.prompts, size), rows))
+        return Samples(prompts=requests.prompts, rows=rows, greedy=greedy, pairs=pairs, started=started)
 
     def converse(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion for each request.
@@ -285,7 +292,9 @@ class Sampler:
         """Samples with their rewards, the calls that gave them, and the rows that rewards failed on; greedy answers
         give each row its baseline.
         """
-        rollout, calls, failed = self._with_rewards(_repeat(samples.prompts, len(samples.rows)), samples.rows)
+        rollout, calls, failed = self._with_rewards(
+            _repeat(samples.prompts, len(samples.rows)), samples.rows, samples.started
+        )
         if samples.greedy is not None:
             greedy, further, _ = self._with_rewards(samples.prompts, samples.greedy)
             rollout, calls = self._with_baseline(rollout, greedy), [*calls, *further]
@@ -304,19 +313,26 @@ class Sampler:
         rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
         return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 
-    def _with_rewards(
-        self, prompts: Sequence[Prompt], rollout: Rollout
-    ) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
+    def _reward_arguments(self, prompts: Sequence[Prompt], rollout: Rollout) -> dict[str, Any]:
+        """What the reward functions are given."""
         lengths = rollout.response_lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
         keys = sorted({key for prompt in prompts for key in prompt.columns})
+        return {
+            "prompts": [prompt.content for prompt in prompts],
+            "completions": [self.text(row) for row in ids],
+            "completion_ids": ids,
+            "columns": {key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
+        }
+
+    def _with_rewards(
+        self, prompts: Sequence[Prompt], rollout: Rollout, started: Mapping[str, Submitted] | None = None
+    ) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         scores = self.rewards(
-            [prompt.content for prompt in prompts],
-            [self.text(row) for row in ids],
-            completion_ids=ids,
-            columns={key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
+            **self._reward_arguments(prompts, rollout),
             dtype=self.dtype,
             trainer_state=self.trainer_state,
+            started=started,
         )
         rewarded = scores.scored & rollout.trained
         scored = rollout.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=rewarded)

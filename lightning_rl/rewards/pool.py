@@ -1,0 +1,248 @@
+"""Pool: processes that each call one reward function, are killed when they hang, and replaced when they die."""
+
+import contextlib
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from signal import Signals
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+STUCK = 4.0  # how many times the longest task so far
+STARTUP_SECONDS = 120.0  # that a process has to load its function
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Answer(NamedTuple):
+    """What became of a task.
+
+    Attributes:
+        kind: ``"returned"``, ``"raised"`` or ``"lost"``.
+        value: what was returned; else what went wrong.
+        detail: columns noted; else the traceback.
+        metrics: numbers noted.
+    """
+
+    kind: str
+    value: Any
+    detail: Any = ""
+    metrics: Any = ()
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A call to be made.
+
+    Attributes:
+        payload: pickled arguments.
+        seconds: that it may take, from when a process has it.
+        answer: comes here.
+    """
+
+    payload: bytes
+    seconds: float
+    answer: "Future[Answer]" = field(default_factory=Future)
+
+
+class Pool:
+    """Threads that each keep one process busy.
+
+    Args:
+        function: pickled.
+        processes: how many work at most, unless all are stuck.
+        max_processes: how many there are at most while some are stuck.
+        memory: bytes of address space that each process may have; None for no limit.
+        environment: variables of the processes, beside those of the trainer.
+    """
+
+    def __init__(
+        self,
+        function: bytes,
+        *,
+        processes: int,
+        max_processes: int,
+        memory: int | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.setup = {"path": list(sys.path), "memory": memory, "function": function}
+        self.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
+        self.processes, self.max_processes = processes, max_processes
+        self.failure = ""  # why no process can be started
+        self.longest = 0.0  # seconds of a task that was done
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._hands: dict[threading.Thread, _Process] = {}
+        self._lock = threading.Lock()
+        self._open = True
+
+    def submit(self, task: Task) -> None:
+        """Has a task done by the next process that is free."""
+        self._tasks.put(task)
+        with self._lock:
+            if len(self._hands) < self.processes:
+                self._add()
+
+    def grow(self, seconds: float) -> None:
+        """Doubles the processes if tasks are waiting and every process seems stuck in its own.
+
+        Args:
+            seconds: that a task has to have taken; and it has to have taken much longer than any that was done.
+        """
+        with self._lock:
+            latest = time.monotonic() - max(seconds, STUCK * self.longest)
+            stuck = all(0 < process.since < latest for process in self._hands.values())
+            if self._open and stuck and not self._tasks.empty():
+                number = len(self._hands)
+                for _ in range(min(number, self.max_processes - number)):
+                    self._add()
+
+    def abandon(self, tasks: Collection[Task]) -> None:
+        """Ends tasks, and the processes that are at one of them."""
+        for task in tasks:
+            task.answer.cancel()
+        with self._lock:
+            busy = [process for process in self._hands.values() if process.task in tasks]
+        for process in busy:
+            process.kill()
+
+    def close(self) -> None:
+        """Ends every process; what is left undone is lost."""
+        with self._lock:
+            self._open = False
+            hands = dict(self._hands)
+        for process in hands.values():
+            process.kill()
+            self._tasks.put(None)
+        for hand in hands:
+            hand.join(10.0)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (task := self._tasks.get_nowait()) is not None:
+                    task.answer.cancel()
+
+    def pids(self) -> list[int]:
+        """Of the guards of the processes that are running."""
+        return [process.popen.pid for process in self._hands.values() if process.popen is not None]
+
+    def _add(self) -> None:
+        process = _Process(self.setup, self.environment)
+        hand = threading.Thread(target=self._work, args=(process,), name="reward", daemon=True)
+        self._hands[hand] = process
+        hand.start()
+
+    def _work(self, process: "_Process") -> None:
+        while (task := self._next()) is not None:
+            if not task.answer.set_running_or_notify_cancel():
+                continue
+            process.task = task
+            answer = process.do(task) if not self.failure else Answer("lost", self.failure)
+            self.failure = self.failure or process.failure
+            self.longest = max(self.longest, process.seconds if answer.kind != "lost" else 0.0)
+            process.task = None
+            task.answer.set_result(answer)
+        process.end()
+        with self._lock:
+            self._hands.pop(threading.current_thread(), None)
+
+    def _next(self) -> Task | None:
+        """The next task; None for a thread that is to end: one too many, or of a closed pool."""
+        with self._lock:
+            extra = len(self._hands) > self.processes
+        try:
+            return self._tasks.get(block=not extra) if self._open else None
+        except queue.Empty:
+            return None
+
+
+class _Process:
+    """A worker process, started when there is something to do."""
+
+    def __init__(self, setup: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.setup, self.environment = setup, environment
+        self.popen: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+        self.life = -1
+        self.since = 0.0  # when it took up its task; 0 without one, infinity until the process is there
+        self.seconds = 0.0  # that its last task took
+        self.failure = ""
+        self.task: Task | None = None
+        self._lock = threading.Lock()
+
+    def do(self, task: Task) -> Answer:
+        """Does a task, in a new process if there is none."""
+        self.since = math.inf
+        try:
+            connection = self.connection or self._start()
+            self.since = time.monotonic()
+            connection.send_bytes(task.payload)
+            if not connection.poll(task.seconds):
+                self.end()
+                return Answer("lost", f"took longer than {task.seconds:g} s")
+            return Answer(*cloudpickle.loads(connection.recv_bytes()))
+        except (EOFError, OSError, TypeError):  # the pipe is closed, here or there
+            return Answer("lost", self.failure or self._death())
+        finally:
+            self.seconds, self.since = time.monotonic() - self.since, 0.0
+
+    def _start(self) -> Connection:
+        here, there = Pipe()
+        life, self.life = os.pipe()
+        command = [sys.executable, str(WORKER), str(there.fileno()), str(life)]
+        self.popen = subprocess.Popen(
+            command,
+            pass_fds=(there.fileno(), life),
+            env=dict(self.environment),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        there.close()
+        os.close(life)
+        self.connection = here
+        here.send(self.setup)
+        if not here.poll(STARTUP_SECONDS):
+            self.failure = f"could not be loaded in a process within {STARTUP_SECONDS:g} s"
+        elif message := here.recv():
+            self.failure = f"could not be loaded in a process: {message}"
+        if self.failure:
+            self.end()
+            raise EOFError
+        return here
+
+    def _death(self) -> str:
+        """How the process died, once it is gone."""
+        popen = self.popen
+        self.end()
+        code = None if popen is None else popen.returncode
+        if code is not None and code > 128:
+            return f"lost its process to {Signals(code - 128).name}"
+        return f"lost its process, which ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Has the guard end the process with all that it started; any thread may say so."""
+        with self._lock:
+            life, self.life = self.life, -1
+        if life >= 0:
+            os.close(life)
+
+    def end(self) -> None:
+        """Ends the process with all that it started, and waits for that."""
+        self.kill()
+        popen, connection = self.popen, self.connection
+        self.popen = self.connection = None
+        if connection is not None:
+            connection.close()
+        if popen is not None:
+            try:
+                popen.wait(10.0)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                popen.wait()
