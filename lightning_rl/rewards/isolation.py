@@ -12,6 +12,7 @@ import cloudpickle
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
+from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.naming import name_of
 from lightning_rl.rewards.call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
 from lightning_rl.rewards.limit import CLOCK, TimeUpError
@@ -54,7 +55,7 @@ class Isolated:
         environment: variables of the processes, beside those of the trainer; by default no GPU and one thread.
 
     Raises:
-        ValueError: if a number is not positive.
+        ValueError: if an option is out of range.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Isolated:
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        numbers = {"processes": processes, "seconds": seconds, "sample_seconds": sample_seconds, "memory": memory or 1}
-        for name, number in numbers.items():
-            if not (number > 0 and math.isfinite(number)):
-                raise ValueError(f"expected {name} > 0 in Isolated, got {number}")
+        check_counts(1, processes=processes, max_processes=max_processes)
+        check_counts(1, optional=True, memory=memory)
+        check_numbers(above=0, finite=True, seconds=seconds, sample_seconds=sample_seconds)
+        check_bools(per_sample=per_sample)
         if max_processes < processes:
             raise ValueError(f"expected max_processes of at least processes={processes}, got {max_processes}")
         self.reward, self.processes, self.seconds = reward, processes, seconds

@@ -263,9 +263,9 @@ def test_a_fit_with_isolated_rewards_is_bit_for_bit_the_one_without(staleness: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"processes": 0}, "expected processes > 0 in Isolated, got 0"),
-        ({"seconds": float("nan")}, "expected seconds > 0 in Isolated"),
-        ({"sample_seconds": -1.0}, "expected sample_seconds > 0 in Isolated"),
+        ({"processes": 0}, "expected processes to be a whole number above 0, got 0"),
+        ({"seconds": float("nan")}, "expected seconds > 0, got nan"),
+        ({"sample_seconds": -1.0}, "expected sample_seconds > 0, got -1.0"),
         ({"processes": 4, "max_processes": 3}, "expected max_processes of at least processes=4, got 3"),
     ],
 )

@@ -26,6 +26,11 @@ MISSING = "ignore:.* groups are missing after"
 IDLE = "ignore:rollout .* taught the policy nothing"
 
 
+@pytest.fixture(autouse=True)
+def _checkpoints_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def equal(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [1.0] * len(prompts)
 
@@ -130,7 +135,7 @@ def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
 
 
 def test_the_limit_is_checked_at_construction() -> None:
-    with pytest.raises(ValueError, match="expected max_idle_rollouts to be a whole number above 0, got 0"):
+    with pytest.raises(ValueError, match="expected max_idle_rollouts to be a whole number above 0 or None, got 0"):
         tiny_module(max_idle_rollouts=0)
 
 
