@@ -3,6 +3,7 @@
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.call import Failure, Reward, RewardCall
 from lightning_rl.rewards.choice_match import ChoiceMatch
+from lightning_rl.rewards.code import CodeTests
 from lightning_rl.rewards.exact_match import ExactMatch
 from lightning_rl.rewards.failures import RewardError
 from lightning_rl.rewards.isolation import Isolated
@@ -15,6 +16,7 @@ from lightning_rl.rewards.number_match import NumberMatch
 from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
 from lightning_rl.rewards.reward_model import RewardModel
+from lightning_rl.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailable
 from lightning_rl.rewards.scoring import Rewards, RewardSource, Scores
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
@@ -22,6 +24,7 @@ from lightning_rl.rewards.text import text_of
 __all__ = [
     "AnswerMatch",
     "ChoiceMatch",
+    "CodeTests",
     "ExactMatch",
     "Failure",
     "Isolated",
@@ -39,6 +42,9 @@ __all__ = [
     "RewardModel",
     "RewardSource",
     "Rewards",
+    "Sandbox",
+    "SandboxResult",
+    "SandboxUnavailable",
     "Scores",
     "TagFormat",
     "UnreadableReference",

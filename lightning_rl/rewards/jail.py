@@ -1,0 +1,195 @@
+"""Jail: the program that locks itself up in namespaces of its own, and then becomes the program that is to be run.
+
+It is run as a script and needs nothing but the standard library. Three processes: the first waits outside, the second
+is process 1 inside, at whose end the kernel kills whatever is left inside, and the third becomes the program. What can
+not be set up is said on the status descriptor; nothing is ever run with less than all of it.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+PDEATHSIG, NO_NEW_PRIVS, SECCOMP, DETACH = 1, 38, 22, 2
+DEVICES = ("null", "zero", "full", "random", "urandom")
+EPERM, ENOSYS = 1, 38
+
+# Numbers of pivot_root, clone, clone3 and of what is denied altogether: unshare, setns, mount, umount2, ptrace, bpf,
+# io_uring_setup, keyctl, add_key, perf_event_open, userfaultfd, memfd_create, shmget, msgget, semget, pivot_root.
+SYSTEMS = {
+    "x86_64": (0xC000003E, 155, 56, 435, (272, 308, 165, 166, 101, 321, 425, 250, 248, 298, 323, 319, 29, 68, 64, 155)),
+    "aarch64": (0xC00000B7, 41, 220, 435, (97, 268, 40, 39, 117, 280, 425, 219, 217, 241, 282, 279, 194, 186, 190, 41)),
+}
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Sets everything up, or says what cannot be; the descriptors of configuration and status are the arguments."""
+    configuration, status = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(status, False)  # noqa: FBT003
+    with os.fdopen(configuration, "rb") as file:
+        options: dict[str, Any] = json.load(file)
+    libc.prctl(PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        if options["unsafe"]:
+            run(options)
+        isolate()
+        inside = os.fork()
+        if inside == 0:
+            run_inside(options)
+    except OSError as error:
+        os.write(status, f"{error.filename or 'process'}: {error.strerror}".encode())
+        os._exit(1)
+    os.close(status)
+    finish(inside)
+
+
+def finish(child: int) -> None:
+    """Ends like a child."""
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def check(result: int, step: str) -> None:
+    """Raises what a call of the C library failed with."""
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), step)
+
+
+def isolate() -> None:
+    """Leaves all namespaces; without privileges in a user namespace of its own."""
+    flags, uid, gid = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS, os.geteuid(), os.getegid()
+    if uid == 0 and libc.unshare(flags) == 0:
+        return
+    check(libc.unshare(flags | NEWUSER), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"1000 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"1000 {gid} 1")
+
+
+def run_inside(options: dict[str, Any]) -> None:
+    """What process 1 does: builds the file system, starts the program, waits for it."""
+    libc.prctl(PDEATHSIG, signal.SIGKILL)
+    build(options)
+    Path("/sandbox/main.py").write_text(options["source"], encoding="utf-8")
+    program = os.fork()
+    if program == 0:
+        drop_privileges()
+        deny_calls()
+        run(options)
+    while True:  # and takes leave of those whose parents have died
+        ended, state = os.wait()
+        if ended == program:
+            code = os.waitstatus_to_exitcode(state)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """The system call."""
+    arguments = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    check(libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3]), f"mount {target}")
+
+
+def bind(source: str, root: str) -> None:
+    """Shows a folder or file of the machine, read-only."""
+    target = root + source
+    if Path(source).is_dir():
+        Path(target).mkdir(parents=True, exist_ok=True)
+    else:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).touch()
+    mount(source, target, None, BIND | REC)
+    flags = os.statvfs(target).f_flag & (NOSUID | NODEV | NOEXEC | 1024 | 2048)  # in a user namespace these must stay
+    device = NODEV if not source.startswith("/dev/") else 0
+    mount(source, target, None, BIND | REMOUNT | RDONLY | NOSUID | device | flags)
+
+
+def build(options: dict[str, Any]) -> None:
+    """A file system of the interpreter, read-only, and one folder to write in, which is gone with process 1."""
+    root = options["root"]
+    mount("none", "/", None, REC | PRIVATE)
+    mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "mode=755,size=1m")
+    for link in ("/bin", "/lib", "/lib64", "/sbin"):
+        if Path(link).is_symlink():
+            Path(root + link).symlink_to(Path(link).readlink())
+        elif Path(link).is_dir():
+            bind(link, root)
+    for path in options["binds"]:
+        bind(path, root)
+    for device in DEVICES:
+        bind(f"/dev/{device}", root)
+    for name in ("sandbox", "proc"):
+        Path(root, name).mkdir()
+    if not Path(root, "tmp").exists():
+        Path(root, "tmp").symlink_to("sandbox")
+    mount("tmpfs", f"{root}/sandbox", "tmpfs", NOSUID | NODEV, f"mode=777,size={options['disk']},nr_inodes=4096")
+    libc.mount(b"proc", f"{root}/proc".encode(), b"proc", ctypes.c_ulong(NOSUID | NODEV | NOEXEC | RDONLY), None)
+    os.chdir(root)
+    pivot_root = SYSTEMS[platform.machine()][1]
+    check(libc.syscall(pivot_root, b".", b"."), "pivot_root")
+    check(libc.umount2(b".", DETACH), "umount2")
+    mount("tmpfs", "/", None, REMOUNT | RDONLY | NOSUID | NODEV)
+    os.chdir("/sandbox")
+
+
+def drop_privileges() -> None:
+    """Becomes a user that nobody else is, so that the limit on processes counts this program's alone."""
+    if os.geteuid() == 0:
+        uid = 20_000 + int.from_bytes(os.urandom(2), "big") % 40_000
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    check(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def deny_calls() -> None:
+    """Denies the system calls that make namespaces, memory that no limit counts, or a view into other processes."""
+    architecture, _, clone, clone3, denied = SYSTEMS[platform.machine()]
+
+    def statement(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("HBBI", code, yes, no, k)
+
+    load, equal, test, stop = 0x20, 0x15, 0x45, 0x06
+    fail, allow, kill = 0x50000, 0x7FFF0000, 0x80000000
+    program = [statement(load, 4), statement(equal, architecture, 1, 0), statement(stop, kill), statement(load, 0)]
+    program += [statement(0x35, 0x40000000, 0, 1), statement(stop, kill)]  # the other numbering of x86_64
+    for number in denied:
+        program += [statement(equal, number, 0, 1), statement(stop, fail | EPERM)]
+    program += [statement(equal, clone3, 0, 1), statement(stop, fail | ENOSYS)]  # the C library falls back on clone
+    program += [statement(equal, clone, 0, 3), statement(load, 16), statement(test, NEWUSER, 0, 1)]
+    program += [statement(stop, fail | EPERM), statement(stop, allow)]
+    code = ctypes.create_string_buffer(b"".join(program))
+    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    check(libc.prctl(SECCOMP, 2, header, 0, 0), "seccomp")
+
+
+def run(options: dict[str, Any]) -> None:
+    """Sets the limits and becomes the program."""
+    limits = {
+        resource.RLIMIT_AS: options["memory"],
+        resource.RLIMIT_CPU: int(options["seconds"]) + 1,
+        resource.RLIMIT_FSIZE: options["disk"],
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    if not options["unsafe"]:  # there it would count every process of the user
+        limits[resource.RLIMIT_NPROC] = options["processes"]
+    for name, limit in limits.items():
+        resource.setrlimit(name, (limit, limit))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.execve(options["command"][0], options["command"], options["environment"])
+
+
+if __name__ == "__main__":
+    main()

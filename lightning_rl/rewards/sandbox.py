@@ -1,0 +1,250 @@
+"""Sandbox: runs code that nobody has read, with limits on time, memory, output, processes and files, and no network."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from lightning_rl.arguments import check_bools, check_counts, check_numbers
+
+JAIL = Path(__file__).with_name("jail.py")
+CURE = (
+    "allow namespaces for this user (in a container: the capability SYS_ADMIN, or user namespaces in its seccomp "
+    "profile; on a machine: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1 and "
+    "kernel.apparmor_restrict_unprivileged_userns=0), or run the code without protection with Sandbox(unsafe=True)"
+)
+
+Ending = Literal["exited", "too long", "too much output"]
+
+
+class SandboxUnavailable(RuntimeError):  # noqa: N818
+    """This machine has no means to lock a program up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxResult:
+    """What became of a program.
+
+    Args:
+        ending: how it ended.
+        code: its exit code; 128 and the number of the signal that ended it.
+        stdout: what it printed, cut at the limit.
+        stderr: the same.
+        seconds: how long it ran, its start included.
+    """
+
+    ending: Ending
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it came to its end, with exit code 0."""
+        return self.ending == "exited" and self.code == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sandbox:
+    """Runs Python programs, each in Linux namespaces of its own: processes, network, files, users.
+
+    A program sees the interpreter with its packages, read-only, and one folder in memory to write in. It has no
+    network, not even to this machine; whatever it leaves running dies with it, and nothing of it stays. For Linux.
+
+    Args:
+        seconds: of wall-clock time, and of CPU time of each process.
+        memory: bytes of address space of each process.
+        output: bytes that it may print.
+        processes: processes and threads at the same time.
+        disk: bytes that it may write.
+        unsafe: without namespaces, where there are none: limits on time, memory, output and size of files hold, but the
+            program sees and may do what you may, and what it leaves running may survive.
+
+    Raises:
+        ValueError: if a limit is out of range.
+    """
+
+    seconds: float = 5.0
+    memory: int = 2**29
+    output: int = 2**16
+    processes: int = 16
+    disk: int = 2**24
+    unsafe: bool = False
+
+    def __post_init__(self) -> None:  # noqa: D105
+        check_numbers(above=0, finite=True, seconds=self.seconds)
+        check_counts(1, memory=self.memory, output=self.output, processes=self.processes, disk=self.disk)
+        check_bools(unsafe=self.unsafe)
+
+    def check(self) -> None:
+        """Tries the sandbox out, once in a process.
+
+        Raises:
+            SandboxUnavailable: if this machine cannot; the message says what is missing and how to enable it.
+        """
+        if not self.unsafe and (reason := _missing()):
+            raise SandboxUnavailable(f"expected a machine that can lock programs up, got {reason}: {CURE}")
+
+    def run(self, source: str, stdin: str = "") -> SandboxResult:
+        """Runs a Python program.
+
+        Args:
+            source: of the program.
+            stdin: what it reads.
+
+        Raises:
+            SandboxUnavailable: if this machine cannot.
+        """
+        with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+            result, reason = self._run_in(folder, source, stdin)
+        if reason:
+            raise SandboxUnavailable(f"expected a machine that can lock programs up, got {reason}: {CURE}")
+        return result
+
+    def _run_in(self, folder: str, source: str, stdin: str) -> tuple[SandboxResult, str]:
+        """The result, and what could not be set up."""
+        begin, main = time.monotonic(), Path(folder, "main.py")
+        if self.unsafe:
+            main.write_text(source, encoding="utf-8")
+        options = {
+            "root": folder,
+            "binds": _interpreter(),
+            "source": source,
+            "command": [sys.executable, "-I", "-B", str(main) if self.unsafe else "/sandbox/main.py"],
+            "environment": _environment(folder if self.unsafe else "/sandbox"),
+            "seconds": self.seconds,
+            "memory": self.memory,
+            "processes": self.processes,
+            "disk": self.disk,
+            "unsafe": self.unsafe,
+        }
+        with tempfile.TemporaryFile() as configuration:
+            configuration.write(json.dumps(options).encode())
+            configuration.seek(0)
+            status, theirs = os.pipe()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(JAIL), str(configuration.fileno()), str(theirs)],
+                pass_fds=(configuration.fileno(), theirs),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder if self.unsafe else "/",
+                start_new_session=self.unsafe,
+            )
+            os.close(theirs)
+        with os.fdopen(status, "rb") as answers, process:
+            try:
+                ending, out, err = _talk(process, stdin.encode(), begin + self.seconds, self.output)
+            finally:
+                _kill(process, group=self.unsafe)
+            process.wait()
+            reason = "" if self.unsafe else answers.read().decode()
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        texts = [part.decode(errors="replace") for part in (out, err)]
+        seconds = time.monotonic() - begin
+        return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=seconds), reason
+
+
+def _kill(process: "subprocess.Popen[bytes]", *, group: bool) -> None:
+    try:
+        if group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    except ProcessLookupError:
+        pass
+
+
+def _talk(process: "subprocess.Popen[bytes]", stdin: bytes, end: float, limit: int) -> tuple[Ending, bytes, bytes]:
+    """Writes and reads until all is read, the time is up, or there is too much to read."""
+    streams = {process.stdout: bytearray(), process.stderr: bytearray()}
+    threading.Thread(target=_write, args=(process.stdin, stdin), daemon=True).start()
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream, selectors.EVENT_READ)  # pyright: ignore[reportArgumentType]
+        ending = _read(process, selector, streams, end, limit)
+    while ending is None and process.poll() is None:
+        ending = "too long" if time.monotonic() >= end else None
+        time.sleep(0.002)
+    out, err = (bytes(part[:limit]) for part in streams.values())
+    return ending or "exited", out, err
+
+
+def _read(
+    process: "subprocess.Popen[bytes]",
+    selector: selectors.BaseSelector,
+    streams: Mapping[Any, bytearray],
+    end: float,
+    limit: int,
+) -> Ending | None:
+    """Reads to the end; otherwise what came before it."""
+    while selector.get_map():
+        ready = selector.select(min(max(end - time.monotonic(), 0.0), 0.1))
+        for key, _ in ready:
+            chunk = os.read(key.fd, 65536)
+            streams[key.fileobj].extend(chunk)
+            if not chunk:
+                selector.unregister(key.fileobj)
+        if sum(map(len, streams.values())) > limit:
+            return "too much output"
+        if time.monotonic() >= end:
+            return "too long"
+        if not ready and process.poll() is not None:
+            break  # where nothing is isolated, somebody whom the program left behind may hold the pipe
+    return None
+
+
+def _write(stream: IO[bytes], data: bytes) -> None:
+    """Writes and closes; the program may have ended without reading."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(data)
+    with contextlib.suppress(OSError, ValueError):
+        stream.close()
+
+
+@cache
+def _interpreter() -> list[str]:
+    """Folders that Python needs, none of them within another one."""
+    real = [os.path.realpath(path) for path in (sys.base_prefix, sys.prefix, "/usr")]
+    paths = sorted({*real, sys.base_prefix, sys.prefix, "/usr"}, key=len)
+    kept: list[str] = []
+    for path in paths:
+        if Path(path).is_dir() and not any(path.startswith(f"{k}/") for k in kept):
+            kept.append(path)
+    return [*kept, *(path for path in ("/etc/ld.so.cache",) if Path(path).is_file())]
+
+
+def _environment(home: str) -> dict[str, str]:
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "PYTHONIOENCODING": "utf-8",
+        **threads,
+    }
+
+
+@cache
+def _missing() -> str:
+    """What this machine lacks; empty if nothing."""
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform}, which has no namespaces"
+    try:
+        result = Sandbox(seconds=30.0).run("print(2 + 2)")
+    except SandboxUnavailable as error:
+        return str(error).partition(", got ")[2].partition(": allow namespaces")[0]
+    return "" if result.ok and result.stdout == "4\n" else f"a program that ended with {result.code}: {result.stderr}"

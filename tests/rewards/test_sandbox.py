@@ -1,0 +1,263 @@
+"""Sandbox: each attack is contained, and a small form of the same attack gets through without the sandbox."""
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import Sandbox, SandboxResult, SandboxUnavailable, sandbox
+
+pytestmark = pytest.mark.slow
+OPEN = Sandbox(unsafe=True, seconds=20.0)
+
+
+@pytest.fixture(autouse=True)
+def _available() -> None:
+    try:
+        Sandbox().check()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[int, list[Any]]]:
+    """The port of a server on loopback, and the connections that it had."""
+    seen: list[Any] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, address = listening.accept()
+                except OSError:
+                    return
+                seen.append(address)
+                connection.close()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listening.getsockname()[1], seen
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this machine with a mark in their command line."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "cmdline").read_bytes():
+                pids.append(int(folder.name))
+        except OSError:
+            continue
+    return pids
+
+
+def gone(mark: str) -> bool:
+    end = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not marked(mark)
+
+
+def test_a_program_reads_computes_and_prints() -> None:
+    result = Sandbox().run("import sys\nprint(int(sys.stdin.read()) + 2)\nsys.stderr.write('heard')", "40")
+    assert (result.ok, result.stdout, result.stderr, result.ending) == (True, "42\n", "heard", "exited")
+    assert Sandbox().run("import numpy; print(numpy.arange(3).sum())").stdout == "3\n", (
+        "with the packages of this Python"
+    )
+    assert Sandbox().run("raise SystemExit(3)").code == 3
+    assert Sandbox().run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").code == 128 + 11
+    assert Sandbox(output=2**20).run("import sys; print(len(sys.stdin.read()))", "x" * 300_000).stdout == "300000\n"
+    assert Sandbox().run("pass", "x" * 300_000).ok, "nobody has to read"
+
+
+def test_a_file_outside_can_neither_be_read_nor_written(tmp_path: Path) -> None:
+    secret, target = tmp_path / "secret", tmp_path / "target"
+    secret.write_text("told")
+    read, write = f"print(open({str(secret)!r}).read())", f"open({str(target)!r}, 'w').write('x')"
+    assert OPEN.run(read).stdout == "told\n" and OPEN.run(write).ok and target.exists()
+    target.unlink()
+    assert "FileNotFoundError" in Sandbox().run(read).stderr
+    assert not Sandbox().run(write).ok and not target.exists()
+    assert "Read-only file system" in Sandbox().run("open('/here', 'w')").stderr
+    library = f"open({tempfile.__file__!r}, 'a')"
+    assert not Sandbox().run(library).ok, "what it needs it sees, and cannot change"
+    assert (
+        Sandbox().run("import os; print(os.path.exists('/etc/passwd'), os.listdir('/dev'))").stdout.startswith("False")
+    )
+
+
+def test_its_own_folder_is_empty_limited_and_gone() -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    box = Sandbox(disk=2**20)
+    assert box.run("open('a', 'w').write('x' * 1000); import os; print(sorted(os.listdir()))").stdout == (
+        "['a', 'main.py']\n"
+    )
+    fill = "import os\nfor n in range(8):\n    open(f'{n}', 'wb').write(bytes(2**18))"
+    assert "No space left" in box.run(fill).stderr and OPEN.run(fill).ok
+    assert not {
+        name for name in set(Path(tempfile.gettempdir()).iterdir()) - before if name.name.startswith("sandbox-")
+    }
+
+
+def test_there_is_no_network_not_even_to_this_machine(server: tuple[int, list[Any]]) -> None:
+    port, seen = server
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5).close()"
+    assert OPEN.run(connect).ok
+    end = time.monotonic() + 5
+    while not seen and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(seen) == 1
+    assert "Network is unreachable" in Sandbox().run(connect).stderr and len(seen) == 1
+    name = "import socket; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + 'sandbox-test'); s.listen(); {}"
+    other = "import socket; socket.socket(socket.AF_UNIX).connect(chr(0) + 'sandbox-test')"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("\0sandbox-test")
+        listening.listen()
+        assert OPEN.run(other).ok and not Sandbox().run(other).ok
+    assert Sandbox().run(name.format("print(1)")).ok, "a name of its own"
+
+
+def test_a_fork_bomb_is_stopped_at_the_limit(tmp_path: Path) -> None:
+    mark = f"bomb-{os.getpid()}-{time.monotonic_ns()}"
+    small = (
+        "import subprocess, sys\n"
+        f"sleep = 'import time; time.sleep(30)'\n"
+        f"many = [subprocess.Popen([sys.executable, '-c', sleep, {mark!r}]) for _ in range(18)]\n"
+        "print(len(many))\nfor one in many: one.kill(); one.wait()"
+    )
+    assert OPEN.run(small).stdout == "18\n"
+    found = Sandbox(processes=8, seconds=20.0).run(small)
+    assert "Resource temporarily unavailable" in found.stderr and not found.stdout
+    bomb = (
+        f"import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, sys.argv[0], {mark!r}])\n"
+        "while True:\n    try: os.fork()\n    except OSError: pass"
+    )
+    most = [0]
+
+    def count() -> None:
+        while not stop.wait(0.05):
+            most[0] = max(most[0], len(marked(mark)))
+
+    stop, begin = threading.Event(), time.monotonic()
+    counter = threading.Thread(target=count)
+    counter.start()
+    result = Sandbox(seconds=3.0, processes=8).run(bomb)
+    stop.set()
+    counter.join()
+    assert result.ending == "too long" and time.monotonic() - begin < 20
+    assert 2 <= most[0] <= 8 and gone(mark), "it did fork, up to the limit, and nothing is left"
+    assert Sandbox(seconds=20.0).run("print(1)").ok, "and the next one works"
+
+
+def test_a_memory_bomb_gets_what_the_limit_says() -> None:
+    small = "x = bytearray(200 * 2**20); print(len(x))"
+    box = Sandbox(memory=2**27)
+    assert OPEN.run(small).stdout == "209715200\n" and "MemoryError" in box.run(small).stderr
+    grow = "x = []\nwhile True: x.append(bytearray(2**24))"
+    assert "MemoryError" in Sandbox(memory=2**28).run(grow).stderr
+    for call in ("os.memfd_create('x')", "mmap.mmap(-1, 2**30)"):
+        assert not Sandbox(memory=2**28).run(f"import os, mmap; {call}").ok
+    assert OPEN.run("import os; os.memfd_create('x')").ok
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_endless_output_is_cut(stream: str) -> None:
+    endless = f"import sys\nwhile True: sys.{stream}.write('x' * 1000)"
+    result = Sandbox(output=5000, seconds=20.0).run(endless)
+    assert result.ending == "too much output" and len(getattr(result, stream)) == 5000 and result.seconds < 15
+    some = f"import sys; sys.{stream}.write('x' * 6000)"
+    assert len(getattr(OPEN.run(some), stream)) == 6000
+
+
+@pytest.mark.parametrize(
+    "loop",
+    ["while True: pass", "import time; time.sleep(1000)", "import os\nos.close(1); os.close(2)\nwhile True: pass"],
+)
+def test_an_endless_loop_has_its_time(loop: str) -> None:
+    begin = time.monotonic()
+    result = Sandbox(seconds=1.0).run(loop)
+    assert not result.ok and 0.9 < time.monotonic() - begin < 10
+    assert result.ending == "too long" or result.code == 128 + 24  # SIGXCPU
+    assert Sandbox(seconds=20.0, unsafe=True).run(loop.replace("True", "False").replace("1000", "0.01")).ok
+
+
+DAEMON = """
+import os, subprocess, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for stream in (0, 1, 2):
+            os.close(stream)
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", {mark!r}])
+    os._exit(0)
+os.wait()
+time.sleep(0.5)
+print("left")
+"""
+
+
+def test_a_daemon_left_behind_dies_with_the_program() -> None:
+    mark = f"daemon-{os.getpid()}-{time.monotonic_ns()}"
+    assert OPEN.run(DAEMON.format(mark=mark)).stdout == "left\n"
+    survivors = marked(mark)
+    assert len(survivors) == 1, "without the sandbox it lives on"
+    os.kill(survivors[0], 9)
+    assert gone(mark)
+    assert Sandbox(seconds=20.0).run(DAEMON.format(mark=mark)).stdout == "left\n" and gone(mark)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["libc.unshare(0x10000000)", "libc.mount(b'none', b'/sandbox', b'tmpfs', 0, None)", "libc.ptrace(16, 1, 0, 0)",
+     "libc.syscall(29, 0, 4096, 0o1600)"],
+    ids=["unshare", "mount", "ptrace", "shmget"],
+)  # fmt: skip
+def test_calls_that_lead_out_are_denied(call: str) -> None:
+    program = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({call}, ctypes.get_errno())"
+    assert Sandbox().run(program).stdout == "-1 1\n"
+
+
+def test_it_is_nobody_and_sees_nobody() -> None:
+    program = "import os; print(os.getuid() != 0, len([n for n in os.listdir('/proc') if n.isdigit()]) <= 2)"
+    assert Sandbox().run(program).stdout == "True True\n"
+    assert "Operation not permitted" in Sandbox().run("import os; os.setuid(0)").stderr
+    environment = Sandbox().run("import os; print(sorted(os.environ))").stdout
+    assert "PATH" in environment and "PWD" not in environment and "PYTHONPATH" not in environment
+
+
+def test_many_at_once_do_not_get_in_each_others_way() -> None:
+    results: list[SandboxResult] = []
+    box = Sandbox(processes=3, seconds=30.0)
+    program = (
+        "import threading\nt = [threading.Thread(target=print, args=(1,)) for _ in range(2)]\n[x.start() for x in t]"
+    )
+    threads = [threading.Thread(target=lambda: results.append(box.run(program))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [result.stdout for result in results] == ["1\n1\n"] * 6
+
+
+def test_where_there_are_no_namespaces_it_says_so_and_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_missing", lambda: "unshare: Operation not permitted")
+    with pytest.raises(
+        SandboxUnavailable, match=r"got unshare: Operation not permitted: allow namespaces .*unsafe=True"
+    ):
+        Sandbox().check()
+    OPEN.check()
+
+
+@pytest.mark.parametrize("option", ["memory", "output", "processes", "disk", "seconds"])
+def test_limits_are_checked_by_name(option: str) -> None:
+    options: dict[str, Any] = {option: 0}
+    with pytest.raises(ValueError, match=f"expected {option} "):
+        Sandbox(**options)
