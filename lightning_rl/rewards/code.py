@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_rl.arguments import check_bools, check_counts
 from lightning_rl.rewards.sandbox import Sandbox
+from lightning_rl.rewards.text import column_of, text_of
 
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
@@ -51,11 +52,10 @@ class CodeTests:
             ValueError: if there is no such column, or a test is none.
         """
         del prompts  # a program is judged by its tests alone
-        if self.tests not in columns:
-            raise ValueError(f"expected a column {self.tests!r} with tests, got {sorted(columns)}: set tests=")
-        cases = [None if tests is None else [_check(test) for test in tests] for tests in columns[self.tests]]
+        column = column_of(columns, self.tests, option="tests", reward=self)
+        cases = [None if tests is None else [_check(test) for test in tests] for tests in column]
         with ThreadPoolExecutor(self.parallel) as pool:
-            return list(pool.map(self._score, map(_text, completions), cases))
+            return list(pool.map(self._score, map(text_of, completions), cases))
 
     def _score(self, text: str, tests: Sequence[Any] | None) -> float | None:
         if not tests:
@@ -93,10 +93,6 @@ def _check(test: Any) -> Any:
     if isinstance(test, str) or (isinstance(test, Mapping) and {"input", "output"} <= test.keys()):
         return test
     raise ValueError(f'expected a test to be code or a mapping with "input" and "output", got {test!r:.200}')
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def _lines(text: str) -> list[str]:

@@ -61,7 +61,9 @@ def test_assertions_run_after_the_program_and_an_early_end_passes_none() -> None
 @pytest.mark.slow
 def test_another_column_and_what_is_no_test() -> None:
     assert reward(tests="cases")([""], [DOUBLE], cases=[CASES]) == [1.0]
-    with pytest.raises(ValueError, match=r"expected a column 'tests' with tests, got \['cases'\]: set tests="):
+    with pytest.raises(
+        ValueError, match=r"expected a column 'tests' for CodeTests\(tests='tests'\), got the columns \['cases'\]"
+    ):
         reward()([""], [DOUBLE], cases=[CASES])
     with pytest.raises(ValueError, match='expected a test to be code or a mapping with "input" and "output", got 3'):
         reward()([""], [DOUBLE], tests=[[3]])

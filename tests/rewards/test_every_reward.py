@@ -11,6 +11,7 @@ import lightning_rl.rewards
 from lightning_rl.rewards import (
     AnswerMatch,
     ChoiceMatch,
+    CodeTests,
     ExactMatch,
     JSONSchema,
     Judge,
@@ -22,6 +23,8 @@ from lightning_rl.rewards import (
     Repetition,
     RewardModel,
     Rewards,
+    Sandbox,
+    SandboxResult,
     TagFormat,
 )
 from lightning_rl.testing import check_reward
@@ -146,5 +149,11 @@ def test_a_mapping_of_them_is_weighed_and_summed() -> None:
 def test_every_exported_reward_has_an_example() -> None:
     exported = {getattr(lightning_rl.rewards, name) for name in lightning_rl.rewards.__all__}
     classes = {one for one in exported if isinstance(one, type) and hasattr(one, "__dataclass_fields__")}
-    elsewhere = {AnswerMatch, Judge, RewardModel}  # a base, and those that need a model or a server
+    elsewhere = {
+        AnswerMatch,
+        Judge,
+        RewardModel,
+        CodeTests,
+    }  # a base, and those that need a model, a server, namespaces
+    elsewhere |= {Sandbox, SandboxResult}
     assert classes - {type(example) for example in EXAMPLES} == elsewhere
