@@ -247,7 +247,7 @@ class RLLightningModule(LightningModule):
             collectives=self.parallel.collectives,
             max_failed_rewards=self.max_failed_rewards,
             failed_folder=self.run.failed_folder,
-            trainer_state=trainer_state(self.trainer) if self.rewards.asks_for_state else None,
+            trainer_state=None if self._trainer is None else trainer_state(self.trainer),
         )
 
     # Before a run.
@@ -637,6 +637,8 @@ class RLLightningModule(LightningModule):
     def close_engine(self) -> None:
         """Ends what generates and what scores, and gives its memory back; the next sync starts it again."""
         self.run.prefetcher.close()
+        for questions in self._questions:
+            questions.rewards.close()
         self.rewards.close()
         self.engine.close()
         self.run.engine_started = False

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from lightning_rl.naming import name_of
-from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form, takes
+from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.isolation import Isolated, Submitted
 from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
 from lightning_rl.rewards.values import RubbishError, values_of
@@ -70,11 +70,6 @@ class Rewards:
         self.functions = {name: function for name, (function, _) in pairs.items()}
         self.weights = {name: float(weight) for name, (_, weight) in pairs.items()}
         self.seconds = seconds
-
-    @property
-    def asks_for_state(self) -> bool:
-        """Whether a function takes ``trainer_state``."""
-        return any(takes(function, "trainer_state") for function in self.functions.values())
 
     def __call__(
         self,

@@ -245,8 +245,8 @@ class Sampler:
         ]
 
     def generate_together(self, requests: SampleRequests) -> Samples:
-        """Generates; if one rank fails, all do."""
-        return self.generate_parts([requests])[0]
+        """Generates, and begins the rewards that run in processes of their own; if one rank fails, all do."""
+        return self._begin_rewards(self.generate_parts([requests])[0])
 
     def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
         """Generates for several askers in one call of the engine; if one rank fails, all do."""
@@ -264,7 +264,7 @@ class Sampler:
         Runs no other code of rewards, none of corrections, and has no collective, so any thread may do it.
         """
         asked = [*requests.requests, *(requests.greedy or ())]
-        return self._samples(requests, asked, self.converse(asked))
+        return self._begin_rewards(self._samples(requests, asked, self.converse(asked)))
 
     def _samples(
         self, requests: SampleRequests, asked: Sequence[Request], completions: Sequence[Completion]
@@ -275,8 +275,11 @@ class Sampler:
         if requests.greedy is not None:
             greedy = self._rollout(requests.prompts, requests.greedy, completions[size:])
         pairs = list(zip(asked, completions, strict=True))
-        started = self.rewards.start(**self._reward_arguments(_repeat(requests.prompts, size), rows))
-        return Samples(prompts=requests.prompts, rows=rows, greedy=greedy, pairs=pairs, started=started)
+        return Samples(prompts=requests.prompts, rows=rows, greedy=greedy, pairs=pairs)
+
+    def _begin_rewards(self, samples: Samples) -> Samples:
+        arguments = self._reward_arguments(_repeat(samples.prompts, len(samples.rows)), samples.rows)
+        return replace(samples, started=self.rewards.start(**arguments))
 
     def converse(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion for each request.

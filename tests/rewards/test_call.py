@@ -131,8 +131,6 @@ def test_extras_are_passed_to_those_that_name_them_and_no_others() -> None:
         log_extra("seen", completions)
         return [0.0] * len(completions)
 
-    plain = Rewards({"strict": strict})
-    assert Rewards(asks).asks_for_state and not plain.asks_for_state
     found = scores([asks, strict], trainer_state=TrainerState(global_step=7, max_steps=9))
     assert seen["steps"] == (7, 9, ["answer", "completion_ids", "log_extra", "log_metric", "prompts"])
     assert found.calls[1].extras == {"seen": ["<think>x</think>4", "no"]}

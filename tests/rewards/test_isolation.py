@@ -13,6 +13,7 @@ import pytest
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
+from lightning_rl.evaluation import Evaluation
 from lightning_rl.rewards import Isolated, Rewards, Scores
 
 pytestmark = pytest.mark.slow
@@ -258,6 +259,18 @@ def test_a_fit_with_isolated_rewards_is_bit_for_bit_the_one_without(staleness: i
         reward = isolated(parity, per_sample=per_sample)
         assert all((weight == plain[name]).all() for name, weight in weights(reward).items())
         assert reward.pids() == [], "the processes end with the fit"
+
+
+def test_an_evaluation_has_isolated_rewards_of_its_own() -> None:
+    def always(value: float) -> Any:
+        return lambda prompts, *_, **__: [value] * len(prompts)
+
+    validation, training = isolated(always(0.25)), isolated(always(1.0))
+    evaluation = Evaluation("held", [[2, 3], [2, 4], [2, 5]], save=False, rewards={"other": validation})
+    module = tiny_module(rewards={"training": training}, evaluation=[evaluation], max_idle_rollouts=None)
+    trainer = fit(module, data=tiny_prompts(8, 4), num_sanity_val_steps=0)
+    assert trainer.callback_metrics["val/held/reward/other"] == 0.25
+    assert validation.pids() == training.pids() == []
 
 
 @pytest.mark.parametrize(
