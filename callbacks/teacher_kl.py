@@ -65,19 +65,19 @@ class TeacherKL(FrozenKL):
         unbiased: bool = False,
     ) -> None:
         super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
-        self.source = teacher
+        self.teacher = teacher
         self._teacher: Teacher | None = None
 
     @property
     @override
     def contributes(self) -> frozenset[str]:
         """Without a teacher of its own it provides nothing."""
-        return super().contributes - (frozenset() if self.source is not None else {"provide"})
+        return super().contributes - (frozenset() if self.teacher is not None else {"provide"})
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         others = [other for other in callbacks_of(trainer) if isinstance(other, RLCallback) and other is not self]
-        if self.source is None and not any("provide" in other.contributes for other in others):
+        if self.teacher is None and not any("provide" in other.contributes for other in others):
             raise ValueError(
                 f'TeacherKL reads "token_extras/{KEY}", but it has no teacher and no other callback provides: pass '
                 "teacher=, or add a callback whose provide returns them"
@@ -85,12 +85,12 @@ class TeacherKL(FrozenKL):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.source is None or not isinstance(pl_module, RLLightningModule):
+        if self.teacher is None or not isinstance(pl_module, RLLightningModule):
             return
         precision = trainer.precision_plugin
         with precision.module_init_context():
             self._teacher = Teacher(
-                self.source,
+                self.teacher,
                 temperature=pl_module.sampling.temperature,
                 token_budget=pl_module.token_budget,
                 packed=pl_module.packing,

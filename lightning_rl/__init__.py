@@ -1,51 +1,79 @@
-"""Reinforcement learning of language models as plain PyTorch Lightning, with every signal checked."""
+"""Reinforcement learning of language models as plain PyTorch Lightning, with every signal checked.
 
-from lightning_rl.advantages import (
-    GAE,
-    GRPO,
-    OPO,
-    RLOO,
-    DrGRPO,
-    Estimator,
-    MaxRL,
-    Normalized,
-    RawReward,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    ReMax,
-)
-from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
-from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
-from lightning_rl.data import PromptDataModule
-from lightning_rl.distributed import FSDP2Strategy
-from lightning_rl.evaluation import Evaluation
-from lightning_rl.generation import (
-    Engine,
-    EngineError,
-    FakeEngine,
-    Sampling,
-    TransformersEngine,
-    VLLMEngine,
-    VLLMServerEngine,
-)
-from lightning_rl.losses import (
-    CISPO,
-    DPPO,
-    GMPO,
-    GSPO,
-    M2PO,
-    SAPO,
-    ClipCov,
-    ClippedSurrogate,
-    KLCov,
-    PolicyLoss,
-    Reinforce,
-    ValueLoss,
-)
-from lightning_rl.module import RLLightningModule
-from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
-from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+What this package exports is imported when it is asked for, so that a command line answers before torch is loaded.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl.checkout import watch_link
+from lightning_rl.version import __version__
+
+if TYPE_CHECKING:
+    from lightning_rl.advantages import (
+        GAE,
+        GRPO,
+        OPO,
+        RLOO,
+        DrGRPO,
+        Estimator,
+        MaxRL,
+        Normalized,
+        RawReward,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        ReMax,
+    )
+    from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
+    from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
+    from lightning_rl.data import PromptDataModule
+    from lightning_rl.distributed import FSDP2Strategy
+    from lightning_rl.evaluation import Evaluation
+    from lightning_rl.generation import (
+        Engine,
+        EngineError,
+        FakeEngine,
+        Sampling,
+        TransformersEngine,
+        VLLMEngine,
+        VLLMServerEngine,
+    )
+    from lightning_rl.losses import (
+        CISPO,
+        DPPO,
+        GMPO,
+        GSPO,
+        M2PO,
+        SAPO,
+        ClipCov,
+        ClippedSurrogate,
+        KLCov,
+        PolicyLoss,
+        Reinforce,
+        ValueLoss,
+    )
+    from lightning_rl.module import RLLightningModule
+    from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
+    from lightning_rl.rollout import Finish, Rollout
+    from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+
+ROOMS = {
+    "advantages": "GAE GRPO OPO RLOO DrGRPO Estimator MaxRL Normalized RawReward ReMax ReinforcePlusPlus "
+    "ReinforcePlusPlusBaseline",
+    "checkpointing": "AtomicCheckpointIO latest_checkpoint",
+    "corrections": "LossTerm LossView RLCallback Stat",
+    "data": "PromptDataModule",
+    "distributed": "FSDP2Strategy",
+    "evaluation": "Evaluation",
+    "generation": "Engine EngineError FakeEngine Sampling TransformersEngine VLLMEngine VLLMServerEngine",
+    "losses": "CISPO DPPO GMPO GSPO M2PO SAPO ClipCov ClippedSurrogate KLCov PolicyLoss Reinforce ValueLoss",
+    "module": "RLLightningModule",
+    "optimizers": "adamw_8bit warmup_then_linear",
+    "rollout": "Finish Rollout",
+    "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
+}
+HOMES = {name: f"lightning_rl.{room}" for room, names in ROOMS.items() for name in names.split()}
 
 __all__ = [
     "CISPO",
@@ -91,6 +119,7 @@ __all__ = [
     "VLLMEngine",
     "VLLMServerEngine",
     "ValueLoss",
+    "__version__",
     "adamw_8bit",
     "latest_checkpoint",
     "prompt_mean",
@@ -98,3 +127,22 @@ __all__ = [
     "token_mean",
     "warmup_then_linear",
 ]
+
+
+watch_link(Path(__file__).parent)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports an export from the room that it lives in, or such a room itself (PEP 562)."""
+    if name in HOMES:
+        value = getattr(import_module(HOMES[name]), name)
+    elif name in {room.partition(".")[0] for room in ROOMS}:
+        value = import_module(f"lightning_rl.{name}")
+    else:
+        raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}", name=name, obj=None)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

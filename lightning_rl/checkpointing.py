@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.description import restore
 from lightning_rl.distributed import RunEndError, process_maximum
 from lightning_rl.files import PART, write_atomically
 from lightning_rl.generation import EngineError
@@ -116,6 +117,65 @@ def _save(trainer: Trainer, why: str) -> None:
     path = Path(folder) / INTERRUPTED
     trainer.save_checkpoint(path)
     rank_zero_info(f"{why} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """A checkpoint of this library, in values that load under ``weights_only=True``.
+
+    Raises:
+        ValueError: for the folder of a sharded strategy, saying how to make one file of it, and for other checkpoints.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"expected a checkpoint of one file, got the folder {path}: {_consolidation(Path(path))}")
+    checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
+        raise ValueError(
+            f"expected a checkpoint of an RLLightningModule, got {path}, which holds none of its state: pass a file "
+            "that trainer.save_checkpoint or ModelCheckpoint wrote"
+        )
+    if "model" in checkpoint:  # what was a folder of FSDP1
+        checkpoint["state_dict"] = checkpoint.pop("model")
+    return checkpoint
+
+
+def _consolidation(folder: Path) -> str:
+    if (folder / ".metadata").exists():
+        command = f"python -m lightning.fabric.utilities.consolidate_checkpoint {folder}"
+        return f"a sharded strategy wrote it, and {command!r} makes one file of it, {folder}.consolidated"
+    if (folder / "checkpoint").is_dir():
+        return "DeepSpeed wrote it: resume with its strategy, and call module.save_pretrained on every rank"
+    return "pass a file"
+
+
+def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's constructor, from its configuration and from what is given.
+
+    Args:
+        described: every argument as :func:`lightning_rl.description.describe` says it.
+        arguments: what is given again, which comes first.
+
+    Raises:
+        ValueError: naming every argument that is code of somebody's own and is not given again.
+    """
+    options, lost = dict(arguments), dict[str, str]()
+    for name, description in described.items():
+        if name in options:
+            continue
+        if name == "tokenizer" and isinstance(description, Mapping) and description.get("path"):
+            options[name] = description["path"]
+            continue
+        try:
+            options[name] = restore(description)
+        except ValueError as named:
+            lost[name] = str(named)
+    if lost:
+        names = " and ".join(f"{name}=" for name in lost)
+        was = "; ".join(f"{name} was {what}" for name, what in lost.items())
+        raise ValueError(f"expected {names} to be given again, because a checkpoint keeps no code: {was}")
+    rewards = options.get("rewards")
+    if "rewards" not in arguments and isinstance(rewards, Mapping):
+        options["rewards"] = {name: tuple(pair) for name, pair in rewards.items()}
+    return options
 
 
 def write_pretrained(

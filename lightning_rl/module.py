@@ -22,7 +22,8 @@ from lightning_rl import compatibility
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.arguments import check_bools, check_counts, check_numbers
-from lightning_rl.checkpointing import Interrupts, write_pretrained
+from lightning_rl.checkpointing import Interrupts, read_checkpoint, restore_options, write_pretrained
+from lightning_rl.configuration import configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count
@@ -45,7 +46,7 @@ from lightning_rl.metrics import (
     log_row,
     rows_every,
 )
-from lightning_rl.optimizers import FUSED_ADAMW, OptimizerBuilder, SchedulerBuilder
+from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
 from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
@@ -68,7 +69,7 @@ from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_s
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
 from lightning_rl.seeding import seed_everything
-from lightning_rl.signal.reductions import Reduction, resolve_reduction
+from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradient
 
 VALIDATION_BATCH_SIZE = 256  # without a data module, which says otherwise
@@ -120,6 +121,9 @@ class RLLightningModule(LightningModule):
             checkpoint; None for any number.
         seed: of the run; every random number follows from it.
 
+    Attributes:
+        options: every argument by its name, with names and defaults resolved.
+
     Raises:
         ValueError: at construction if an argument is out of range or a name unknown; at setup if arguments, callbacks
             or data do not fit together. The message says what to change.
@@ -132,7 +136,7 @@ class RLLightningModule(LightningModule):
         *,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
-        reduction: Reduction | str = "token_mean",
+        reduction: Reduction | SequenceSumNorm | str = "token_mean",
         value_loss: ValueLoss = ValueLoss(),  # noqa: B008  frozen
         reference: ModelSource | None = None,
         critic: ModelSource | None = None,
@@ -144,7 +148,7 @@ class RLLightningModule(LightningModule):
         minibatches: int = 1,
         epochs: int = 1,
         max_staleness: int = 0,
-        optimizer: OptimizerBuilder = FUSED_ADAMW,
+        optimizer: OptimizerBuilder = fused_adamw,
         lr_scheduler: SchedulerBuilder | None = None,
         max_grad_norm: float | None = 1.0,
         token_budget: int = 4096,
@@ -155,6 +159,7 @@ class RLLightningModule(LightningModule):
         max_idle_rollouts: int | None = 10,
         seed: int = 0,
     ) -> None:
+        options = dict(locals())  # the arguments alone: the first statement of the constructor
         super().__init__()
         self.automatic_optimization = False
         check_counts(1, group_size=group_size, minibatches=minibatches, epochs=epochs, token_budget=token_budget)
@@ -186,6 +191,9 @@ class RLLightningModule(LightningModule):
         self._evaluation: EvaluationRun | None = None
         self._predictions: list[Record] = []
         self._val_limit: int | float | None = None
+        options |= {"engine": self.engine, "tokenizer": self.tokenizer, "rewards": self.rewards.sources}
+        options |= {"advantages": self.estimator, "loss": self.loss, "reduction": self.reduction}
+        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
     # What the parts of a run are.
 
@@ -286,6 +294,8 @@ class RLLightningModule(LightningModule):
                 world_size=self.parallel.ranks,
             )
         self.run.failed_folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / FOLDER
+        self.run.configuration = configuration(self, self.trainer)
+        self.save_hyperparameters(self.run.configuration)
 
     @override
     def configure_model(self) -> None:
@@ -847,12 +857,52 @@ class RLLightningModule(LightningModule):
 
     # Checkpoints.
 
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = "cpu",
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> "RLLightningModule":
+        """A module with the weights of a checkpoint and the options of its run, to export, evaluate or train anew.
+
+        Args:
+            checkpoint_path: name of one file, of any strategy; a sharded one has to be consolidated first.
+            map_location: where the weights are loaded to.
+            hparams_file: none is needed, since a checkpoint holds the options.
+            strict: whether every weight has to be there; by default it has to.
+            weights_only: always, whatever it says.
+            kwargs: arguments of the constructor that replace those of the run. Functions and classes of your own are
+                not in a checkpoint and have to be given again.
+
+        Raises:
+            ValueError: naming what has to be given again, or what the file is instead of a checkpoint.
+        """
+        del weights_only
+        if hparams_file is not None:
+            raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
+        checkpoint = read_checkpoint(checkpoint_path, map_location)
+        described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
+        module = cls(**restore_options(described, kwargs))
+        module.policy, module.run.built_alone = module._build_policy(), True
+        module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
+        module.run.stepped = True
+        return module
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds every rank's rollout in progress, those generated ahead, counters and unlogged metrics."""
         self.run.prefetcher.drain()
         reference = self.run.reference
+        hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # LightningCLI takes them for arguments
+        for name in self.run.configuration.keys() & hparams.keys():
+            del hparams[name]
         checkpoint["lightning_rl"] = {
+            "configuration": self.run.configuration,
             "ranks": self.parallel.collectives.objects(self.run.state()),
             "reference_hash": None if reference is None else reference.fingerprint,
         }

@@ -11,7 +11,37 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 OptimizerBuilder = Callable[[list[dict[str, Any]]], Optimizer]
 SchedulerBuilder = Callable[[Optimizer], LRScheduler]
 
-FUSED_ADAMW: OptimizerBuilder = partial(AdamW, lr=1e-6, weight_decay=0.0, fused=True)
+
+def fused_adamw(parameters: list[dict[str, Any]], lr: float = 1e-6, weight_decay: float = 0.0) -> Optimizer:
+    """AdamW in one kernel, the default: ``RLLightningModule(optimizer=partial(fused_adamw, lr=1e-5))``.
+
+    Args:
+        parameters: groups of them.
+        lr: learning rate.
+        weight_decay: per step, in parts of the learning rate.
+    """
+    return AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
+
+
+class WarmupThenLinear(LambdaLR):
+    """Linear up over ``warmup`` optimizer steps, then linear down to 0 at step ``total``.
+
+    Args:
+        optimizer: whose learning rates it sets.
+        warmup: optimizer steps on the way up.
+        total: optimizer steps of the run.
+
+    Raises:
+        ValueError: unless ``0 <= warmup < total``.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup: int, total: int) -> None:
+        _check_steps(warmup, total)
+
+        def factor(step: int) -> float:
+            return (step + 1) / warmup if step < warmup else max(0.0, (total - step) / (total - warmup))
+
+        super().__init__(optimizer, factor)
 
 
 def warmup_then_linear(warmup: int, total: int) -> SchedulerBuilder:
@@ -26,13 +56,13 @@ def warmup_then_linear(warmup: int, total: int) -> SchedulerBuilder:
         >>> scheduler.get_last_lr()
         [0.5]
     """
+    _check_steps(warmup, total)
+    return partial(WarmupThenLinear, warmup=warmup, total=total)
+
+
+def _check_steps(warmup: int, total: int) -> None:
     if not 0 <= warmup < total:
         raise ValueError(f"expected 0 <= warmup < total, got {warmup} and {total}")
-
-    def factor(step: int) -> float:
-        return (step + 1) / warmup if step < warmup else max(0.0, (total - step) / (total - warmup))
-
-    return lambda optimizer: LambdaLR(optimizer, factor)
 
 
 def adamw_8bit(lr: float = 1e-6, **options: Any) -> OptimizerBuilder:

@@ -28,7 +28,7 @@ class FakeEngine(Engine):
     def __init__(self, script: Script, *, logprob: float = -1.0, returns_logprobs: bool = True) -> None:
         super().__init__()
         self.capabilities = replace(self.capabilities, returns_logprobs=returns_logprobs)
-        self.script = script
+        self.script, self.returns_logprobs = script, returns_logprobs
         self.logprob = logprob
         self.requests: list[Request] = []
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rl.arguments import check_counts, check_numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the tokens of a response are drawn.
 

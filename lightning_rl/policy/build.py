@@ -1,6 +1,7 @@
 """Building policy, critic, reference and tokenizer from a name, a path or a callable."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,27 @@ from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
 
-ModelSource = str | Path | Callable[[], PreTrainedModel]
+
+class ModelBuilder(ABC):
+    """Builds a model: the base of a class that a configuration file names, with options, which functions lack there.
+
+    Example:
+        >>> class Untrained(ModelBuilder):
+        ...     def __init__(self, layers: int = 2) -> None:
+        ...         self.layers = layers
+        ...
+        ...     def __call__(self) -> PreTrainedModel:
+        ...         from transformers import Qwen2Config, Qwen2ForCausalLM
+        ...
+        ...         return Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=self.layers))
+    """
+
+    @abstractmethod
+    def __call__(self) -> PreTrainedModel:
+        """A model, new at each call."""
+
+
+ModelSource = ModelBuilder | Callable[[], PreTrainedModel] | str | Path  # in the order that configuration files try
 TokenizerSource = str | Path | PreTrainedTokenizerBase
 
 

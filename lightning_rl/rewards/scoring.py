@@ -22,7 +22,9 @@ from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
 from lightning_rl.rewards.values import RubbishError, values_of
 from lightning_rl.rewards.waiting import LOOP
 
-RewardSource = Reward | Sequence[Reward] | Mapping[str, Reward | tuple[Reward, float]]
+RewardSource = (
+    Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward] | Reward
+)  # configuration files try in order
 """One function, several, which are named after themselves, or a mapping from a name to a function or to one with its
 weight: what its value is multiplied with in the sum, 1 by default. A weight of 0 only logs.
 """
@@ -70,6 +72,11 @@ class Rewards:
         self.functions = {name: function for name, (function, _) in pairs.items()}
         self.weights = {name: float(weight) for name, (_, weight) in pairs.items()}
         self.seconds = seconds
+
+    @property
+    def sources(self) -> dict[str, tuple[Reward, float]]:
+        """Every function with its weight, by its name: what makes these rewards again."""
+        return {name: (function, self.weights[name]) for name, function in self.functions.items()}
 
     def __call__(
         self,

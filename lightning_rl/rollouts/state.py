@@ -75,6 +75,7 @@ class RunState:
 
     Attributes:
         corrections: those of the trainer's callbacks, from setup on.
+        configuration: everything that makes the run what it is, in plain values, from setup on.
         needs: which optional fields somebody reads.
         reference: the frozen policy, if something reads it.
         replica: what the embedded engine decodes with, where a rank lacks parts of the policy or trains it meanwhile.
@@ -97,6 +98,7 @@ class RunState:
     """
 
     corrections: Corrections = field(default_factory=Corrections)
+    configuration: dict[str, Any] = field(default_factory=dict)
     needs: Needs = field(default_factory=Needs)
     reference: Scorer | None = None
     replica: PreTrainedModel | None = None

@@ -43,6 +43,7 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
 from lightning_rl.losses import ValueLoss
+from lightning_rl.policy.build import ModelBuilder
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction
@@ -71,6 +72,18 @@ def tiny_policy(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options:
         model = Qwen2ForCausalLM(config)
     torch.nn.Module.to(model, dtype)
     return model
+
+
+class TinyPolicy(ModelBuilder):
+    """:func:`tiny_policy` as an object of a class, for configuration files."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    @override
+    def __call__(self) -> Qwen2ForCausalLM:
+        """Builds it."""
+        return tiny_policy(self.seed)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

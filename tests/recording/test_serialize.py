@@ -55,7 +55,7 @@ def test_what_cannot_be_imported_says_so_as_soon_as_it_is_used(value: Any) -> No
 def test_places_of_what_cannot_be_imported_are_found() -> None:
     description = {"one": to_json([parity_reward, lambda: 0]), "two": to_json(TeacherKL(lambda: tiny_policy()))}
     places = dict(opaque_places(description))
-    assert list(places) == ["one[1]", "two.source"]
+    assert list(places) == ["one[1]", "two.teacher"]
     assert "lambda" in places["one[1]"]
 
 

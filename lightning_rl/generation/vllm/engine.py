@@ -85,7 +85,7 @@ class VLLMEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._plan: stream.WeightPlan | None = None
         self._extras: OutputExtras | None = None
-        self._lora, self._adapter = lora, cast(Adapter | None, None)
+        self.lora, self._adapter = lora, cast(Adapter | None, None)
         self._base_loaded = False  # beside the adapter
         self._asleep: set[str] = set()
 
@@ -124,7 +124,7 @@ class VLLMEngine(Engine):
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        self._adapter = Adapter(model, folder) if self._lora == "adapter" else None
+        self._adapter = Adapter(model, folder) if self.lora == "adapter" else None
         internals.GROUPS.enter()
         try:
             with internals.preserving_process():

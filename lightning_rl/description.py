@@ -1,0 +1,221 @@
+"""Descriptions: what a user configured, as plain values that a person can read, a file can keep and a test can compare.
+
+=====================  ======================================================================
+a class's object       ``{"class_path": "package.Class", "init_args": {...}}``
+a function, a class    ``{"name": "package.function"}``, with ``closure`` if it has one
+``functools.partial``  ``{"partial": "package.function", "args": [...], "keywords": {...}}``
+a model, a tensor      its class with its size, never its numbers
+a secret               nothing: ``api_key``, ``password`` and the like, fields with ``repr=False``
+=====================  ======================================================================
+
+Recordings keep the state of an object in mid-run (:mod:`lightning_rl.recording.serialize`); a description says how it
+was made.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Set, Sized
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
+MAX_ITEMS = 64  # of a list that is written out; of a longer one its length and a hash
+SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
+ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal")
+RESTORED = (*(f"lightning_rl.{room}." for room in ROOMS), "torch.optim.")  # nothing else that a checkpoint names
+
+
+def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
+    """A value as plain values; equal configurations have equal descriptions.
+
+    Args:
+        value: anything.
+        around: the identities of the objects that it lies in, so that a circle ends.
+
+    Example:
+        >>> describe({"epochs": 2, "where": Path("runs"), "rate": partial(round, ndigits=2)})
+        {'epochs': 2, 'where': 'runs', 'rate': {'partial': 'builtins.round', 'args': [], 'keywords': {'ndigits': 2}}}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.value if isinstance(value, Enum) else value
+    if id(value) in around:
+        return {CLASS: path_of(type(value))}
+    around = (*around, id(value))
+    for kinds, function in _KINDS:
+        if isinstance(value, kinds):
+            return function(value, around)
+    if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
+        return _describe_function(value, around)
+    return _describe_object(value, around)
+
+
+def restore(description: Any) -> Any:
+    """The value that was described, if it is plain or comes from this library or ``torch.optim``.
+
+    A checkpoint comes from anywhere, so nothing else that it names is imported or called.
+
+    Raises:
+        ValueError: naming what has to be given again.
+    """
+    if isinstance(description, list):
+        return [restore(item) for item in description]
+    if not isinstance(description, Mapping):
+        return description
+    if lost := sorted(set(_losses(description))):
+        raise ValueError(", ".join(lost))
+    if CLASS in description:
+        kind = _import(description[CLASS])
+        if not isinstance(kind, type):
+            raise ValueError(description[CLASS])
+        return kind(**{key: restore(item) for key, item in description[ARGUMENTS].items()})
+    if PARTIAL in description:
+        keywords = {key: restore(item) for key, item in description["keywords"].items()}
+        return partial(_import(description[PARTIAL]), *restore(description["args"]), **keywords)
+    if NAME in description and len(description) == 1:
+        return _import(description[NAME])
+    return {key: restore(item) for key, item in description.items()}
+
+
+def path_of(value: Any) -> str:
+    """Where a class or function is imported from, such as ``lightning_rl.losses.cispo.CISPO``."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _losses(description: Any) -> Iterator[str]:
+    """What a description names that is not restored."""
+    if isinstance(description, list):
+        for item in description:
+            yield from _losses(item)
+    if not isinstance(description, Mapping):
+        return
+    for key in (CLASS, PARTIAL, NAME):
+        path = description.get(key)
+        known = isinstance(path, str) and path.startswith(RESTORED) and "<" not in path
+        partly = set(description) & {"closure", "size", "unknown"} or (key == CLASS and ARGUMENTS not in description)
+        if isinstance(path, str) and (not known or partly):
+            yield path
+            return
+    if "length" in description and "hash" in description:
+        yield f"a list of {description['length']}"
+    for item in description.values():
+        yield from _losses(item)
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise ValueError(path) from None
+    if path_of(target) != path:  # something that merely lies within reach of the module
+        raise ValueError(path)
+    return target
+
+
+def _describe_mapping(value: Mapping[Any, Any], around: tuple[int, ...]) -> Plain:
+    return {str(key): describe(item, around) for key, item in value.items() if not SECRET.search(str(key))}
+
+
+def _describe_items(value: Any, around: tuple[int, ...]) -> Plain:
+    items = [describe(item, around) for item in (sorted(value, key=repr) if isinstance(value, Set) else value)]
+    if len(items) <= MAX_ITEMS:
+        return items
+    return {"length": len(items), "hash": hashlib.sha256(repr(items).encode()).hexdigest()[:16]}
+
+
+def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:
+    if value.func.__module__.startswith("jsonargparse."):  # what a configuration file's class_path becomes
+        value = partial(*value.args[1:], **value.keywords)
+    function = describe(value.func, around)
+    name = function[NAME] if isinstance(function, dict) and set(function) == {NAME} else function
+    bound = {"args": describe(list(value.args), around), "keywords": describe(value.keywords, around)}
+    return {PARTIAL: name, **bound}
+
+
+def _describe_model(value: nn.Module, around: tuple[int, ...]) -> Plain:
+    del around
+    return {CLASS: path_of(type(value)), "size": sum(weight.numel() for weight in value.parameters())}
+
+
+def _describe_tensor(value: Tensor, around: tuple[int, ...]) -> Plain:
+    del around
+    return {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}
+
+
+def _describe_text(value: Any, around: tuple[int, ...]) -> Plain:
+    del around
+    return str(value)
+
+
+def _describe_class(value: type, around: tuple[int, ...]) -> Plain:
+    del around
+    return {NAME: path_of(value)}
+
+
+def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
+    names = inspect.unwrap(value).__code__.co_freevars if inspect.isfunction(inspect.unwrap(value)) else ()
+    closed = {}
+    for name, cell in zip(names, inspect.unwrap(value).__closure__ or () if names else (), strict=True):
+        closed[name] = describe(cell.cell_contents, around)
+    owner = getattr(value, "__self__", None)
+    if inspect.ismethod(value):
+        closed["self"] = describe(owner, around)
+    module = value.__module__ or type(owner).__module__  # of a built-in method
+    return {NAME: f"{module}.{value.__qualname__}", **({"closure": closed} if closed else {})}
+
+
+def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
+    """A class's object by what its constructor took, as far as the object keeps it under the same name."""
+    if (name := getattr(value, "name_or_path", None)) is not None:  # a tokenizer, whose options are its files
+        return {CLASS: path_of(type(value)), "size": len(value), "path": str(name)}
+    if type(value).__module__.startswith("datasets."):  # whose constructors take tables
+        return {CLASS: path_of(type(value)), "size": len(value) if isinstance(value, Sized) else None}
+    options, unknown = {}, []
+    for parameter in _parameters(type(value)):
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and isinstance(vars(value).get(parameter.name), Mapping):
+            options |= vars(value)[parameter.name]
+        elif _keeps(value, parameter.name):
+            options[parameter.name] = getattr(value, parameter.name)
+        elif parameter.default is inspect.Parameter.empty and parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        ):
+            unknown.append(parameter.name)
+    described: dict[str, Any] = {CLASS: path_of(type(value)), ARGUMENTS: _describe_mapping(options, around)}
+    if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # data says so which rows it has
+        described["fingerprint"] = fingerprint
+    return {**described, **({"unknown": unknown} if unknown else {})}
+
+
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    hidden = {spec.name for spec in dataclasses.fields(kind) if not spec.repr} if dataclasses.is_dataclass(kind) else ()
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # some built-in classes have none
+        return []
+    return [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
+
+
+def _keeps(value: Any, name: str) -> bool:
+    return name in getattr(value, "__dict__", ()) or name in getattr(type(value), "__slots__", ())
+
+
+_KINDS: tuple[tuple[Any, Any], ...] = (
+    (Mapping, _describe_mapping),
+    ((list, tuple, set, frozenset), _describe_items),
+    (partial, _describe_partial),
+    (nn.Module, _describe_model),
+    (Tensor, _describe_tensor),
+    ((Path, torch.dtype, torch.device, Enum, bytes), _describe_text),
+    (type, _describe_class),
+)

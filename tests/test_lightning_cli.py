@@ -1,0 +1,138 @@
+"""LightningCLI with YAML: the documented file, on a tiny local model; every command, every kind of option."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.support import tiny_policy, tiny_tokenizer
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_rl import ClippedSurrogate, PromptDataModule, RLLightningModule
+from lightning_rl.callbacks import NoEOSMask, ReferenceKL
+from lightning_rl.metrics import callbacks_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
+SMALL: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_progress_bar": False}
+SMALL |= {"enable_model_summary": False}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Holds what the page says lies beside run.yaml, with a small model and few prompts in the place of large ones."""
+    text = PAGE.read_text()
+    config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0])
+    (rewards,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def brevity" in block]
+    tiny_policy().save_pretrained(tmp_path / "policy")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    config["trainer"] |= {**SMALL, "default_root_dir": str(tmp_path)}
+    config["model"] |= {"policy": str(tmp_path / "policy"), "group_size": 4}
+    config["model"]["sampling"]["max_new_tokens"] = 8
+    config["data"]["prompts_per_rollout"] = 2
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "my_rewards.py").write_text(rewards)
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a b c", "answer": "d"}\n' * 4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # lightning 2.6 with jsonargparse >= 4.49
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # arguments are given to LightningCLI itself
+    return tmp_path
+
+
+def run(*arguments: str) -> LightningCLI:
+    return LightningCLI(RLLightningModule, PromptDataModule, args=list(arguments))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The configuration that a command prints."""
+    with pytest.raises(SystemExit) as ended:
+        run("fit", *arguments, "--print_config")
+    assert ended.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_fit_trains_and_saves_its_configuration(folder: Path) -> None:
+    cli = run("fit", "--config", "run.yaml")
+    assert cli.trainer.global_step == 2
+    assert isinstance(cli.model.loss, ClippedSurrogate) and cli.model.loss.clip_high == 0.28
+    assert {NoEOSMask, ReferenceKL} <= {type(callback) for callback in callbacks_of(cli.trainer)}
+    assert cli.model.rewards.weights == {"right": 1.0, "short": 0.1}
+    log = Path(str(cli.trainer.log_dir))
+    assert "reward/right" in (log / "metrics.csv").read_text().splitlines()[0].split(",")
+    options = yaml.safe_load((log / "hparams.yaml").read_text())["module"]
+    assert options["optimizer"]["partial"] == "torch.optim.adamw.AdamW"
+    assert options["lr_scheduler"] == {
+        "partial": "lightning_rl.optimizers.WarmupThenLinear", "args": [], "keywords": {"warmup": 10, "total": 500},
+    }  # fmt: skip
+    assert (folder / "runs").is_dir()
+
+
+def test_a_saved_configuration_makes_the_same_run(folder: Path) -> None:
+    first = run("fit", "--config", "run.yaml")
+    saved = Path(str(first.trainer.log_dir)) / "config.yaml"
+    quiet = ("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
+    again = run("fit", "--config", str(saved), *quiet)
+    assert again.trainer.global_step == 2
+    assert {key: str(value) for key, value in again.model.hparams["module"].items()} == {
+        key: str(value) for key, value in first.model.hparams["module"].items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_validate_and_a_checkpoint(folder: Path) -> None:
+    fitted = run("fit", "--config", "run.yaml")
+    fitted.trainer.save_checkpoint(folder / "whole.ckpt")
+    quiet = ("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
+    cli = run("validate", "--config", "run.yaml", "--ckpt_path", "whole.ckpt", *quiet)
+    assert set(cli.trainer.callback_metrics) >= {"val/reward/task", "val/reward/right", "val/length/mean"}
+
+
+def test_print_config_shows_every_default_and_loads_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = printed(capsys)
+    assert defaults["model"]["sampling"]["max_new_tokens"] == 256
+    assert defaults["model"]["optimizer"] == "lightning_rl.optimizers.fused_adamw"
+    config = printed(capsys, "--config", "run.yaml")
+    assert config["model"]["policy"] == str(folder / "policy")
+    assert config["model"]["rewards"] == {
+        "right": "my_rewards.last_number_matches", "short": ["my_rewards.brevity", 0.1],
+    }  # fmt: skip
+    (folder / "again.yaml").write_text(yaml.safe_dump(config))
+    assert printed(capsys, "--config", "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("policy", "kit.support.tiny_policy"),
+        ("policy", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("policy", {"class_path": "kit.support.TinyPolicy", "init_args": {"seed": 3}}),
+        ("rewards", "my_rewards.brevity"),
+        ("loss", {"class_path": "lightning_rl.DPPO", "init_args": {"low": 0.1}}),
+        ("loss", "gspo"),
+        ("advantages", {"class_path": "lightning_rl.Normalized", "init_args": {"std": "batch"}}),
+        ("reduction", {"class_path": "lightning_rl.SequenceSumNorm", "init_args": {"length": 8}}),
+        ("reduction", "lightning_rl.signal.reductions.sequence_mean"),
+        ("value_loss", {"coef": 0.5}),
+        ("critic", "shared"),
+        ("tokenizer", "policy"),
+        ("optimizer", {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}),
+        ("lr_scheduler", {"class_path": "torch.optim.lr_scheduler.LinearLR"}),
+        ("max_grad_norm", None),
+    ],
+)
+def test_every_kind_of_option_is_read(
+    option: str, value: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    config["model"][option] = value
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    shown = printed(capsys, "--config", "run.yaml")["model"][option]
+    if isinstance(value, dict) and "class_path" in value:
+        assert shown["class_path"] == value["class_path"]
+        assert value.get("init_args", {}).items() <= shown["init_args"].items()
+    else:
+        assert shown == value or value.items() <= shown.items()

@@ -1,0 +1,156 @@
+"""A checkpoint becomes a module or a Hugging Face folder without a fit; code has to be given again, by name."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rl import GAE, GSPO, PromptDataModule, RLLightningModule, Sampling
+from lightning_rl.cli.main import main
+from lightning_rl.description import describe
+
+AGAIN: dict[str, Any] = {"policy": tiny_policy, "rewards": parity_reward}
+
+
+def saved(folder: Path, **options: Any) -> tuple[RLLightningModule, Path]:
+    """A module after a short fit, and its checkpoint."""
+    module = tiny_module(**options)
+    fit(module, limit_train_batches=2).save_checkpoint(folder / "whole.ckpt")
+    return module, folder / "whole.ckpt"
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def pretrained(folder: Path) -> str:
+    """A local model by its path, with its tokenizer."""
+    tiny_policy(seed=5).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_weights_and_options_come_back(tmp_path: Path) -> None:
+    module, path = saved(tmp_path, loss=GSPO(clip_high=0.1), group_size=2, temperature=0.7, seed=4)
+    loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
+    assert equal(weights_of(loaded), weights_of(module))
+    assert describe(loaded.options) == describe(module.options)
+    assert loaded.sampling == Sampling(max_new_tokens=8, temperature=0.7)
+
+
+def test_only_code_has_to_be_given_again(tmp_path: Path) -> None:
+    _, path = saved(tmp_path)
+    expected = (
+        "expected policy= and rewards= to be given again, because a checkpoint keeps no code: policy was "
+        "kit.support.tiny_policy; rewards was kit.support.parity_reward"
+    )
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        RLLightningModule.load_from_checkpoint(path)
+
+
+def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None:
+    module, path = saved(tmp_path, policy=pretrained(tmp_path / "policy"))
+    loaded = RLLightningModule.load_from_checkpoint(path, rewards=parity_reward)
+    assert equal(weights_of(loaded), weights_of(module))
+    assert describe(loaded.options) == describe(module.options)
+    assert loaded.tokenizer is not None and loaded.tokenizer.name_or_path == str(tmp_path / "policy")
+    assert loaded.complete(["a b", "c"]) == module.complete(["a b", "c"])
+
+
+def test_options_replace_those_of_the_run(tmp_path: Path) -> None:
+    _, path = saved(tmp_path)
+    loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, group_size=2, loss="reinforce")
+    assert loaded.group_size == 2 and type(loaded.loss).__name__ == "Reinforce"
+
+
+def test_it_exports_without_a_trainer(tmp_path: Path) -> None:
+    module, path = saved(tmp_path, policy=pretrained(tmp_path / "policy"))
+    RLLightningModule.load_from_checkpoint(path, rewards=parity_reward).save_pretrained(tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    trained = module.required_policy.model
+    assert equal(dict(exported.named_parameters()), dict(trained.named_parameters()))
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").eos_token == "</s>"
+
+
+def test_it_exports_a_critic_too(tmp_path: Path) -> None:
+    module, path = saved(tmp_path, critic=partial(tiny_policy, 7), advantages=GAE(), group_size=1)
+    loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, critic=partial(tiny_policy, 7))
+    loaded.save_pretrained(tmp_path / "export")
+    assert (tmp_path / "export" / "critic" / "value_head.safetensors").is_file()
+    assert equal(weights_of(loaded), weights_of(module))
+
+
+def test_a_loaded_module_evaluates_and_trains(tmp_path: Path) -> None:
+    module, path = saved(tmp_path)
+    data = partial(tiny_prompts, validation=[[2, 3], [4, 5]])
+    loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
+    trainer = fit(loaded, data=data(), limit_train_batches=1, num_sanity_val_steps=0)
+    assert trainer.global_step == 1 and not equal(weights_of(loaded), weights_of(module))
+    fresh = RLLightningModule.load_from_checkpoint(path, **AGAIN)
+    assert trainer.validate(fresh, data(), verbose=False) == trainer.validate(module, data(), verbose=False)
+
+
+def test_generating_ahead_decodes_with_a_copy(tmp_path: Path) -> None:
+    _, path = saved(tmp_path)
+    loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, max_staleness=1, loss="reinforce")
+    with pytest.warns(UserWarning, match="max_staleness"):
+        fit(loaded, limit_train_batches=2)
+    assert loaded.run.replica is not None and loaded.run.replica is not loaded.required_policy.model
+
+
+def test_a_run_resumes_from_it_as_before(tmp_path: Path) -> None:
+    module, path = saved(tmp_path)
+    resumed = tiny_module()
+    trainer = fit(resumed, ckpt_path=path, limit_train_batches=2)
+    assert trainer.global_step == 2 and equal(weights_of(resumed), weights_of(module))
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"expected a checkpoint of an RLLightningModule, got .*other\.ckpt"):
+        RLLightningModule.load_from_checkpoint(tmp_path / "other.ckpt")
+
+
+@pytest.mark.parametrize(("inside", "cure"), [(".metadata", "consolidate_checkpoint"), ("checkpoint/", "DeepSpeed")])
+def test_a_folder_is_refused_with_the_cure(inside: str, cure: str, tmp_path: Path) -> None:
+    (tmp_path / "sharded.ckpt").mkdir()
+    if inside.endswith("/"):
+        (tmp_path / "sharded.ckpt" / inside).mkdir()
+    else:
+        (tmp_path / "sharded.ckpt" / inside).touch()
+    with pytest.raises(ValueError, match=rf"expected a checkpoint of one file, got the folder .*{cure}"):
+        RLLightningModule.load_from_checkpoint(tmp_path / "sharded.ckpt")
+
+
+def command(*arguments: object) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *map(str, arguments)])
+    return ended.value.code
+
+
+def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module, path = saved(tmp_path, policy=pretrained(tmp_path / "policy"))
+    assert command(path, tmp_path / "export") == 0
+    assert "AutoModelForCausalLM.from_pretrained" in capsys.readouterr().out
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert equal(dict(exported.named_parameters()), dict(module.required_policy.model.named_parameters()))
+
+
+def test_the_command_takes_code_again_by_its_name(tmp_path: Path) -> None:
+    _, path = saved(tmp_path)
+    assert command(path, tmp_path / "export") == (
+        "expected policy= to be given again, because a checkpoint keeps no code: policy was kit.support.tiny_policy"
+    )
+    assert command(path, tmp_path / "export", "--policy", "kit.support:tiny_policy") == 0
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def test_options_of_the_data_are_not_those_of_the_module(tmp_path: Path) -> None:
+    module = tiny_module()
+    trainer = fit(module, data=PromptDataModule([[2, 3], [4]], 2, seed=9), limit_train_batches=1)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    assert RLLightningModule.load_from_checkpoint(tmp_path / "whole.ckpt", **AGAIN).seed == 0
