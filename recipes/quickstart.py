@@ -7,20 +7,12 @@
 Every option is a keyword of `main`; to change anything else, copy this file. The task lies in `sorting_task.py`.
 """
 
-from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import sorting_task as task
 from jsonargparse import auto_cli
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
-from torch.optim import AdamW
 
-from lightning_rl import GAE, GRPO, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
-from lightning_rl.callbacks import NoEOSMask, TruncatedIS
-
-IN_GROUPS = {"advantages": GRPO(), "group_size": 8}  # 32 prompts, 8 answers to each
-WITH_CRITIC = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # 256 prompts, on the policy's hidden states
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def main(
@@ -33,10 +25,33 @@ def main(
     accelerator: str = "cpu",
     devices: int = 1,
     strategy: str = "auto",
-) -> Trainer:
-    """Train on rollouts of 256 answers, ``updates`` optimizer steps each; print greedy accuracy on held-out lists."""
-    options, held_out = {"grpo": IN_GROUPS, "ppo": WITH_CRITIC}[algorithm], task.held_out_prompts()
-    prompts = 256 // options["group_size"]
+) -> "Trainer":
+    """Train on rollouts of 256 answers; print greedy accuracy on held-out lists before and after.
+
+    Args:
+        algorithm: 8 answers to each of 32 prompts, or a critic and one answer to each of 256.
+        engine: what generates: the policy itself, or vLLM beside it.
+        updates: optimizer steps for each rollout.
+        rollouts: how many.
+        max_staleness: how many rollouts are generated ahead while the policy trains.
+        seed: of everything that is drawn.
+        accelerator: cpu or gpu, as Lightning knows them.
+        devices: how many of them.
+        strategy: auto, ddp, fsdp2 or another that Lightning knows.
+    """
+    from functools import partial  # here, so that --help does not wait for torch
+
+    import sorting_task as task
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+    from torch.optim import AdamW
+
+    from lightning_rl import GAE, GRPO, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
+    from lightning_rl.callbacks import NoEOSMask, TruncatedIS
+
+    critic = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # on the policy's hidden states
+    options = critic if algorithm == "ppo" else {"advantages": GRPO(), "group_size": 8}
+    prompts, held_out = 256 // options["group_size"], task.held_out_prompts()
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
         engine=VLLMEngine() if engine == "vllm" else None, sampling=Sampling(max_new_tokens=12), minibatches=updates,

@@ -11,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -31,6 +30,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl import PromptDataModule, RLLightningModule
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 WORDS = ("<pad>", "<eos>", ">", *"0123456789", "<unused-13>", "<unused-14>", "<unused-15>")
 IDS = {word: index for index, word in enumerate(WORDS)}
 PAD, EOS = IDS["<pad>"], IDS["<eos>"]
@@ -40,6 +42,7 @@ WARM_START_SEED = 20_000
 WARM_START_STEPS = 130
 WARM_START_LISTS = 128
 WARM_START_NOISE = 0.7
+REPORT = ("matplotlib", "rich")
 
 
 def sorting_tokenizer() -> PreTrainedTokenizerFast:
@@ -203,8 +206,11 @@ def learning_curve(csv_path: str | Path, picture_path: str | Path) -> None:
 
 def completion_table(
     prompts: Sequence[str], answers: Sequence[str], before: Sequence[str], after: Sequence[str]
-) -> Table:
+) -> "Table":
     """Completions of two policies side by side, each marked ``ok`` or ``x``; only texts are compared, not EOS."""
+    from rich.table import Table  # as matplotlib
+    from rich.text import Text
+
     table = Table("prompt", "before", "after", title="Sorting")
     for prompt, answer, *completions in zip(prompts, answers, before, after, strict=True):
         marked = [
@@ -217,7 +223,13 @@ def completion_table(
 
 @contextmanager
 def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) -> Iterator[None]:
-    """Around a fit: greedy answers to held-out lists before and after as a table, the learning curve, the accuracy."""
+    """Around a fit: greedy answers to held-out lists before and after as a table, the learning curve, the accuracy.
+
+    Raises:
+        SystemExit: before anything is computed, if what draws them is not installed.
+    """
+    if missing := [package for package in REPORT if find_spec(package) is None]:
+        raise SystemExit(f"expected {' and '.join(missing)} for the report: pip install 'lightning-rl[report]'")
     rows = held_out_prompts()
     prompts, answers = [row["prompt"] for row in rows[:8]], [row["answer"] for row in rows[:8]]
     before, first = _accuracy(trainer, module, data), module.complete(prompts)
@@ -227,6 +239,8 @@ def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) 
     if not trainer.is_global_zero:
         return
     learning_curve(folder / "metrics.csv", folder / "learning_curve.png")
+    from rich.console import Console
+
     Console().print(completion_table(prompts, answers, first, last))
     sys.stdout.write(f"metrics and learning_curve.png: {folder}\naccuracy before={before:.3f} after={after:.3f}\n")
 

@@ -1,21 +1,31 @@
-"""``lightning-rl COMMAND``: the commands, each of which lies in a file of its own."""
+"""``lightning-rl COMMAND``: the commands, each of which lies in a file of its own that is imported when it runs."""
 
-import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from lightning_rl.cli import doctor, replay, resume_check, serve
+from lightning_rl.cli.parser import command_line
 
-COMMANDS = (doctor, replay, resume_check, serve)
+MODULES = {
+    "doctor": "lightning_rl.cli.doctor",
+    "export": "lightning_rl.cli.export",
+    "replay": "lightning_rl.cli.replay",
+    "resume-check": "lightning_rl.cli.resume_check",
+    "serve": "lightning_rl.cli.serve",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and exits with the command's code. What stands after ``--`` is for the recipe."""
-    parser = argparse.ArgumentParser(prog="lightning-rl", description="Tools around runs of lightning_rl.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in COMMANDS:
-        command.register(commands)
-    own = list(sys.argv[1:] if arguments is None else arguments)
-    cut = own.index("--") if "--" in own else len(own)
-    given = parser.parse_args(own[:cut])
-    sys.exit(given.run(given, own[cut + 1 :]))
+    parser = command_line()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    asked = parser.parse_args(words[:cut])
+    if asked.version:
+        from lightning_rl.configuration import versions  # as late as the commands: it imports torch
+
+        sys.stdout.writelines(f"{name} {number}\n" for name, number in versions().items())
+        sys.exit(0)
+    if asked.command is None:
+        parser.error(f"expected a command out of {', '.join(MODULES)}, got none")
+    sys.exit(import_module(MODULES[asked.command]).run(asked, words[cut + 1 :]))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_rl.cli.silence import silence
 from lightning_rl.data import PromptDataModule
 from lightning_rl.inspection import StopRecipe, inspection
 from lightning_rl.metrics import callbacks_of
@@ -82,8 +82,9 @@ def run_until_fit(recipe: Recipe, callback: Callback, ckpt_path: Path | None = N
         SystemExit: if the Trainer would start the processes of several ranks itself.
     """
     check_launch(recipe.trainer)
-    trainer, shown = recipe.trainer, (ModelSummary, ProgressBar)
-    vars(trainer)["callbacks"] = [*(c for c in callbacks_of(trainer) if not isinstance(c, shown)), callback]
-    trainer.loggers, trainer.num_sanity_val_steps = [], 0
+    trainer = recipe.trainer
+    silence(trainer)
+    callbacks_of(trainer).append(callback)
+    trainer.num_sanity_val_steps = 0
     with suppress(StopRecipe):
         trainer.fit(recipe.module, recipe.data, ckpt_path=ckpt_path)

@@ -30,18 +30,6 @@ from lightning_rl.recording.rerun import Rerun, rerun_step
 from lightning_rl.recording.serialize import from_json, opaque_places
 
 
-def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds ``lightning-rl replay`` to the command line."""
-    parser = commands.add_parser("replay", help="compute a recorded rollout again and compare")
-    parser.add_argument("recording", type=Path, help="either file of a recording")
-    parser.add_argument("other", type=Path, nargs="?", help="another recording, to compare with")
-    parser.add_argument("--recipe", type=Path, help="take the algorithm from a script, not from the recording")
-    parser.add_argument("--checkpoint", type=Path, help="with --recipe: repeat the step that began with its weights")
-    parser.add_argument("--against", type=Path, help="a script with another algorithm, to compare with")
-    parser.epilog = "What stands after -- is passed on to the script."
-    parser.set_defaults(run=run)
-
-
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Does what the command line asks for.
 

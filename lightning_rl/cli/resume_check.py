@@ -40,18 +40,9 @@ class Difference(NamedTuple):
     text: str
 
 
-def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds ``lightning-rl resume-check`` to the command line."""
-    parser = commands.add_parser(
-        "resume-check", help="interrupt a recipe after every optimizer step, resume it, and compare"
-    )
-    parser.add_argument("recipe", type=Path, help="a script that calls Trainer.fit")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the whole run")
-    parser.add_argument("--first", type=int, default=1, help="first step to interrupt after")
-    parser.epilog = "What stands after -- is passed on to the recipe."
-    parser.set_defaults(
-        run=lambda asked, options: resume_check(asked.recipe, options, steps=asked.steps, first=asked.first)
-    )
+def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    return resume_check(arguments.recipe, options, steps=arguments.steps, first=arguments.first)
 
 
 class StepPrints(RLCallback):

@@ -25,19 +25,10 @@ ENVIRONMENT = {
 }
 
 
-def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds ``lightning-rl serve`` to the command line."""
-    serving = commands.add_parser("serve", help="start a vLLM server that takes its weights from a trainer")
-    serving.add_argument("model", help="folder or name of a model: configuration and tokenizer, weights are not read")
-    serving.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    serving.add_argument("--port", type=int, default=8000, help="port to listen at")
-    serving.add_argument("--dtype", help="of the weights; by default as in the configuration")
-    serving.epilog = f"The API key is read from {KEY}, or made and printed. What stands after -- is passed on to vLLM."
-    serving.set_defaults(
-        run=lambda args, options: serve(
-            args.model, options, host=args.host, port=args.port, dtype=args.dtype, key=os.environ.get(KEY) or None
-        )
-    )
+def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    address, key = {"host": arguments.host, "port": arguments.port}, os.environ.get(KEY) or None
+    return serve(arguments.model, options, **address, dtype=arguments.dtype, key=key)
 
 
 def serve(model: str, options: Sequence[str], *, host: str, port: int, dtype: str | None, key: str | None) -> int:

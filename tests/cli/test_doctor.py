@@ -59,8 +59,30 @@ def test_a_clean_recipe_has_facts_and_no_finding() -> None:
     findings = found()
     assert problems(findings) == []
     assert {one.check for one in findings} == {
-        "versions", "batches", "eos", "memory", "samples", "reward", "groups", "engine",
+        "versions", "batches", "policy", "eos", "memory", "samples", "reward", "groups", "engine",
     }  # fmt: skip
+
+
+def test_facts_are_told_as_they_become_known() -> None:
+    told: list[str] = []
+
+    def prompt_bound(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+        assert told[-1] == "samples"
+        return [float(place) for place in range(len(prompts))]
+
+    recipe = Recipe(trainer_of(), module_of(rewards=prompt_bound), tiny_prompts())
+    findings = examine(recipe, prompts=8, limit=30.0, tell=lambda finding: told.append(finding.check))
+    assert problems(findings) == [] and told == [finding.check for finding in findings]
+    assert told[0] == "versions" and told.index("policy") < told.index("samples") < told.index("reward")
+
+
+def test_a_quick_look_builds_no_policy() -> None:
+    def policy() -> Any:
+        pytest.fail("it was built")
+
+    recipe = Recipe(trainer_of(), module_of(policy=policy), tiny_prompts())
+    findings = examine(recipe, prompts=8, limit=30.0, quick=True)
+    assert problems(findings) == [] and [one.check for one in findings] == ["versions", "batches", "setup"]
 
 
 def broken(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:

@@ -1,5 +1,5 @@
 """doctor: looks at a recipe before it trains, and says what would go wrong and how to fix it."""
 
-from lightning_rl.cli.doctor.command import doctor, register
+from lightning_rl.cli.doctor.command import doctor, run
 
-__all__ = ["doctor", "register"]
+__all__ = ["doctor", "run"]

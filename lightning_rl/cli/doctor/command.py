@@ -1,16 +1,17 @@
 """The command: runs a recipe up to its first training step, asks every check, and prints what they say."""
 
 import argparse
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_rl.cli.doctor.batches import batches
-from lightning_rl.cli.doctor.findings import error, paragraph, warning
+from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
 from lightning_rl.cli.doctor.memory import memory
 from lightning_rl.cli.doctor.samples import Samples, draw_samples, engine_logprobs, rewards, truncation
 from lightning_rl.cli.doctor.templates import eos, template_prefix
@@ -21,72 +22,127 @@ from lightning_rl.finding import Finding
 from lightning_rl.inspection import StopRecipe
 from lightning_rl.module import RLLightningModule
 
+Subject = TypeVar("Subject")
+
 OF_RECIPES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (versions, batches, template_prefix)
 OF_MODULES: tuple[Callable[[RLLightningModule], Iterator[Finding]], ...] = (eos, memory)
 OF_SAMPLES: tuple[Callable[[Samples], Iterator[Finding]], ...] = (truncation, rewards, engine_logprobs)
 
 
-def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds ``lightning-rl doctor`` to the command line."""
-    parser = commands.add_parser("doctor", help="look for what would go wrong in a recipe, without training")
-    parser.add_argument("recipe", type=Path, help="a script that calls Trainer.fit")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts to sample answers to")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a reward may take for all of them")
-    parser.epilog = "What stands after -- is passed on to the recipe."
-    parser.set_defaults(run=lambda asked, options: doctor(asked.recipe, options, asked.prompts, asked.limit))
+def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    return doctor(arguments.recipe, options, arguments.prompts, arguments.limit, quick=arguments.quick)
 
 
-def doctor(recipe: Path, options: Sequence[str], prompts: int = 8, limit: float = 60.0) -> int:
+def doctor(recipe: Path, options: Sequence[str], prompts: int = 8, limit: float = 60.0, *, quick: bool = False) -> int:
     """Prints facts and findings about a recipe; trains nothing.
+
+    Facts are printed as they become known, since what a recipe does to build its policy may take minutes.
 
     Args:
         recipe: a script that calls ``Trainer.fit``; nothing in it has to know of this.
         options: its command line.
         prompts: how many prompts to sample answers to.
         limit: seconds that a reward function may take for all samples.
+        quick: leave out what needs a policy.
 
     Returns:
         The exit code: 1 if there is an error, 0 otherwise.
     """
-    findings = examine(load_recipe(recipe, options), prompts=prompts, limit=limit)
-    for finding in sorted(findings, key=lambda finding: finding.severity != "fact"):
+    findings: list[Finding] = []
+    for finding in examine(load_recipe(recipe, options), prompts=prompts, limit=limit, quick=quick, tell=_say_fact):
+        findings += [finding] if finding.severity != "fact" else []
+    for finding in findings:
         say(paragraph(finding))
     count = {kind: sum(finding.severity == kind for finding in findings) for kind in ("error", "warning")}
     say(f"\nerrors={count['error']} warnings={count['warning']}")
     return 1 if count["error"] else 0
 
 
-def examine(recipe: Recipe, *, prompts: int, limit: float) -> list[Finding]:
-    """Asks every check; those that need a policy only if the others found no error."""
-    findings = [finding for check in OF_RECIPES for finding in check(recipe)]
-    if any(finding.severity == "error" for finding in findings):
-        return [*findings, warning("setup", "not tried, because of the errors above", "fix these first")]
-    trainer = recipe.trainer
-    if starts_itself(trainer):
-        cure = f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli doctor ..."
-        observed = f"not tried, because this Trainer would start {trainer.world_size} ranks"
-        return [*findings, warning("setup", observed, cure)]
+def examine(
+    recipe: Recipe, *, prompts: int, limit: float, quick: bool = False, tell: Callable[[Finding], None] | None = None
+) -> list[Finding]:
+    """Asks every check; those that need a policy only if the others found no error.
+
+    Args:
+        recipe: to look at.
+        prompts: how many prompts to sample answers to.
+        limit: seconds that a reward function may take for all samples.
+        quick: leave out what needs a policy.
+        tell: hears of every finding as soon as it is there.
+    """
+    findings = _Findings(tell)
+    findings.take(OF_RECIPES, recipe)
+    if any(finding.severity == "error" for finding in findings.all):
+        findings.add(warning("setup", "not tried, because of the errors above", "fix these first"))
+    elif quick:
+        findings.add(fact("setup", "not tried, nor policy, samples and rewards looked at, because of --quick"))
+    elif starts_itself(recipe.trainer):
+        cure = f"torchrun --nproc_per_node {recipe.trainer.num_devices} -m lightning_rl.cli doctor ..."
+        observed = f"not tried, because this Trainer would start {recipe.trainer.world_size} ranks"
+        findings.add(warning("setup", observed, cure))
+    else:
+        _examine_fit(recipe, findings, prompts, limit)
+    return findings.all
+
+
+def _examine_fit(recipe: Recipe, findings: "_Findings", prompts: int, limit: float) -> None:
+    """Begins the fit, and adds what keeps it from beginning and what the library warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             run_until_fit(recipe, _Examination(findings, prompts, limit))
         except Exception as refused:  # noqa: BLE001  whatever keeps a fit from beginning is a finding
             text = f"{type(refused).__name__}: {refused}"
-            findings.append(error("setup", text, "what the message says; no step was made"))
+            findings.add(error("setup", text, "what the message says; no step was made"))
     texts = [str(each.message) for each in caught if "lightning_rl" in Path(each.filename).parts]
-    return findings + [warning("setup", text, "as it says, or leave it") for text in dict.fromkeys(texts)]
+    for text in dict.fromkeys(texts):
+        findings.add(warning("setup", text, "as it says, or leave it"))
+
+
+def _say_fact(finding: Finding) -> None:
+    if finding.severity == "fact":
+        say(paragraph(finding))
+
+
+class _Findings:
+    """All findings so far, told one by one."""
+
+    def __init__(self, tell: Callable[[Finding], None] | None) -> None:
+        self.all: list[Finding] = []
+        self._tell = tell
+
+    def add(self, finding: Finding) -> None:
+        self.all.append(finding)
+        if self._tell is not None:
+            self._tell(finding)
+
+    def take(self, checks: Sequence[Callable[[Subject], Iterator[Finding]]], subject: Subject) -> None:
+        """Asks some checks about what they look at."""
+        for check in checks:
+            for finding in check(subject):
+                self.add(finding)
 
 
 class _Examination(Callback):
     """Asks the checks that need a policy when a fit is about to begin, and ends it."""
 
-    def __init__(self, findings: list[Finding], prompts: int, limit: float) -> None:
+    def __init__(self, findings: _Findings, prompts: int, limit: float) -> None:
         self.findings, self.prompts, self.limit = findings, prompts, limit
+        self._begin = time.perf_counter()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        policy = cast(RLLightningModule, pl_module).required_policy.model
+        seconds, size = time.perf_counter() - self._begin, sum(weight.numel() for weight in policy.parameters())
+        self.findings.add(
+            fact("policy", f"{type(policy).__name__} of {size:,} parameters, ready after {seconds:.1f} s")
+        )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = cast(RLLightningModule, pl_module)
-        self.findings += [finding for check in OF_MODULES for finding in check(module)]
+        self.findings.take(OF_MODULES, module)
         samples = draw_samples(module, min(self.prompts, module.prompt_stream.pass_length or self.prompts), self.limit)
-        self.findings += [finding for check in OF_SAMPLES for finding in check(samples)]
+        self.findings.take(OF_SAMPLES, samples)
         raise StopRecipe(module)

@@ -1,0 +1,61 @@
+"""export: the policy of a checkpoint as a Hugging Face folder, without a fit."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.cli.output import say
+from lightning_rl.module import RLLightningModule
+from lightning_rl.optimizers import fused_adamw
+
+
+def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    del options
+    parts = {name: getattr(arguments, name) for name in ("policy", "critic", "tokenizer")}
+    export(arguments.checkpoint, arguments.folder, **{name: part for name, part in parts.items() if part is not None})
+    return 0
+
+
+def export(checkpoint: Path, folder: Path, **parts: str) -> None:
+    """Writes policy, tokenizer and a critic of its own.
+
+    Args:
+        checkpoint: one file.
+        folder: where to.
+        parts: ``policy``, ``critic`` and ``tokenizer``, where the checkpoint names none that can be loaded: a name, a
+            path, or ``module:function``.
+
+    Raises:
+        SystemExit: saying what is missing.
+    """
+    idle: dict[str, Any] = {"loss": "ppo", "advantages": "grpo", "reduction": "token_mean", "engine": None}
+    idle |= {
+        "optimizer": fused_adamw,
+        "lr_scheduler": None,
+        "reference": None,
+        "evaluation": (),
+        "rewards": {"none": _score_nothing},
+    }
+    try:
+        idle |= {name: _source(part) for name, part in parts.items()}
+        module = RLLightningModule.load_from_checkpoint(checkpoint, **idle)
+    except (ValueError, ImportError, AttributeError) as refused:
+        raise SystemExit(str(refused)) from refused
+    module.save_pretrained(folder)
+    say(f"{folder}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def _source(part: str) -> str | Callable[[], Any]:
+    module, colon, name = part.partition(":")
+    if not colon:
+        return part
+    sys.path[:0] = [""] if "" not in sys.path else []
+    return getattr(importlib.import_module(module), name)
+
+
+def _score_nothing(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float | None]:
+    return [None] * len(prompts)

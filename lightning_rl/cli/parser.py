@@ -1,0 +1,72 @@
+"""The command line as a whole: every command with its options. Imports no torch, so that help comes at once."""
+
+import argparse
+from pathlib import Path
+
+RECIPE = "a script that calls Trainer.fit"
+PASSED_ON = "What stands after -- is passed on to the recipe."
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser; ``command`` says which module of :mod:`lightning_rl.cli` runs."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-rl",
+        description="Tools around runs of lightning_rl.",
+        epilog="lightning-rl COMMAND --help explains the options of a command.",
+    )
+    parser.add_argument("--version", action="store_true", help="show which versions are installed")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _doctor(commands)
+    _export(commands)
+    _replay(commands)
+    _resume_check(commands)
+    _serve(commands)
+    return parser
+
+
+def _doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("doctor", help="look for what would go wrong in a recipe, without training")
+    parser.add_argument("recipe", type=Path, help=RECIPE)
+    parser.add_argument("--prompts", type=int, default=8, help="prompts to sample answers to (default: %(default)s)")
+    limit = "seconds that a reward may take for all of them (default: %(default)s)"
+    parser.add_argument("--limit", type=float, default=60.0, help=limit)
+    quick = "look at what needs no policy alone: versions, batches, template"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.epilog = PASSED_ON
+
+
+def _export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("export", help="write the policy of a checkpoint as a Hugging Face folder")
+    parser.add_argument("checkpoint", type=Path, help="a file that a Trainer saved")
+    parser.add_argument("folder", type=Path, help="where to")
+    parser.add_argument("--policy", help="what it is built from, if that was code: a name, a path, module:function")
+    parser.add_argument("--critic", help="the same for a critic of its own")
+    parser.add_argument("--tokenizer", help="name or path, if the checkpoint names none")
+
+
+def _replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("replay", help="compute a recorded rollout again and compare")
+    parser.add_argument("recording", type=Path, help="either file of a recording")
+    parser.add_argument("other", type=Path, nargs="?", help="another recording, to compare with")
+    parser.add_argument("--recipe", type=Path, help="take the algorithm from a script, not from the recording")
+    parser.add_argument("--checkpoint", type=Path, help="with --recipe: repeat the step that began with its weights")
+    parser.add_argument("--against", type=Path, help="a script with another algorithm, to compare with")
+    parser.epilog = "What stands after -- is passed on to the script."
+
+
+def _resume_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    described = "interrupt a recipe after every optimizer step, resume it, and compare"
+    parser = commands.add_parser("resume-check", help=described)
+    parser.add_argument("recipe", type=Path, help=RECIPE)
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the whole run (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=1, help="first step to interrupt after (default: %(default)s)")
+    parser.epilog = PASSED_ON
+
+
+def _serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("serve", help="start a vLLM server that takes its weights from a trainer")
+    parser.add_argument("model", help="folder or name of a model: configuration and tokenizer, weights are not read")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at (default: %(default)s)")
+    parser.add_argument("--dtype", help="of the weights; by default as in the configuration")
+    parser.epilog = "The API key is read from VLLM_API_KEY, or made and printed. What stands after -- is for vLLM."
