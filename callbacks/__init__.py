@@ -35,3 +35,10 @@ __all__ = [
     "TeacherKL",
     "TruncatedIS",
 ]
+
+if __name__ != "lightning_rl.callbacks":
+    raise ImportError(
+        f"expected import lightning_rl.callbacks, got import {__name__}, which makes a second copy of every class: "
+        "write from lightning_rl.callbacks import ...",
+        name=__name__,
+    )

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from lightning_rl import callbacks
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = {"LICENSE", "README.md", "callbacks", "lightning_rl", "pyproject.toml"}
+SHIPPED = {"LICENSE", "MANIFEST.in", "README.md", "callbacks", "lightning_rl", "pyproject.toml"}
 TOP_LEVEL = SHIPPED | {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "benchmarks", "docs", "recipes", "tests"}
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 
@@ -25,6 +26,14 @@ installed, dependencies, *packages = sys.argv[1:]
 site.addsitedir(installed)
 sys.path.append(dependencies)
 print(json.dumps([importlib.import_module(package).__file__ for package in packages]))
+"""
+
+
+IMPORT = """
+import sys
+folder, dependencies, statement = sys.argv[1:]
+sys.path[:0] = [folder, dependencies]
+exec(statement)
 """
 
 
@@ -76,6 +85,49 @@ def test_wheel_brings_every_package(tree: Path, tmp_path: Path, options: list[st
 def test_editable_install_imports_the_tree(tree: Path, tmp_path: Path) -> None:
     files = imported_files(tmp_path / "installed", "--editable", tree)
     assert all(file.is_file() and file.is_relative_to(tree) for file in files), files
+
+
+@pytest.mark.slow
+def test_the_sdist_carries_everything_that_is_tracked(tmp_path: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("only a git checkout knows which files belong to it")
+    tracked = {file for file in run(ROOT, "git", "ls-files", "-z").split("\0") if file and not file.startswith(".")}
+    for file in tracked:
+        target = tmp_path / "tree" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, target, follow_symlinks=False)
+    built = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", tmp_path, tmp_path / "tree"]
+    run(tmp_path, *built)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        carried = {name.partition("/")[2] for name in opened.getnames()}
+    assert tracked - carried == {"lightning_rl/callbacks"}  # a link to what is carried beside it
+    assert {"recipes/quickstart.py", "docs/lightning.md", "tests/conftest.py", "Makefile"} <= carried
+
+
+def refusal(folder: Path, statement: str) -> str:
+    """The last line that Python says of a statement, run beside a tree and without any installed one."""
+    command = [sys.executable, "-ISc", IMPORT, folder, sysconfig.get_path("purelib"), statement]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["import lightning_rl.callbacks", "from lightning_rl.callbacks import OPSM"])
+def test_a_link_that_became_a_text_file_is_named(statement: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "lightning_rl", tmp_path / "lightning_rl", ignore=shutil.ignore_patterns("callbacks"))
+    (tmp_path / "lightning_rl" / "callbacks").write_text("../callbacks")
+    said = refusal(tmp_path, statement)
+    assert said.startswith("ImportError: expected ") and "to be a link to ../callbacks, got a text file" in said
+    assert "pip install -e ." in said and "git config core.symlinks true" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["import callbacks", "from callbacks.opsm import OPSM"])
+def test_a_second_copy_of_every_class_is_refused(statement: str) -> None:
+    said = refusal(ROOT, statement)
+    assert said.startswith("ImportError: expected import lightning_rl.callbacks, got import callbacks")
 
 
 def test_every_package_is_listed() -> None:
