@@ -30,7 +30,7 @@ from lightning_rl.rollout import Finish, Rollout
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}
-RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "self"}
+RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "evaluation", "self"}
 OPTIONS = [name for name in signature(RLLightningModule.__init__).parameters if name not in RECORDED_ELSEWHERE]
 
 
