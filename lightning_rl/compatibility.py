@@ -5,7 +5,7 @@ They use constructor arguments alone, so every rank raises alike, before the fir
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -367,6 +367,32 @@ def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
             f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: no response could "
             "end with them; pass eos_token_ids= of this policy, or its own tokenizer"
         )
+
+
+def check_names(**given: Any) -> tuple[str, ...]:
+    """The strings of one argument.
+
+    Raises:
+        ValueError: if it is a single string, or holds something else.
+    """
+    ((name, names),) = given.items()
+    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+        raise ValueError(f'expected {name} to be a list of names, such as ["optimizer"], got {names!r}')
+    return tuple(names)
+
+
+def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a checkpoint holds of an RLLightningModule.
+
+    Raises:
+        ValueError: if it was written by something else.
+    """
+    if "lightning_rl" not in checkpoint:
+        raise ValueError(
+            "expected a checkpoint of an RLLightningModule to resume from, got one of another module: to begin from "
+            "the weights of a model, pass its folder as policy="
+        )
+    return checkpoint["lightning_rl"]
 
 
 def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:

@@ -1,7 +1,8 @@
 """Configuration: everything that makes a run what it is, in plain values, for loggers and checkpoints."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import lightning
@@ -9,14 +10,20 @@ import torch
 import transformers
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rl.checkpointing import Interrupts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
-from lightning_rl.description import Plain, describe, path_of
+from lightning_rl.description import ARGUMENTS, CLASS, Plain, describe, path_of
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.version import __version__
 
+ABSENT = "nothing"
+FIXED = ("minibatches", "epochs")  # a checkpoint counts tickets in their product
+FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing", "max_staleness", "lr_scheduler"}
+FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
+FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 SHOWN = (Interrupts, ModelSummary, ProgressBar)  # change nothing of a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
@@ -41,19 +48,18 @@ def configuration(module: Configurable, trainer: Trainer) -> dict[str, Any]:
         trainer: that holds callbacks and data.
 
     Returns:
-        ``module``, ``data`` (None in an evaluation without), ``corrections`` by their names, other ``callbacks``,
-        ``trainer``, ``versions``.
+        ``module``, ``data`` (None in an evaluation without), ``corrections`` by their names, other ``callbacks`` (those
+        that only look on among them), ``trainer``, ``versions``.
     """
     callbacks = callbacks_of(trainer)
     datamodule = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    others = [callback for callback in callbacks if not isinstance(callback, (RLCallback, *SHOWN))]
+    corrections = [callback for callback in callbacks if isinstance(callback, RLCallback) and callback.bends]
+    others = [callback for callback in callbacks if callback not in corrections and not isinstance(callback, SHOWN)]
     return {
         "module": {name: describe(value) for name, value in module.options.items()},
         "data": None if datamodule is None else describe_data(datamodule),
         "corrections": {
-            callback.name: describe(callback)
-            for callback in sorted(callbacks, key=lambda callback: callback.state_key)
-            if isinstance(callback, RLCallback)
+            callback.name: describe(callback) for callback in sorted(corrections, key=lambda callback: callback.name)
         },
         "callbacks": [describe(callback) for callback in others],
         "trainer": describe_trainer(trainer),
@@ -105,3 +111,66 @@ def _describe_prompts(prompts: PromptDataset | PromptStream, fingerprint: str) -
         "max_prompt_tokens": prompts.max_prompt_tokens,
         "too_long": prompts.too_long,
     }
+
+
+def check_resume(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    allow_changes: Collection[str] = (),
+    states: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> None:
+    """Refuses to go on with a run under another configuration than it began with.
+
+    What changes memory, speed, validation or the length of a run is free. Other versions of the packages are warned of.
+
+    Args:
+        before: the configuration in the checkpoint.
+        now: that of the run which resumes.
+        allow_changes: what may differ, by the names in the message.
+        states: options of each correction that move during a run, and so come from the checkpoint anyway.
+
+    Raises:
+        ValueError: naming each difference with both values, and how to accept it.
+    """
+    moving = {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
+    changes = [change for change in _changes(_essence(before), _essence(now)) if change[0] not in moving]
+    names = dict.fromkeys(path.split(".")[0] for path, _, _ in changes)
+    refused = [name for name in names if name not in allow_changes or name in FIXED]
+    if refused:
+        lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in changes]
+        fixed = [name for name in refused if name in FIXED]
+        cure = f"or accept them by RLLightningModule(allow_changes={refused!r})"
+        if fixed:
+            cure = f"or begin anew from its weights, since {' and '.join(fixed)} cannot change within a run"
+        raise ValueError(
+            "expected the configuration that the checkpoint was written under, got another one:\n"
+            + "\n".join(lines)
+            + f"\nset them back, {cure}"
+        )
+    others = [f"{path} {old} -> {new}" for path, old, new in _changes(before["versions"], now["versions"])]
+    if others:
+        rank_zero_warn(f"resumed with other versions ({', '.join(others)}), so not bit for bit")
+
+
+def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """What bends a run, under the names that a user changes it by."""
+    module = {name: value for name, value in configuration["module"].items() if name not in FREE}
+    data = {name: value for name, value in configuration["data"].items() if name not in FREE_OF_DATA}
+    precision = configuration["trainer"]["precision"]
+    return {**module, "corrections": configuration["corrections"], "data": data, "precision": precision}
+
+
+def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two plain values differ: the path of each difference, and both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get(CLASS) == new.get(CLASS):
+        for key in dict.fromkeys([*old, *new]):
+            below = path if key == ARGUMENTS else f"{path}.{key}".removeprefix(".")
+            yield from _changes(old.get(key, ABSENT), new.get(key, ABSENT), below)
+    elif old != new and not (isinstance(old, float) and isinstance(new, float) and old != old and new != new):
+        yield path, old, new
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping) and CLASS in value:
+        return str(value[CLASS]).rpartition(".")[2]
+    return value if value is ABSENT else f"{value!r:.80}"

@@ -23,7 +23,7 @@ from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.checkpointing import Interrupts, read_checkpoint, restore_options, write_pretrained
-from lightning_rl.configuration import configuration
+from lightning_rl.configuration import check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count
@@ -119,6 +119,8 @@ class RLLightningModule(LightningModule):
             checkpoint; None for never.
         max_idle_rollouts: how many rollouts in a row may go by without a gradient before the run ends, with a
             checkpoint; None for any number.
+        allow_changes: what may differ from the checkpoint that is resumed, such as ``["optimizer", "corrections"]``;
+            the error of a resume under another configuration names them.
         seed: of the run; every random number follows from it.
 
     Attributes:
@@ -157,6 +159,7 @@ class RLLightningModule(LightningModule):
         reward_seconds: float | None = REWARD_SECONDS,
         max_failed_rewards: float | None = 1.0,
         max_idle_rollouts: int | None = 10,
+        allow_changes: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the arguments alone: the first statement of the constructor
@@ -183,6 +186,7 @@ class RLLightningModule(LightningModule):
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
         self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
         self.evaluations = evaluations_of(evaluation)
+        self.allow_changes = compatibility.check_names(allow_changes=allow_changes)
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
@@ -912,7 +916,10 @@ class RLLightningModule(LightningModule):
         """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        self.run.load(checkpoint["lightning_rl"], rank=self.parallel.rank, world_size=self.parallel.ranks)
+        state = compatibility.check_checkpoint(checkpoint)
+        states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
+        check_resume(state["configuration"], self.run.configuration, self.allow_changes, states)
+        self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self._begin()  # on_fit_start has been
 

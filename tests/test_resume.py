@@ -137,6 +137,6 @@ def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path: Path) ->
 
 def test_another_reference_is_refused(tmp_path: Path) -> None:
     run(tmp_path, GRPO, max_steps=2)
-    options = {**GRPO, "reference": lambda: tiny_policy(7)}
+    options = {**GRPO, "reference": lambda: tiny_policy(7), "allow_changes": ["reference"]}
     with pytest.raises(ValueError, match="expected the reference of the checkpoint"):
         run(tmp_path / "resumed", options, ckpt_path=tmp_path / "step=2.ckpt")

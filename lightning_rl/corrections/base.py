@@ -133,6 +133,11 @@ class RLCallback(Callback):
         """The contribution methods that this callback offers: by default those that its class overrides."""
         return frozenset(m for m in CONTRIBUTIONS if getattr(type(self), m) is not getattr(RLCallback, m))
 
+    @property
+    def bends(self) -> bool:
+        """Whether it takes part in what a run trains, rather than only looking on."""
+        return any(CONTRIBUTIONS[m].bends or CONTRIBUTIONS[m].returns == "tensors" for m in self.contributes)
+
     def with_name(self: RLCallbackT, name: str) -> RLCallbackT:
         """A copy under another name, to use a correction twice in one run."""
         twin = copy.copy(self)

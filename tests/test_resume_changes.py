@@ -1,0 +1,141 @@
+"""Resuming under another configuration: each difference is named, and accepted only by name."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, parity_reward, tiny_module, tiny_prompts
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import AdamW
+
+from lightning_rl import ClippedSurrogate, PromptDataModule
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask
+from lightning_rl.configuration import check_resume
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pre-optimization state.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:with one optimizer step per rollout:UserWarning"),
+]
+
+
+def longer(prompts: Any, completions: Any, *, completion_ids: Any, **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After two of four rollouts."""
+    folder = tmp_path_factory.mktemp("run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2)
+        fit(tiny_module(), callbacks=[NoEOSMask(), saving], max_steps=2, enable_checkpointing=True)
+    return folder / "step=2.ckpt"
+
+
+def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | None = None, **options: Any) -> Any:
+    trainer = {name: options.pop(name) for name in ("precision",) if name in options}
+    corrections = [NoEOSMask()] if callbacks is None else callbacks
+    return fit(tiny_module(**options), callbacks=corrections, data=data, ckpt_path=checkpoint, **trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "difference"),
+    [
+        ({"seed": 1}, "seed", "seed: 0 in the checkpoint, 1 now"),
+        ({"group_size": 2}, "group_size", "group_size: 4 in the checkpoint, 2 now"),
+        ({"temperature": 0.5}, "sampling", "sampling.temperature: 1.0 in the checkpoint, 0.5 now"),
+        ({"loss": "reinforce"}, "loss", "loss: ClippedSurrogate in the checkpoint, Reinforce now"),
+        ({"loss": ClippedSurrogate(clip_high=0.3)}, "loss", "loss.clip_high: 0.2 in the checkpoint, 0.3 now"),
+        ({"advantages": "rloo"}, "advantages", "advantages: GRPO in the checkpoint, RLOO now"),
+        ({"rewards": longer}, "rewards", "rewards.longer: nothing in the checkpoint"),
+        ({"rewards": {"parity_reward": (parity_reward, 2.0)}}, "rewards", "rewards.parity_reward: "),
+        (
+            {"optimizer": partial(AdamW, lr=1e-3, weight_decay=0.0)},
+            "optimizer",
+            "lr: 0.01 in the checkpoint, 0.001",
+        ),
+        ({"max_grad_norm": 0.5}, "max_grad_norm", "max_grad_norm: 1.0 in the checkpoint, 0.5 now"),
+        ({"callbacks": []}, "corrections", "corrections.no_eos_mask: NoEOSMask in the checkpoint, nothing now"),
+        ({"callbacks": [NoEOSMask(), OPSM()]}, "corrections", "corrections.opsm: nothing in the checkpoint, OPSM now"),
+        ({"callbacks": [NoEOSMask("drop_tokens")]}, "corrections", "corrections.no_eos_mask.action: 'zero_reward' in"),
+        ({"precision": "bf16-mixed"}, "precision", "precision: '32-true' in the checkpoint, 'bf16-mixed' now"),
+        ({"data": tiny_prompts(12)}, "data", "data.prompts.rows: 16 in the checkpoint, 12 now"),
+        ({"data": tiny_prompts(seed=3)}, "data", "data.seed: 0 in the checkpoint, 3 now"),
+        ({"data": tiny_prompts(shuffle=False)}, "data", "data.shuffle: True in the checkpoint, False now"),
+    ],
+)
+def test_each_difference_is_named_and_accepted_only_by_name(
+    checkpoint: Path, options: dict[str, Any], name: str, difference: str
+) -> None:
+    with pytest.raises(ValueError, match="expected the configuration that the checkpoint was written under") as refused:
+        resume(checkpoint, **options)
+    message = str(refused.value)
+    assert difference in message
+    assert f"allow_changes=['{name}']" in message
+    check_only(message, difference)
+    assert resume(checkpoint, allow_changes=[name], **options).global_step >= 3
+
+
+def check_only(message: str, difference: str) -> None:
+    """Nothing else is named; other data have another fingerprint as well."""
+    lines = [line for line in message.splitlines() if line.startswith("  ")]
+    others = [line for line in lines if difference not in line and "fingerprint" not in line]
+    assert others == [] or difference.startswith("rewards.longer"), others
+
+
+def test_several_differences_are_named_at_once(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"allow_changes=\['seed', 'corrections'\]"):
+        resume(checkpoint, seed=1, callbacks=[])
+    with pytest.raises(ValueError, match=r"allow_changes=\['corrections'\]"):
+        resume(checkpoint, seed=1, callbacks=[], allow_changes=["seed"])
+
+
+def test_steps_per_rollout_cannot_change_within_a_run(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="begin anew from its weights, since minibatches cannot change within a run"):
+        resume(checkpoint, minibatches=2, allow_changes=["minibatches"])
+
+
+def test_what_bends_no_result_may_change(checkpoint: Path) -> None:
+    module = {"token_budget": 64, "packing": False}
+    assert resume(checkpoint, **module).global_step == 4
+
+
+def test_who_only_looks_on_may_come_and_go(checkpoint: Path) -> None:
+    assert resume(checkpoint, callbacks=[NoEOSMask(), SignalLedger(), SignalAudit()]).global_step == 4
+
+
+def test_a_coefficient_that_moved_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    adaptive = AdaptiveKL(0.1, as_loss=True, horizon=8)
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
+    fit(tiny_module(), callbacks=[adaptive, saving], max_steps=2, enable_checkpointing=True)
+    assert adaptive.beta != 0.1
+    fresh = AdaptiveKL(0.1, as_loss=True, horizon=8)
+    assert resume(tmp_path / "step=2.ckpt", callbacks=[fresh]).global_step == 4
+    assert resume(tmp_path / "step=2.ckpt", callbacks=[adaptive]).global_step == 4
+    with pytest.raises(ValueError, match=r"corrections.adaptive_kl.horizon: 8 in the checkpoint, 9 now"):
+        resume(tmp_path / "step=2.ckpt", callbacks=[AdaptiveKL(0.1, as_loss=True, horizon=9)])
+
+
+def test_a_checkpoint_of_another_project_is_named(tmp_path: Path, checkpoint: Path) -> None:
+    foreign = torch.load(checkpoint, weights_only=True)
+    del foreign["lightning_rl"]
+    torch.save(foreign, tmp_path / "foreign.ckpt")
+    with pytest.raises(ValueError, match="expected a checkpoint of an RLLightningModule to resume from"):
+        resume(tmp_path / "foreign.ckpt")
+
+
+def test_other_versions_are_warned_of() -> None:
+    same: dict[str, Any] = {"module": {}, "corrections": {}, "data": {}, "trainer": {"precision": "32-true"}}
+    with pytest.warns(UserWarning, match="torch 2.12.0 -> 2.13.0"):
+        check_resume({**same, "versions": {"torch": "2.12.0"}}, {**same, "versions": {"torch": "2.13.0"}})
+
+
+def test_names_are_a_list() -> None:
+    with pytest.raises(ValueError, match="expected allow_changes to be a list of names"):
+        tiny_module(allow_changes="seed")
