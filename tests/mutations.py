@@ -188,7 +188,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_2_18_every_name_that_an_error_offers_is_accepted", "lightning_rl/signal/reductions.py",
      "if reduction not in reductions:", "if reduction not in REDUCTIONS:"),
     ("test_2_18_every_documented_option_is_accepted", "callbacks/opsm.py",
-     'if against not in ("old", "rollout"):', 'if against not in ("old",):'),
+     'check_choices(("old", "rollout"), against=against)', 'check_choices(("old",), against=against)'),
     ("test_2_19_a_row_without_others_has_no_advantage_and_nan_stays_where_it_is",
      "lightning_rl/advantages/group_relative.py",
      "return torch.where(group.spread, relative, 0.0)",

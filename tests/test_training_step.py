@@ -55,6 +55,7 @@ def test_the_entropy_is_that_of_all_valid_tokens_of_the_step(budget: int) -> Non
         assert not moments.requires_grad and moments[0] == len(joint)
 
 
+@pytest.mark.filterwarnings("ignore:rollout . taught the policy nothing")
 def test_a_step_without_a_valid_token_returns_nothing() -> None:
     outputs = Outputs()
     engine = FakeEngine(lambda request: [5] * request.sampling.max_new_tokens)

@@ -202,6 +202,7 @@ def test_parameters_are_followed_from_the_backward_to_the_step() -> None:
                 assert torch.equal(entries.before, observer.after[number - 1][name].flatten()[: len(entries.before)])
 
 
+@pytest.mark.filterwarnings("ignore:rollout . taught the policy nothing")
 def test_a_step_without_a_valid_token_has_no_norm_and_no_microbatches() -> None:
     observer = Observer()
     engine = FakeEngine(lambda request: [5] * request.sampling.max_new_tokens)

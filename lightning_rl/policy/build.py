@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.policy.lora import base_model_of
@@ -47,8 +48,8 @@ def build_model(source: ModelSource) -> PreTrainedModel:
                 f'{str(error).splitlines()[0]} (critic="shared" is a value head on the policy)'
             ) from error
     model = source()
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"expected a function that builds a transformers PreTrainedModel, got {type(model).__name__}")
+    if not isinstance(model, nn.Module):  # of transformers, or one that peft put around it
+        raise ValueError(f"expected a function that builds a model of transformers, got {type(model).__name__}")
     return model
 
 

@@ -283,7 +283,7 @@ def test_tokens_that_came_back_from_a_tool_are_none_of_the_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_n_rollouts": 0}, "every_n_rollouts >= 1"),
+        ({"every_n_rollouts": 0}, "every_n_rollouts to be a whole number above 0"),
         ({"mode": "print"}, "mode warn or raise"),
         ({"checks": ["nothing"]}, "expected checks out of .*trained_tokens, .* got 'nothing'"),
     ],

@@ -122,6 +122,7 @@ def test_in_a_fit_every_optimizer_step_moves_it() -> None:
     assert {mean < 2.2 for _, mean, _ in callback.steps} == {True, False}, "both sides of the target are met"
 
 
+@pytest.mark.filterwarnings("ignore:rollout . taught the policy nothing")
 def test_a_step_without_a_token_leaves_the_coefficient() -> None:
     callback = EntropyBonus(0.02, target=9.0)
     module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens))

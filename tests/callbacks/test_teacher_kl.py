@@ -157,7 +157,8 @@ def test_a_teacher_equal_to_the_policy_gives_no_penalty_at_the_first_step(precis
 def test_a_teacher_pulls_the_policy_towards_itself() -> None:
     gaps = []
     for beta in (0.0, 1.0):
-        module = tiny_module(rewards=lambda prompts, *_, **__: [0.0] * len(prompts), advantages="reinforce")
+        nothing: dict[str, Any] = {"rewards": lambda prompts, *_, **__: [0.0] * len(prompts), "max_idle_rollouts": None}
+        module = tiny_module(advantages="reinforce", **nothing)
         seen: list[Rollout] = []
         teacher = TeacherKL(partial(tiny_policy, 3), beta, as_loss=True, estimator="k2")
         fit(module, callbacks=[teacher, recorder(seen)("recorder")], max_epochs=4)

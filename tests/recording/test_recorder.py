@@ -59,6 +59,7 @@ def test_a_recording_holds_every_field_and_what_each_pass_computed(tmp_path: Pat
     assert len({step["weights"] for step in found.header["steps"]}) == 4
 
 
+@pytest.mark.filterwarnings("ignore:rollout . taught the policy nothing")
 def test_a_filtered_group_is_no_part_of_a_recording(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="groups are missing"):
         fit(

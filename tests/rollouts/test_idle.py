@@ -109,7 +109,8 @@ def test_a_rollout_that_learns_ends_the_row_and_none_never_stops() -> None:
 @pytest.mark.filterwarnings(IDLE)
 def test_a_resumed_run_keeps_the_count_and_has_one_rollout_to_show(tmp_path: Path) -> None:
     def resume(reward: Any) -> RLLightningModule:
-        return run(rewards=reward, folder=tmp_path, ckpt_path=tmp_path / INTERRUPTED, epochs=3)
+        changes = {"folder": tmp_path, "ckpt_path": tmp_path / INTERRUPTED, "allow_changes": ["rewards"]}
+        return run(rewards=reward, epochs=3, **changes)
 
     with pytest.raises(IdleRunError):
         run(folder=tmp_path)
