@@ -28,6 +28,7 @@ from lightning_rl.advantages import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from lightning_rl.arguments import check_counts
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
 from lightning_rl.generation import Sampling
@@ -96,6 +97,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Yu et al. 2025, arXiv:2503.14476.
     """
+    check_counts(1, max_new_tokens=max_new_tokens)
     options = {"advantages": GRPO(), "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
     callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
     return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)

@@ -383,7 +383,7 @@ def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
         ({"value_loss": "mse"}, r"expected value_loss to be an object such as ValueLoss\(coef=0.5\), got 'mse'"),
         (
             {"rewards": {"a": (parity_reward, float("nan"))}},
-            "expected a function or .function, finite weight. for reward a",
+            "expected the weight of reward a to be a number, got nan",
         ),
     ],
 )

@@ -282,7 +282,11 @@ def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
     """
     data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(data, PromptDataModule):
-        raise TypeError(f"expected Trainer.fit(module, PromptDataModule(...)), got {type(data).__name__}")
+        got = "no data module" if data is None else f"a {type(data).__name__}"
+        raise TypeError(
+            f"expected Trainer.fit(module, PromptDataModule(...)), got {got}: pass prompts as "
+            "PromptDataModule(prompts, prompts_per_rollout=32), and no DataLoader"
+        )
     return data
 
 

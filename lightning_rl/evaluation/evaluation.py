@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.data import PromptDataset, PromptSource
@@ -106,9 +107,8 @@ def evaluations_of(evaluation: Evaluation | Sequence[Evaluation]) -> tuple[Evalu
     Raises:
         ValueError: if one is something else, or two share a name.
     """
-    several = (
-        (evaluation,) if isinstance(evaluation, Evaluation) or not isinstance(evaluation, Sequence) else evaluation
-    )
+    given: Any = evaluation
+    several: Sequence[Any] = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for one in several:
         if not isinstance(one, Evaluation):
             raise ValueError(f"expected evaluation to be an Evaluation or a list of them, got {one!r:.200}")

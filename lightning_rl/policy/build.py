@@ -108,6 +108,10 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     """The tokenizer given, or the one that lies beside a policy given by name or path."""
     if tokenizer is None and isinstance(policy, str | Path):
         tokenizer = policy
+    if tokenizer is not None and not isinstance(tokenizer, str | Path | PreTrainedTokenizerBase):
+        raise ValueError(
+            f"expected tokenizer to be a tokenizer of transformers, or the name or folder of one, got {tokenizer!r}"
+        )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     try:

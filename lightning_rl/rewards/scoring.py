@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import TrainerState
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.naming import name_of
 from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.isolation import Isolated, Submitted
@@ -57,6 +58,11 @@ class Rewards:
     def __init__(self, rewards: RewardSource, *, seconds: float | None = SECONDS) -> None:
         if callable(rewards):
             rewards = [rewards]
+        if isinstance(rewards, str) or not isinstance(rewards, Mapping | Sequence):
+            raise ValueError(
+                "expected rewards to be a function, a list of functions, or a mapping from names to functions or "
+                f"(function, weight), got {rewards!r}: pass one such as lightning_rl.rewards.NumberMatch()"
+            )
         named = list(rewards.items()) if isinstance(rewards, Mapping) else [(name_of(f), f) for f in rewards]
         names = [name for name, _ in named]
         pairs = {name: entry if isinstance(entry, tuple) else (entry, 1.0) for name, entry in named}
@@ -67,8 +73,12 @@ class Rewards:
         if not pairs or len(pairs) != len(names):
             raise ValueError(f"expected reward functions with different names, got {names}")
         for name, pair in pairs.items():
-            if len(pair) != 2 or not callable(pair[0]) or not math.isfinite(pair[1]):
+            if len(pair) != 2 or not callable(pair[0]):
                 raise ValueError(f"expected a function or (function, finite weight) for reward {name}, got {pair}")
+            if isinstance(pair[0], type):
+                raise ValueError(f"expected an object as reward {name}, got the class {pair[0].__name__}: call it")
+            weight: dict[str, Any] = {f"the weight of reward {name}": pair[1]}
+            check_numbers(finite=True, **weight)
         self.functions = {name: function for name, (function, _) in pairs.items()}
         self.weights = {name: float(weight) for name, (_, weight) in pairs.items()}
         self.seconds = seconds

@@ -48,7 +48,7 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ("gsm8k", "expected evaluation to be an Evaluation or a list of them, got 'g'"),
+        ("gsm8k", "expected evaluation to be an Evaluation or a list of them, got 'gsm8k'"),
         ({"name": "a"}, "expected evaluation to be an Evaluation or a list of them, got {'name': 'a'}"),
         ([Evaluation("a", [[2]]), Evaluation("a", [[3]])], r"evaluations with different names, got \['a', 'a'\]"),
     ],

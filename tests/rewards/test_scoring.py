@@ -232,7 +232,11 @@ def test_names_come_from_the_functions_or_the_mapping(
         pytest.param({"task": says()}, "expected other names of rewards than", id="reserved"),
         pytest.param({"a": (says(),)}, r"expected a function or \(function, finite weight\) for reward a", id="alone"),
         pytest.param({"a": (2.0, says())}, "expected a function or", id="swapped"),
-        pytest.param({"a": (says(), math.inf)}, "expected a function or", id="infinite"),
+        pytest.param(
+            {"a": (says(), math.inf)},
+            "expected the weight of reward a to be a number and finite, got inf",
+            id="infinite",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_at_construction(rewards: Any, message: str) -> None:

@@ -1,0 +1,388 @@
+"""Wrong configurations and inputs: each is refused with a message that names what came and what to do."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import callback_of, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Qwen2ForCausalLM
+
+from lightning_rl import (
+    GRPO,
+    ClippedSurrogate,
+    Evaluation,
+    PromptDataModule,
+    RLLightningModule,
+    Sampling,
+    TransformersEngine,
+    presets,
+)
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.callbacks import (
+    OPSM,
+    AdaptiveKL,
+    DynamicSampling,
+    EntropyBonus,
+    NoEOSMask,
+    OffPolicyIS,
+    OverlongPenalty,
+    ReferenceKL,
+    RewardNormalization,
+    RolloutKL,
+    TruncatedIS,
+)
+from lightning_rl.recording import RolloutRecorder
+from lightning_rl.reporting import SampleTable
+from lightning_rl.rewards import ExactMatch, NumberMatch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:rows get no reward"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
+]
+
+Case = tuple[Callable[[], object], str]
+
+
+def made(**options: Any) -> Callable[[], object]:
+    """A module with wrong options."""
+    return lambda: tiny_module(**options)
+
+
+def fitted(*callbacks: Any, data: Callable[[], PromptDataModule] | None = None, **options: Any) -> Callable[[], object]:
+    """A fit with wrong options of the module, or of the Trainer under ``flags``."""
+    flags = options.pop("flags", {})
+    return lambda: fit(tiny_module(**options), callbacks=callbacks, data=data() if data else None, **flags)
+
+
+def prompts(rows: Any, number: Any = 1, **options: Any) -> Callable[[], PromptDataModule]:
+    """A data module with wrong prompts or options."""
+    return lambda: PromptDataModule(rows, number, **options)
+
+
+def returns(value: Callable[[int], Any]) -> Callable[..., Any]:
+    """A reward that returns something of a number of rows."""
+
+    def odd(prompts: Any, completions: Any, **columns: Any) -> Any:
+        return value(len(prompts))
+
+    return odd
+
+
+def bare(*callbacks: Any) -> Trainer:
+    return Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=list(callbacks))
+
+
+MODELS: dict[str, Case] = {
+    "policy-none": (made(policy=None), "expected policy to be the name or path .* got None: pass a name"),
+    "policy-number": (made(policy=3), "expected policy to be the name or path .* got 3: pass a name"),
+    "policy-empty": (made(policy=""), "expected policy to be the name or path .* got ''"),
+    "policy-class": (
+        made(policy=Qwen2ForCausalLM),
+        "expected policy .* got the class Qwen2ForCausalLM: pass a name, or",
+    ),
+    "policy-built": (made(policy=tiny_policy()), "expected policy .* got a Qwen2ForCausalLM that is built already"),
+    "policy-missing": (made(policy="./nowhere"), "name or folder of a tokenizer that can be loaded, got './nowhere'"),
+    "policy-builds-nothing": (
+        fitted(policy=lambda: None),
+        "a function that builds a model of transformers, got NoneType",
+    ),
+    "reference-built": (made(reference=tiny_policy()), "expected reference .* that is built already: pass a name, or"),
+    "critic-built": (
+        made(critic=tiny_policy()),
+        "expected critic .* that is built already: pass a name, or a function",
+    ),
+    "critic-word": (
+        fitted(critic="./share", advantages="gae", group_size=1),
+        r"causal language model that can be loaded, got './share'.*critic=.shared. is a value head",
+    ),
+    "tokenizer": (made(tokenizer=3), "expected tokenizer to be a tokenizer of transformers, or the name .* got 3"),
+    "engine-word": (made(engine="vllm"), r"engine to be an object such as VLLMEngine\(\), or None .* got 'vllm'"),
+    "engine-class": (made(engine=TransformersEngine), "expected engine .* got the class TransformersEngine"),
+    "sampling-dict": (
+        lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyright: ignore[reportArgumentType]
+        r"expected sampling to be an object such as Sampling\(temperature=1.0, .* got \{'top_k': 1\}",
+    ),
+    "sampling-class": (
+        lambda: RLLightningModule(tiny_policy, parity_reward, sampling=Sampling),  # pyright: ignore[reportArgumentType]
+        "expected sampling to be an object .* got the class Sampling",
+    ),
+}
+
+DRAWING: dict[str, Case] = {
+    "greedy": (made(temperature=0.0), "a temperature > 0 to train with, got 0: greedy answers .* are all alike"),
+    "temperature-text": (made(temperature="1"), "expected temperature >= 0, got '1'"),
+    "temperature-nan": (made(temperature=math.nan), "expected temperature >= 0, got nan"),
+    "temperature-infinite": (made(temperature=math.inf), "expected temperature >= 0 and finite, got inf"),
+    "top_k": (made(top_k=-1), "expected top_k to be a whole number of at least 0, got -1"),
+    "top_p": (made(top_p=0.0), r"expected top_p in \(0, 1\], got 0.0"),
+    "min_p": (made(min_p=1.0), "expected min_p below 1, got 1"),
+    "max_new_tokens": (made(max_new_tokens=0), "expected max_new_tokens to be a whole number above 0, got 0"),
+    "context": (fitted(max_new_tokens=64), "expected max_new_tokens below the context window of 64, got 64"),
+    "stop-empty": (made(stop=[""]), r"expected stop to be strings of at least one letter, .* got \[''\]"),
+    "stop-number": (made(stop=[3]), r"expected stop to be strings of at least one letter, .* got \[3\]"),
+    "stop-untokenized": (fitted(stop="END"), "expected a tokenizer, because stop strings need one: pass tokenizer="),
+    "eos-number": (made(eos_token_ids=1), r"eos_token_ids to be token ids of at least 0, such as \[2\], .* got 1"),
+    "eos-negative": (made(eos_token_ids=[-1]), r"eos_token_ids to be token ids of at least 0, .* got \[-1\]"),
+    "eos-outside": (
+        fitted(eos_token_ids=[99]),
+        r"expected eos_token_ids in \[0, 16\), .* got \[99\]: no response could",
+    ),
+    "eos-empty": (fitted(eos_token_ids=[]), "an end of responses, but eos_token_ids is empty: pass eos_token_ids= or"),
+}
+
+NUMBERS: dict[str, Case] = {
+    "group_size-zero": (made(group_size=0), "expected group_size to be a whole number above 0, got 0"),
+    "group_size-half": (made(group_size=2.5), "expected group_size to be a whole number above 0, got 2.5"),
+    "group_size-text": (made(group_size="8"), "expected group_size to be a whole number above 0, got '8'"),
+    "group_size-true": (made(group_size=True), "expected group_size to be a whole number above 0, got True"),
+    "group_size-one": (
+        fitted(group_size=1),
+        "advantages=GRPO compares the samples .* group_size=1 .*: use group_size=2",
+    ),
+    "minibatches": (made(minibatches=0), "expected minibatches to be a whole number above 0, got 0"),
+    "minibatches-uneven": (fitted(minibatches=3), "prompts_per_rollout to be a multiple of minibatches x ranks, got 4"),
+    "epochs": (made(epochs=0), "expected epochs to be a whole number above 0, got 0"),
+    "max_staleness": (made(max_staleness=-1), "expected max_staleness to be a whole number of at least 0, got -1"),
+    "token_budget": (made(token_budget=0), "expected token_budget to be a whole number above 0, got 0"),
+    "packing": (made(packing="no"), "expected packing to be True or False, got 'no'"),
+    "checkpointing": (made(activation_checkpointing=1), "activation_checkpointing to be True or False, got 1"),
+    "seed-none": (made(seed=None), "expected seed to be a whole number of at least 0, got None"),
+    "seed-text": (made(seed="x"), "expected seed to be a whole number of at least 0, got 'x'"),
+    "seed-negative": (made(seed=-1), "expected seed to be a whole number of at least 0, got -1"),
+    "reward_seconds": (made(reward_seconds=-1), "expected reward_seconds > 0 or None, got -1"),
+    "max_failed_rewards": (made(max_failed_rewards=2), r"expected max_failed_rewards in \(0, 1\] or None, got 2"),
+    "max_idle_rollouts": (made(max_idle_rollouts=0), "max_idle_rollouts to be a whole number above 0 or None, got 0"),
+    "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
+    "max_grad_norm-infinite": (made(max_grad_norm=math.inf), "expected max_grad_norm > 0 or None and finite, got inf"),
+    "allow_changes": (made(allow_changes="seed"), "expected allow_changes to be a list of names, .* got 'seed'"),
+    "optimizer-name": (made(optimizer="adamw"), "expected optimizer to be a function .* got 'adamw'"),
+    "optimizer-number": (made(optimizer=1e-6), "expected optimizer to be a function .* got 1e-06"),
+    "optimizer-built": (made(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)), "expected optimizer to be a function"),
+    "optimizer-none": (
+        fitted(optimizer=lambda _: None),
+        "expected optimizer to build a torch.optim.Optimizer .* None",
+    ),
+    "lr_scheduler-name": (made(lr_scheduler="cosine"), "expected lr_scheduler to be a function .* got 'cosine'"),
+    "lr_scheduler-number": (made(lr_scheduler=0.1), "expected lr_scheduler to be a function .* got 0.1"),
+}
+
+ALGORITHMS: dict[str, Case] = {
+    "loss-name": (made(loss="pp0"), "expected a loss out of ppo, .*, an object or a function, got 'pp0'"),
+    "loss-class": (made(loss=ClippedSurrogate), "expected an object as loss, got the class ClippedSurrogate: call it"),
+    "loss-none": (made(loss=None), "expected a loss out of ppo, .* got None"),
+    "loss-shape": (fitted(loss=lambda view: view.logprobs.sum()), r"to return a value per token \[16, 8\], got \[\]"),
+    "advantages-name": (made(advantages="grp0"), "expected advantages out of grpo, .* got 'grp0'"),
+    "advantages-class": (made(advantages=GRPO), "expected an object as advantages, got the class GRPO: call it"),
+    "reduction-name": (made(reduction="mean"), "expected a reduction out of token_mean, .* got 'mean'"),
+    "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
+    "critic-unread": (
+        fitted(critic="shared"),
+        "critic= trains for nothing, because advantages=GRPO reads no values: use",
+    ),
+    "gae-without-critic": (
+        fitted(advantages="gae", group_size=1),
+        'reads "values", but there is no critic: pass critic=',
+    ),
+    "preset": (lambda: presets.dapo(max_new_tokens="x"), "max_new_tokens to be a whole number above 0, got 'x'"),  # pyright: ignore[reportArgumentType]
+}
+
+CORRECTIONS: dict[str, Case] = {
+    "ratio-twice": (fitted(OffPolicyIS()), "OffPolicyIS .* and ClippedSurrogate .* count twice .*: use TruncatedIS"),
+    "cispo": (fitted(OffPolicyIS(), loss="cispo"), "OffPolicyIS .* and CISPO .* count twice .*: use TruncatedIS"),
+    "dppo": (fitted(OffPolicyIS(), loss="dppo"), "count twice as numerator: leave OffPolicyIS out; a mask"),
+    "dppo-truncated": (fitted(TruncatedIS(), loss="dppo"), "count twice as denominator: leave TruncatedIS out; a mask"),
+    "two-kl": (
+        fitted(ReferenceKL(as_loss=True), AdaptiveKL(as_loss=True)),
+        "expected AdaptiveKL instead of ReferenceKL, got both, .*: leave ReferenceKL out",
+    ),
+    "too-long": (fitted(OverlongPenalty(100, 10)), "at most max_new_tokens=8, got 100: .* use OverlongPenalty"),
+    "class": (fitted(OPSM), "expected callbacks to be objects, got the class OPSM: call it"),
+    "twice": (fitted(OPSM(), OPSM()), r'expected unique names, got "opsm" twice: use .with_name'),
+    "token-reward": (
+        fitted(ReferenceKL()),
+        r"ReferenceKL gives a reward to each token, .*: use ReferenceKL\(as_loss=True",
+    ),
+    "infinite": (lambda: RolloutKL(math.inf), "expected coef >= 0 and finite, got inf"),
+    "text": (lambda: EntropyBonus("0.1"), "expected coef >= 0, got '0.1'"),  # pyright: ignore[reportArgumentType]
+    "anchor": (lambda: OPSM(against="ref"), "expected against old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
+    "action": (lambda: NoEOSMask("skip"), "expected action zero_reward or drop_tokens, got 'skip'"),  # pyright: ignore[reportArgumentType]
+    "level": (lambda: TruncatedIS("row"), "expected level token or sequence, got 'row'"),  # pyright: ignore[reportArgumentType]
+    "rounds": (lambda: DynamicSampling(max_rounds=0), "expected max_rounds to be a whole number above 0, got 0"),
+    "population": (lambda: RewardNormalization("rows"), "expected mean and std out of batch, group, none, got 'rows'"),  # pyright: ignore[reportArgumentType]
+    "ledger": (lambda: SignalLedger(1.5), "expected every_n_rollouts to be a whole number above 0, got 1.5"),  # pyright: ignore[reportArgumentType]
+    "audit-mode": (lambda: SignalAudit(mode="print"), "expected mode warn or raise, got 'print'"),  # pyright: ignore[reportArgumentType]
+    "audit-check": (lambda: SignalAudit(checks=["x"]), "expected checks out of .* got 'x'"),
+    "recorder": (lambda: RolloutRecorder("x", keep=0), "expected keep to be a whole number above 0 or None, got 0"),
+    "table": (lambda: SampleTable(rows=0), "expected rows to be a whole number above 0, got 0"),
+    "metrics": (
+        fitted(callback_of("m", metrics=lambda _: {"m/a": 0.5})),
+        r"expected metrics of m to return a mapping from names to Stat, such as Stat.of\(.*got \{'m/a': 0.5\}",
+    ),
+    "loss_term": (
+        fitted(callback_of("m", loss_term=lambda view: view.logprobs)),
+        r"expected loss_term of m to return a LossTerm\(per_token=",
+    ),
+    "mask": (
+        fitted(callback_of("m", token_mask=lambda view: view.valid_tokens.float())),
+        r"expected token_mask of m to return a bool tensor \[16, 8\], got float32",
+    ),
+}
+
+REWARDS: dict[str, Case] = {
+    "none": (made(rewards=None), "expected rewards to be a function, a list .* got None: pass one such as"),
+    "name": (made(rewards="exact"), "expected rewards to be a function, a list .* got 'exact': pass one such as"),
+    "nothing": (made(rewards=[]), r"expected reward functions with different names, got \[\]"),
+    "class": (
+        made(rewards=NumberMatch),
+        "expected an object as reward NumberMatch, got the class NumberMatch: call it",
+    ),
+    "two-names": (made(rewards=[parity_reward, parity_reward]), "reward functions with different names, got"),
+    "reserved": (made(rewards={"task": parity_reward}), "expected other names of rewards than .*'task'"),
+    "weight-text": (made(rewards={"a": (parity_reward, "0.5")}), "weight of reward a to be a number, got '0.5'"),
+    "weight-true": (made(rewards={"a": (parity_reward, True)}), "weight of reward a to be a number, got True"),
+    "weight-nan": (made(rewards={"a": (parity_reward, math.nan)}), "weight of reward a to be a number, got nan"),
+    "no-function": (made(rewards={"a": 3}), r"a function or \(function, finite weight\) for reward a, got \(3, 1.0\)"),
+    "signature": (fitted(rewards=lambda a: a), r"to accept \(prompts, completions, \*, completion_ids, \*\*columns\)"),
+    "returns-dict": (
+        fitted(rewards=returns(lambda _: {"a": 1})),
+        "reward odd returned .*expected 16 numbers or None",
+    ),
+    "returns-scalar": (fitted(rewards=returns(lambda _: 1.0)), "reward odd returned .*expected 16 numbers or None"),
+    "returns-texts": (fitted(rewards=returns(lambda rows: ["x"] * rows)), "reward odd returned .*expected 16 numbers"),
+    "returns-one": (fitted(rewards=returns(lambda _: [1.0])), "reward odd returned .*expected 16 numbers or None"),
+    "returns-nothing": (
+        fitted(rewards=returns(lambda _: None)),
+        "reward odd returned .*expected 16 numbers or None",
+    ),
+    "returns-nan": (fitted(rewards=returns(lambda rows: [math.nan] * rows)), "reward odd gave the value nan"),
+    "raises": (
+        fitted(rewards=returns(lambda _: 1 / 0)),
+        r"failed on 16 of 16 rows.*reward odd raised ZeroDivisionError",
+    ),
+    "column": (fitted(rewards=ExactMatch()), r"expected a column 'answer' for ExactMatch\(answer='answer'\)"),
+}
+
+DATA: dict[str, Case] = {
+    "columns-of-lists": (
+        prompts({"prompt": ["a"]}),
+        "expected a list of rows, got a mapping .* datasets.Dataset.from_dict",
+    ),
+    "question": (
+        prompts([{"question": "a"}]),
+        r'got none in prompt 0, which has "question": say .*columns=\{"prompt": ',
+    ),
+    "empty": (prompts([]), "expected at least one prompt, got none"),
+    "missing-file": (prompts("no.jsonl"), "expected a file of prompts, got no.jsonl, which is none"),
+    "none": (prompts(None), "expected a list of prompts, a file, .* got None"),
+    "too-few": (prompts([[2]], 2), "expected at least 2 prompts for a rollout, got 1"),
+    "number-zero": (prompts([[2]], 0), "expected prompts_per_rollout to be a whole number above 0, got 0"),
+    "number-half": (prompts([[2]], 1.5), "expected prompts_per_rollout to be a whole number above 0, got 1.5"),
+    "seed": (prompts([[2]], seed=None), "expected seed to be a whole number of at least 0, got None"),
+    "shuffle": (prompts([[2]], shuffle="yes"), "expected shuffle to be True or False, got 'yes'"),
+    "column-missing": (
+        prompts([{"q": 1}], columns={"prompt": "question"}),
+        r'to name columns that exist, got no "question"',
+    ),
+    "columns-text": (prompts([{"q": "a"}], columns="q"), r"expected columns to map new names .* got \'q\'"),
+    "too_long": (prompts([[2]], too_long="cut"), "expected too_long error or drop, got 'cut'"),
+    "no-role": (fitted(data=prompts([[{"content": "a"}]])), 'message 0 of prompt 0 to have a string "role"'),
+    "content": (fitted(data=prompts([[{"role": "user", "content": 3}]])), 'prompt 0 to have a string "content"'),
+    "no-template": (
+        fitted(data=prompts([[{"role": "user", "content": "a"}]]), tokenizer=tiny_tokenizer()),
+        "a tokenizer with a chat template, because prompt 0 is a list of messages: set tokenizer.chat_template",
+    ),
+    "no-tokenizer": (fitted(data=prompts(["a b"])), "expected a tokenizer for prompt 0, got none: pass tokenizer="),
+    "foreign-ids": (fitted(data=prompts([[2, 99]])), r"expected token ids in \[0, 16\), got 2 to 99 in prompt 0"),
+    "long": (
+        fitted(data=prompts([[2] * 80])),
+        "expected prompts of at most 56 tokens .* got prompt 0 with 80: shorten",
+    ),
+    "no-token": (fitted(data=prompts([[]])), "expected prompt 0 to have at least one token, got none"),
+    "float-ids": (fitted(data=prompts([[2.5]])), r"list of token ids, .* got a list of float \(\[2.5\]\) in prompt 0"),
+}
+
+RUNS: dict[str, Case] = {
+    "evaluation-name": (lambda: Evaluation("a b", [[2]]), "expected a name of letters, .* got 'a b'"),
+    "evaluation-samples": (lambda: Evaluation("a", [[2]], samples=0), "samples to be a whole number above 0, got 0"),
+    "evaluation-greedy": (
+        lambda: Evaluation("a", [[2]], samples=8, sampling=Sampling(temperature=0)),
+        "expected a temperature above 0, because samples=8 greedy answers would all be the same",
+    ),
+    "evaluation-pass": (lambda: Evaluation("a", [[2]], samples=2, pass_at=8), "from 1 to samples=2, got 8"),
+    "evaluation-text": (
+        made(evaluation="gsm8k"),
+        "expected evaluation to be an Evaluation or a list of them, got 'gsm8k'",
+    ),
+    "evaluation-twice": (
+        made(evaluation=[Evaluation("a", [[2]]), Evaluation("a", [[3]])]),
+        r"expected evaluations with different names, got \['a', 'a'\]: rename one",
+    ),
+    "clipping": (fitted(flags={"gradient_clip_val": 1.0}), "without gradient_clip_val, got 1.0: pass max_grad_norm="),
+    "accumulation": (
+        fitted(flags={"accumulate_grad_batches": 2}),
+        "without accumulate_grad_batches, got 2: token_budget=",
+    ),
+    "precision": (
+        fitted(flags={"precision": "16-true"}),
+        r'precision that can train, got .*16-true.*: use "bf16-mixed"',
+    ),
+    "loader": (
+        lambda: bare().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
+        "got no data module: pass prompts as PromptDataModule",
+    ),  # pyright: ignore[reportArgumentType]
+    "no-data": (lambda: bare().fit(tiny_module()), "got no data module: pass prompts as PromptDataModule"),
+    "no-validation": (
+        lambda: bare().validate(tiny_module(), tiny_prompts()),
+        r'expected prompts to evaluate in stage "val", got none: pass validation= to PromptDataModule, or',
+    ),
+    "complete-untokenized": (lambda: tiny_module().complete("a"), "expected a tokenizer for prompt 0, got none: pass"),
+    "complete-nothing": (lambda: tiny_module(tokenizer=tiny_tokenizer()).complete([]), "at least one prompt, got none"),
+    "export-unbuilt": (
+        lambda: tiny_module().save_pretrained("x"),
+        "expected a policy, but configure_model has not run",
+    ),
+}
+
+CASES = {
+    f"{room}-{name}": case
+    for room, cases in {
+        "model": MODELS, "sampling": DRAWING, "option": NUMBERS, "algorithm": ALGORITHMS, "correction": CORRECTIONS,
+        "reward": REWARDS, "data": DATA, "run": RUNS,
+    }.items()
+    for name, case in cases.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "message"), CASES.values(), ids=CASES.keys())
+def test_what_is_wrong_is_named_with_what_to_do(
+    wrong: Callable[[], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError, RuntimeError, OSError)) as refused:
+        wrong()
+    assert re.search(message, str(refused.value), re.DOTALL), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', "expected one JSON value on each line, got .* line 2"),
+        ('{"question": "a"}', r'none in prompt 1 \(.*rows.jsonl, line 2\), which has "question"'),
+        ("3", r"rows.jsonl, line 2"),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_named(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [2]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        fit(tiny_module(), data=PromptDataModule(file, 1))
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) >= 80 and len({message for _, message in CASES.values()}) >= 80
