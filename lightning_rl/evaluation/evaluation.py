@@ -107,12 +107,12 @@ def evaluations_of(evaluation: Evaluation | Sequence[Evaluation]) -> tuple[Evalu
     Raises:
         ValueError: if one is something else, or two share a name.
     """
-    given: Any = evaluation
-    several: Sequence[Any] = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    single = isinstance(evaluation, Evaluation | str) or not isinstance(evaluation, Sequence)
+    several: tuple[Any, ...] = (evaluation,) if single else tuple(evaluation)
     for one in several:
         if not isinstance(one, Evaluation):
             raise ValueError(f"expected evaluation to be an Evaluation or a list of them, got {one!r:.200}")
     names = [one.name for one in several]
     if len(set(names)) < len(names):
         raise ValueError(f"expected evaluations with different names, got {names}: rename one")
-    return tuple(several)
+    return several
