@@ -107,8 +107,9 @@ def evaluations_of(evaluation: Evaluation | Sequence[Evaluation]) -> tuple[Evalu
     Raises:
         ValueError: if one is something else, or two share a name.
     """
-    single = isinstance(evaluation, Evaluation | str) or not isinstance(evaluation, Sequence)
-    several: tuple[Any, ...] = (evaluation,) if single else tuple(evaluation)
+    several: tuple[Any, ...] = (evaluation,)
+    if isinstance(evaluation, Sequence) and not isinstance(evaluation, str):
+        several = tuple(evaluation)
     for one in several:
         if not isinstance(one, Evaluation):
             raise ValueError(f"expected evaluation to be an Evaluation or a list of them, got {one!r:.200}")
