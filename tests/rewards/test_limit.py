@@ -157,7 +157,7 @@ def test_a_run_that_is_told_to_stop_leaves_a_hanging_reward_and_resumes_with_its
         return kind()
 
     def run(reward: Any, ckpt_path: Path | None = None) -> Any:
-        module = tiny_module(rewards=reward)
+        module = tiny_module(rewards=reward, allow_changes=["rewards"])
         fit(module, data=tiny_prompts(16, 4), default_root_dir=tmp_path, ckpt_path=ckpt_path)
         return weights_of(module)
 
