@@ -72,6 +72,7 @@ def main(
     else:
         model, tokenizer, hub = policy, None, {"name": "main", "system": SYSTEM, **questions}
         train, test = (PromptDataset("openai/gsm8k", split=split, **hub) for split in ("train", "test"))
+    quarter = max(1, rollouts // 4)
     form = RegexMatch(pattern=r"#### -?[0-9][0-9.,]*$")
     module = RLLightningModule(
         policy=model,
@@ -93,11 +94,11 @@ def main(
         strategy=strategy,
         precision="32-true" if tiny else "bf16-mixed",
         max_steps=rollouts,
-        val_check_interval=rollouts // 4,
+        val_check_interval=quarter,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         logger=CSVLogger("runs", "gsm8k"),
-        callbacks=[best, LearningRateMonitor(), SampleTable(rollouts // 4)],
+        callbacks=[best, LearningRateMonitor(), SampleTable(quarter)],
     )
     data = PromptDataModule(train, prompts_per_rollout, seed=seed)
     (before,) = trainer.validate(module, data, verbose=False)
