@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Corrections, LossView, Stat
 from lightning_rl.corrections.stat import disjoint
+from lightning_rl.edits import EditWatch
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
@@ -20,6 +21,8 @@ from lightning_rl.signal.reductions import Reduction
 
 WeightsOf = Callable[[Reduction], Tensor]
 """The weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""
+
+NEW_TENSOR = "a loss returns a new tensor"
 
 
 class LossParts(NamedTuple):
@@ -69,9 +72,14 @@ class Algorithm:
     def microbatch_loss(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """The loss of one microbatch and everything worth knowing about it."""
         view = view.sanitize()
+        with self.corrections.watching(view) as watch:
+            return self._watched_loss(view, weights_of, watch)
+
+    def _watched_loss(self, view: LossView, weights_of: WeightsOf, watch: EditWatch) -> LossParts:
+        """The same of a sanitized view, whose fields are compared after everyone who is shown it."""
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.corrections.policy_factor(view)
-        raw = _checked_loss(f"loss {self.loss.name}", view, partial(self.loss, view))
+        raw = _checked_loss(f"loss {self.loss.name}", view, partial(self.loss, view), watch)
         parts = {"loss/policy": _reduce(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.corrections.loss_terms(view):
@@ -83,13 +91,16 @@ class Algorithm:
             total = total + term.coef * parts[f"{name}/loss"]
         if view.current_values is not None and view.values is not None and view.returns is not None:
             per_token = partial(self.value_loss, view.current_values, view.values, view.returns)
-            error = _checked_loss(f"value loss {type(self.value_loss).__name__}", view, per_token)
+            error = _checked_loss(f"value loss {type(self.value_loss).__name__}", view, per_token, watch)
             parts["loss/value"] = _reduce(error, weights, valid)
             total = total + self.value_loss.coef * parts["loss/value"]
         parts = {"loss/total": total, **parts}
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
-            measured = policy_metrics(view), self.loss.metrics(view), self.corrections.metrics(view)
+            ours, by_loss = policy_metrics(view), self.loss.metrics(view)
+            if type(self.loss).metrics is not PolicyLoss.metrics:
+                watch.after(f"metrics of the loss {self.loss.name}", NEW_TENSOR)
+            measured = ours, by_loss, self.corrections.metrics(view)
         return LossParts(total, detached, disjoint(stats, *measured))
 
 
@@ -117,13 +128,10 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
     return stats
 
 
-def _checked_loss(what: str, view: LossView, loss: Callable[[], Tensor]) -> Tensor:
+def _checked_loss(what: str, view: LossView, loss: Callable[[], Tensor], watch: EditWatch) -> Tensor:
     """What a loss returns, which is a value per token and was made without writing to the view."""
-    before = view.versions()
     raw = loss()
-    changed = [field for field, version in view.versions().items() if version != before[field]]
-    if changed:
-        raise RuntimeError(f"the {what} wrote in place to {', '.join(changed)}: a loss returns a new tensor")
+    watch.after(f"the {what}", NEW_TENSOR)
     if not isinstance(raw, Tensor) or raw.shape != view.valid_tokens.shape:
         expected, got = list(view.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)
         raise ValueError(f"expected the {what} to return a value per token {expected}, got {got}")

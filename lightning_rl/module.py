@@ -67,7 +67,7 @@ from lightning_rl.rollouts.logprobs import add_logprobs
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
-from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
+from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state, writers_among
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradient
@@ -260,6 +260,7 @@ class RLLightningModule(LightningModule):
             max_failed_rewards=self.max_failed_rewards,
             failed_folder=self.run.failed_folder,
             trainer_state=None if self._trainer is None else trainer_state(self.trainer),
+            vocabulary=self.required_policy.model.config.get_text_config().vocab_size,
         )
 
     # Before a run.
@@ -489,7 +490,7 @@ class RLLightningModule(LightningModule):
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
-        current.check_versions()
+        current.check_edits("between optimizer steps", self._writers)
         self.seed_generators(batch)
         microbatches = current.plan.step(batch.step)
         tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
@@ -504,6 +505,8 @@ class RLLightningModule(LightningModule):
             self._measure(gradient, norm, rate, tokens, trace)
             outputs |= {**gradient.parts, "optim/grad_norm": norm}
             outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
+            if batch.step == self.steps_per_rollout - 1:  # the start of the next step looks at the others
+                current.check_edits("during its last optimizer step", self._writers)
         else:
             self.run.skipped += 1
         self.run.count(current.number)
@@ -529,6 +532,9 @@ class RLLightningModule(LightningModule):
     def seed_generators(self, ticket: Ticket) -> None:
         """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
         seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)
+
+    def _writers(self) -> list[str]:
+        return writers_among(callbacks_of(self.trainer))
 
     def _trace(self, ticket: Ticket, *, with_parameters: bool) -> StepTrace | None:
         """What keeps this optimizer step for those who observe it; parameters only of a step that will be made."""

@@ -1,6 +1,6 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_rl.algorithm import Algorithm, LossParts
+from lightning_rl.algorithm import NEW_TENSOR, Algorithm, LossParts
 from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
+from lightning_rl.edits import EditWatch
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.model import check_finite
 from lightning_rl.rollout import Rollout
@@ -50,9 +51,12 @@ class StepWeights:
         for microbatch in self.microbatches:
             here[microbatch.index] = True
         valid, trained = self.rollout.valid_tokens & here[:, None], self.rollout.trained & here
-        weights = reduction(valid, trained, self.rollout.groups, self.global_sum)
+        name, shown = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups
+        watch = EditWatch(lambda: [("valid_tokens", valid), ("trained", trained), ("groups", shown)])
+        weights = reduction(valid, trained, shown, self.global_sum)
+        watch.after(f"the reduction {name}", "it returns a new tensor")
+        watch.close()
         if weights.shape != valid.shape:
-            name = getattr(reduction, "__name__", type(reduction).__name__)
             raise ValueError(
                 f"expected the reduction {name} to return a weight per token {list(valid.shape)}, got "
                 f"{list(weights.shape)}"
@@ -126,7 +130,7 @@ def accumulate_gradient(
     if algorithm.loss.prepares:
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
-            prepared = algorithm.loss.prepare(views, collectives.sum, collectives.concat)
+            prepared = _prepare(algorithm, views, collectives)
     for number, microbatch in enumerate(microbatches):
         with around(number == len(microbatches) - 1):
             view = view_of(microbatch)
@@ -139,6 +143,16 @@ def accumulate_gradient(
             backward(loss.total)
         gradient.add(loss)
     return gradient
+
+
+def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectives) -> Sequence[Tensor] | None:
+    """What the loss finds out from a whole step, without writing to it."""
+    watches = [EditWatch(view.tensors) for view in views]
+    prepared = algorithm.loss.prepare(views, collectives.sum, collectives.concat)
+    for watch in watches:
+        watch.after(f"prepare of the loss {algorithm.loss.name}", NEW_TENSOR)
+        watch.close()
+    return prepared
 
 
 def from_table(outputs: Outputs) -> Forward:

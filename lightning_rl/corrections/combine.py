@@ -13,6 +13,7 @@ from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
+from lightning_rl.edits import EditWatch, Fields, changed_entries, copy_plain, refuse_edits, same_plain
 from lightning_rl.rollout import Rollout
 
 RESERVED = frozenset(
@@ -32,6 +33,8 @@ RESERVED = frozenset(
         "value",
     )
 )
+
+PURE = "a contribution returns a new tensor and edits nothing (use x * y, not x *= y; no .data, .numpy() or set_)"
 
 
 class PolicyFactor(NamedTuple):
@@ -61,6 +64,7 @@ class Corrections:
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.name))
         self.before_each: Callable[[RLCallback, str, Rollout], None] | None = None
         self.after_each: Callable[[RLCallback, str, Rollout], None] | None = None
+        self._watch: EditWatch | None = None
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
             if callback.name in RESERVED:
@@ -170,7 +174,14 @@ class Corrections:
         with ExitStack() as stack:
             for _, context in self._each("forward_context", rows):
                 stack.enter_context(context)
+            entered = self._contributors["forward_context"]
+            watch = EditWatch(rows.tensors) if entered else None
             yield
+        if watch is not None:
+            watch.after(
+                f"forward_context of {', '.join(c.name for c in entered)}", "a context reads the rows it is given"
+            )
+            watch.close()
 
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
         """All statistics of a finished rollout."""
@@ -187,13 +198,16 @@ class Corrections:
 
     def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Shows what the engine was asked and answered."""
-        for callback in self._contributors["observe_generated"]:
-            callback.observe_generated(pairs)
+        self._show("observe_generated", tuple(pairs), lambda: _pair_tensors(pairs))
 
     def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
         """Shows the samples of one round with what the reward functions said of them."""
-        for _ in self._each("observe_rewards", rollout, calls):
-            pass
+        lists = copy_plain([call._asdict() for call in calls]) if self._contributors["observe_rewards"] else None
+        for callback, _ in self._each("observe_rewards", rollout, calls):
+            now = [call._asdict() for call in calls]
+            if not same_plain(now, lists):
+                names = [name for old, new in zip(lists or (), now, strict=True) for name in changed_entries(old, new)]
+                refuse_edits(f"observe_rewards of {callback.name}", [f"{name} of a reward" for name in names], PURE)
 
     def traces_step(self, rollout_number: int, step: int) -> bool:
         """Whether anybody observes an optimizer step."""
@@ -201,26 +215,54 @@ class Corrections:
 
     def observe_step(self, trace: StepTrace) -> None:
         """Shows an optimizer step to everyone who asked for it."""
-        for callback in self._contributors["observe_step"]:
-            if callback.traces_step(trace.rollout_number, trace.step):
-                callback.observe_step(trace)
+        looking = [c for c in self._contributors["observe_step"] if c.traces_step(trace.rollout_number, trace.step)]
+        self._show("observe_step", trace, trace.tensors, looking)
+
+    @contextmanager
+    def watching(self, seen: Rollout) -> Iterator[EditWatch]:
+        """Names whoever edits ``seen`` within: every callback that is shown it, and whom the caller names.
+
+        Raises:
+            EditError: naming who, and the fields.
+        """
+        outer, watch = self._watch, EditWatch(seen.tensors, seen)
+        self._watch = watch
+        try:
+            yield watch
+            watch.close()
+        finally:
+            self._watch = outer
 
     def _each(self, method: str, seen: Rollout, *further: Any) -> Iterator[tuple[RLCallback, Any]]:
+        if not self._contributors[method]:
+            return
+        watch = self._watch
+        if watch is None or watch.subject is not seen:
+            watch = EditWatch(seen.tensors, seen)
         for callback in self._contributors[method]:
             if self.before_each is not None:
                 self.before_each(callback, method, seen)
-            before = seen.versions()
             contribution = getattr(callback, method)(seen, *further)
-            edited = [name for name, version in seen.versions().items() if version != before[name]]
-            if edited:
-                raise RuntimeError(
-                    f"{method} of {callback.name} wrote in place to {', '.join(edited)}: "
-                    "a contribution returns a new tensor and edits nothing (use x * y, not x *= y)"
-                )
+            watch.after(f"{method} of {callback.name}", PURE)
             if self.after_each is not None:
                 self.after_each(callback, method, seen)
             _check(callback, method, contribution, seen)
             yield callback, contribution
+        if watch is not self._watch:
+            watch.close()
+
+    def _show(
+        self, method: str, value: Any, fields: Callable[[], Fields], looking: Sequence[RLCallback] | None = None
+    ) -> None:
+        """Shows something that is no rollout to everyone who looks."""
+        looking = self._contributors[method] if looking is None else looking
+        watch = EditWatch(fields) if looking else None
+        for callback in looking:
+            getattr(callback, method)(value)
+            if watch is not None:
+                watch.after(f"{method} of {callback.name}", PURE)
+        if watch is not None:
+            watch.close()
 
     def _sum(self, method: str, rollout: Rollout) -> Tensor | None:
         total = None
@@ -250,6 +292,16 @@ PLAIN_RETURNS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stats": (_maps_to(Stat), "a mapping from names to Stat, such as Stat.of(values, mask)"),
     "context": (lambda given: isinstance(given, AbstractContextManager), "a context manager"),
 }
+
+
+def _pair_tensors(pairs: Sequence[tuple[Any, Any]]) -> Fields:
+    """The tensors of completions, with the sample in their names."""
+    tensors: list[tuple[str, Tensor]] = []
+    for request, completion in pairs:
+        extras = {"logprobs": completion.logprobs, **completion.token_extras, **completion.prompt_extras}
+        named = [(f"{name} of sample {request.sample_id}", tensor) for name, tensor in extras.items()]
+        tensors += [(name, tensor) for name, tensor in named if tensor is not None]
+    return tensors
 
 
 def _times(factor: Tensor | None, other: Tensor) -> Tensor:

@@ -86,6 +86,16 @@ class StepTrace:
         self.microbatches.append(trace)
         return trace
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Every tensor of rows and parameters with its name."""
+        shown: list[tuple[str, Tensor]] = []
+        for number, microbatch in enumerate(self.microbatches):
+            kept = [*microbatch.view.tensors(), ("gradient", microbatch.gradient), *microbatch.parts.items()]
+            shown += [(f"{name} of microbatch {number}", tensor) for name, tensor in kept]
+        for name, entries in self.parameters.items():
+            shown.append((f"the gradient of {name}", entries.summed))
+        return shown
+
     def log(self, stats: Mapping[str, Stat]) -> None:
         """Keeps the moments of statistics that are handed to the log."""
         for name, stat in stats.items():

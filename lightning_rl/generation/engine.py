@@ -57,12 +57,14 @@ class Completion:
     Args:
         token_ids: the response, EOS included when it was sampled.
         logprobs: log-probability of each under the distribution it was drawn from, float32; None if not asked for.
-        finish: why it ended, as the engine knows it.
+        finish: why it ended, as the engine knows it; ABORT for a sample that it gave up, which does not train.
         version: of the weights, pinned before the request was sent.
         versions: of the weights that each token was drawn from, where a sync came in between; None if all are
             ``version``.
         token_extras: what else is known about each token, by name, [L, ...]; see :meth:`Engine.select_extras`.
         prompt_extras: what is known about each token of the prompt, by name, [P, ...].
+        sample_id: of the request that it answers, so that answers in another order are noticed; None if the engine does
+            not say.
 
     Raises:
         ValueError: if there are not as many versions as tokens.
@@ -75,6 +77,7 @@ class Completion:
     versions: tuple[int, ...] | None = None
     token_extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
     prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
+    sample_id: int | None = None
 
     def __post_init__(self) -> None:
         """Checks what the loop relies on."""
@@ -117,6 +120,7 @@ class Capabilities:
         sleeps: it gives its memory back between a rollout and the next sync.
         collective: ranks draw from one engine together, so all have to call :meth:`Engine.generate` alike.
         max_rows: that decode together; None for no limit of its own.
+        cuts_short: a response may end for its length before ``max_new_tokens``, by a limit of the engine's own.
     """
 
     returns_logprobs: bool = True
@@ -128,6 +132,7 @@ class Capabilities:
     sleeps: bool = False
     collective: bool = False
     max_rows: int | None = None
+    cuts_short: bool = False
 
 
 class Engine(ABC):
@@ -143,6 +148,7 @@ class Engine(ABC):
         block_size: tokens that its prefix cache keeps together, once it is started; 0 without such a cache.
         state: asleep, awake or synced.
         version: of the weights it holds.
+        pushed: versions of all weights that it was given.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -156,6 +162,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
         self.version = -1
+        self.pushed: set[int] = set()
 
     def select_extras(self, names: frozenset[str]) -> None:
         """Says before the start what every completion has to carry in its extras.
@@ -209,12 +216,16 @@ class Engine(ABC):
 
     @abstractmethod
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Draws one completion for each request, in their order."""
+        """Draws one completion for each request, in their order.
+
+        What comes back is held against the requests (:mod:`lightning_rl.generation.answers`) before it trains.
+        """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes over the trainer's weights under a version number; afterwards the engine is synced."""
         if not (self.capabilities.syncs_while_generating and self.state is EngineState.SYNCED):
             self.wake()
+        self.pushed.add(version)  # first: while it generates, tokens may come from them before the last rank is done
         try:
             self._take(weights, version)
         except BaseException:

@@ -20,14 +20,15 @@ class FakeEngine(Engine):
 
     Args:
         script: from a request to a completion, or to the token ids of one. Ids that end with one of the request's EOS
-            ids finish with ``STOP``, others with ``LENGTH``, and each has the log-probability ``logprob``.
+            ids finish with ``STOP``, others with ``LENGTH`` however short they are, and each has the log-probability
+            ``logprob``.
         logprob: log-probability of scripted tokens.
         returns_logprobs: False for an engine that cannot return log-probabilities.
     """
 
     def __init__(self, script: Script, *, logprob: float = -1.0, returns_logprobs: bool = True) -> None:
         super().__init__()
-        self.capabilities = replace(self.capabilities, returns_logprobs=returns_logprobs)
+        self.capabilities = replace(self.capabilities, returns_logprobs=returns_logprobs, cuts_short=True)
         self.script, self.returns_logprobs = script, returns_logprobs
         self.logprob = logprob
         self.requests: list[Request] = []

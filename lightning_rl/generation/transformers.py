@@ -181,6 +181,7 @@ class _Decode:
                 version=self.version,
                 token_extras=self.extras.of_tokens(row, length),
                 prompt_extras=self.extras.of_prompt(row),
+                sample_id=self.requests[row].sample_id,
             )
             for row, (length, finish) in enumerate(zip(lengths, finishes, strict=True))
         ]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerState
 
+from lightning_rl.edits import changed_entries, copy_plain
+
 Reward = Callable[..., Any]
 """``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, or a coroutine of one; None: it
 does not apply to the row.
@@ -90,6 +92,20 @@ class Rows:
     def __len__(self) -> int:
         """How many rows."""
         return len(self.prompts)
+
+    def copy(self) -> "Rows":
+        """The same in containers of their own, however deep, so that no function edits what another one is given."""
+        ids = [list(row) for row in self.completion_ids]
+        values = copy_plain([self.prompts, self.completions, dict(self.columns)])
+        return Rows(prompts=values[0], completions=values[1], completion_ids=ids, columns=values[2])
+
+    def edits(self, given: "Rows") -> list[str]:
+        """The names of the arguments that a function edited in its own copy of these rows."""
+        before, after = (
+            {"prompts": rows.prompts, "completions": rows.completions, "completion_ids": rows.completion_ids}
+            for rows in (self, given)
+        )
+        return changed_entries({**before, **self.columns}, {**after, **given.columns})
 
     def select(self, rows: Sequence[int]) -> "Rows":
         """Some of the rows, in the order given, in lists of their own."""

@@ -218,8 +218,14 @@ class _Draft:
 
     def _values(self, style: CallStyle, trainer_state: TrainerState | None) -> Any:
         """What the function returned; a generator runs here, within the limit."""
-        own = self.rows.select(range(len(self.rows)))  # so that no function edits what the next one is given
+        own = self.rows.copy()
         returned = style.call(self.function, own, self.notes, trainer_state)
+        if edited := self.rows.edits(own):
+            warnings.warn(
+                f"reward {self.name} edited {', '.join(edited)} in place: nobody else sees it, because its lists are "
+                "copies, but it may score something else than what was sampled: use sorted(x), not x.sort()",
+                stacklevel=2,
+            )
         return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
 
     def collect(self, function: Isolated, submitted: Submitted) -> None:

@@ -17,11 +17,12 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
+from lightning_rl.generation.answers import Answers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.isolation import Submitted
-from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Rollout, concatenate, pad_rows
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Finish, Rollout, concatenate, pad_rows
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
@@ -79,7 +80,7 @@ class ScoredGroups(NamedTuple):
 
     Attributes:
         rollout: the rows.
-        stats: how many groups were sampled and filtered, and rows that rewards failed on.
+        stats: how many groups were sampled and filtered, rows that were aborted, and rows that rewards failed on.
         noted: what reward functions logged themselves, under names that may be others the next time.
     """
 
@@ -107,6 +108,7 @@ class Sampler:
         max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run; None for never.
         failed_folder: where the samples go that rewards fail on; None for no files.
         trainer_state: how far the run is, for rewards that ask.
+        vocabulary: number of token ids that the policy knows; None if unknown.
     """
 
     engine: Engine
@@ -123,6 +125,7 @@ class Sampler:
     max_failed_rewards: float | None = 1.0
     failed_folder: Path | None = None
     trainer_state: TrainerState | None = None
+    vocabulary: int | None = None
 
     @property
     def max_rounds(self) -> int:
@@ -149,7 +152,7 @@ class Sampler:
         parts: list[Rollout] = []
         calls: list[RewardCall] = []
         failed: list[Tensor] = []
-        samples, missing, filtered = first, groups, 0
+        samples, missing, filtered, aborted = first, groups, 0, 0
         for round_number in range(self.max_rounds):
             wanted = self.collectives.objects(missing)
             if not sum(wanted):
@@ -160,6 +163,7 @@ class Sampler:
             self.corrections.observe_generated(samples.pairs)
             part, new, failing = self.score(samples)
             calls, failed = [*calls, *new], [*failed, failing]
+            aborted += int((part.finish == Finish.ABORT).sum())
             self.corrections.observe_rewards(part, new)
             part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
             keep = self.corrections.keep_groups(part)
@@ -171,7 +175,7 @@ class Sampler:
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
-        counts |= self._count_failures(calls, torch.cat(failed))
+        counts |= {"rollout/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: Stat.single(count).sum() for name, count in counts.items()}
         return ScoredGroups(concatenate(parts), stats, noted)
 
@@ -282,14 +286,22 @@ class Sampler:
         return replace(samples, started=self.rewards.start(**arguments))
 
     def converse(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion for each request.
+        """One completion for each request, held against it: every answer of every engine comes by here.
 
         The answer is the whole response: conversations have one turn. One of several goes on in :meth:`generate`, with
         requests of ``turn + 1`` whose prefix is the one before, what was drawn and what came back; the tokens that
         nobody drew are holes, which ``Rollout.of_samples(actions=)`` takes.
         """
+        logprobs = self.engine.capabilities.returns_logprobs
+        answers = Answers(
+            engine=self.engine,
+            requests=tuple(requests),
+            logprobs=logprobs,
+            vocabulary=self.vocabulary,
+            text=None if self.tokenizer is None else self._whole_text,
+        )
         with self.forward_context():  # for no requests as well: ranks may share an engine
-            return self.engine.generate(requests, logprobs=self.engine.capabilities.returns_logprobs)
+            return answers.check(self.engine.generate(list(requests), logprobs=logprobs))
 
     def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         """Samples with their rewards, the calls that gave them, and the rows that rewards failed on; greedy answers
@@ -306,6 +318,9 @@ class Sampler:
     def text(self, token_ids: Sequence[int]) -> str:
         """A completion as the rewards see it."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _whole_text(self, token_ids: Sequence[int]) -> str:
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
 
     def _with_baseline(self, rollout: Rollout, greedy: Rollout) -> Rollout:
         size = len(rollout) // max(len(greedy), 1)
@@ -370,12 +385,6 @@ class Sampler:
 
     def _logprobs(self, completions: Sequence[Completion]) -> Tensor:
         rows = [completion.logprobs for completion in completions]
-        for completion, row in zip(completions, rows, strict=True):
-            if row is None or len(row) != len(completion.token_ids):
-                raise ValueError(
-                    f"expected a log-probability for each of {len(completion.token_ids)} tokens from "
-                    f"{type(self.engine).__name__}, got {'none' if row is None else len(row)}"
-                )
         return pad_rows([row for row in rows if row is not None], self.dtype)[0]
 
 

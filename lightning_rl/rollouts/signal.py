@@ -1,12 +1,15 @@
 """Signal: from rewards and log-probabilities to the advantage of every token. Raw quantities stay raw."""
 
+from contextlib import nullcontext
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_rl.advantages import Estimator, RewardSignal
-from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.corrections import REWARDS, Corrections, Stat
+from lightning_rl.edits import EditWatch
 from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.rewards import shaped_rewards
@@ -42,7 +45,8 @@ def estimate_signal(
         ValueError: if a reward or an advantage is not finite; the message names the sample.
     """
     rollout = corrections.provide(rollout).sanitize()
-    bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
+    with corrections.watching(rollout) if corrections.contributors(*REWARDS) else nullcontext():
+        bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
     scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
     if bonus is not None:
         scores = (scores.double() + bonus).to(scores.dtype)
@@ -59,7 +63,7 @@ def estimate_signal(
         greedy=rollout.extras.get(GREEDY_SCORE),
         global_sum=global_sum,
     )
-    advantages, returns = estimator(rewards)
+    advantages, returns = _checked_advantages(estimator, rewards)
     _check_finite(advantages, rollout)
     stats = reward_metrics(rollout, scores, shaped)
     if GREEDY_SCORE in rollout.extras:
@@ -102,6 +106,20 @@ def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
     candidates = torch.where(population, place, len(groups))
     first = torch.full_like(groups, len(groups))[:number].scatter_reduce_(0, index, candidates, "amin")
     return place == first[index]
+
+
+def _checked_advantages(estimator: Estimator, rewards: RewardSignal) -> Advantages:
+    """What an estimator makes of rewards, without writing to them."""
+
+    def tensors() -> list[tuple[str, Tensor]]:
+        values = ((spec.name, getattr(rewards, spec.name)) for spec in fields(rewards))
+        return [(name, value) for name, value in values if isinstance(value, Tensor)]
+
+    watch = EditWatch(tensors)
+    advantages = estimator(rewards)
+    watch.after(f"the estimator {estimator.name}", "it returns new tensors (use x - y, not x -= y)")
+    watch.close()
+    return advantages
 
 
 def _check_finite(advantages: Tensor, rollout: Rollout) -> None:

@@ -1,20 +1,21 @@
 """The state of a run besides its weights: the rollout in progress, everything else, and what a checkpoint keeps."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerState
 
 from lightning_rl.compatibility import Needs
-from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.corrections import Corrections, RLCallback, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
+from lightning_rl.edits import EditError, Seal
 from lightning_rl.generation import Sampling
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import Plan, Scorer
@@ -25,36 +26,56 @@ from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.update import ParameterTracer
 
 MAX_NONFINITE_IN_A_ROW = 3
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
+OURS = ("lightning", "lightning_rl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentRollout:
-    """A finished rollout from its first optimizer step to its last, with its plan and its write counters.
+    """A finished rollout from its first optimizer step to its last, with its plan and its seal.
 
     Args:
         number: of the rollout.
         rollout: with its signal.
         plan: used by every pass over it.
-        versions: :meth:`Rollout.versions` when the rollout was finished.
+        seal: of its fields, when the rollout was finished.
     """
 
     number: int
     rollout: Rollout
     plan: Plan
-    versions: Mapping[str, tuple[int, int]]
+    seal: Seal
 
     @staticmethod
     def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
         """Holds a rollout from now on."""
-        return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=rollout.versions())
+        return CurrentRollout(number=number, rollout=rollout, plan=plan, seal=Seal.of(rollout.tensors()))
 
-    def check_versions(self) -> None:
-        """Raises a RuntimeError that names the field if anybody wrote to the rollout since it was finished."""
-        edited = [name for name, version in self.rollout.versions().items() if version != self.versions[name]]
-        if edited:
-            raise RuntimeError(
-                f"the held rollout was written to in place between optimizer steps: {', '.join(edited)}; some "
-                "callback keeps a reference to it and edits it"
+    def check_edits(self, since: str, hooks: Callable[[], Sequence[str]] = tuple) -> None:
+        """Refuses a rollout that anybody wrote to since it was finished, by whatever way.
+
+        Args:
+            since: when the last time was that it was whole, to end the sentence "was written to".
+            hooks: names those who had the chance; asked only if there is an edit.
+
+        Raises:
+            EditError: naming the fields.
+        """
+        fields = self.rollout.tensors()
+        if self.seal.holds(fields):
+            return
+        if edited := self.seal.changes(Seal.of(fields, self.seal)):
+            who = f"one of {', '.join(names)}" if (names := hooks()) else "some callback"
+            raise EditError(
+                f"the held rollout was written to in place {since}: {', '.join(edited)}; {who} keeps a reference to it "
+                "and edits it"
             )
 
     def state(self) -> dict[str, Any]:
@@ -218,6 +239,20 @@ class RunState:
                 "reference= and policy= that the run began with"
             )
         self.loaded = ranks[rank]
+
+
+def writers_among(callbacks: Iterable[Callback]) -> list[str]:
+    """The hooks of a user's callbacks that Lightning calls while a rollout is held, as messages call them."""
+    names = []
+    for callback in callbacks:
+        name = callback.name if isinstance(callback, RLCallback) else type(callback).__name__
+        methods = [hook for hook in STEP_HOOKS if getattr(type(callback), hook) is not getattr(Callback, hook)]
+        methods += (
+            ["observe_step"] if isinstance(callback, RLCallback) and "observe_step" in callback.contributes else []
+        )
+        if type(callback).__module__.partition(".")[0] not in OURS:
+            names += [f"callback {name}.{method}" for method in methods]
+    return names
 
 
 def trainer_state(trainer: Trainer) -> TrainerState:

@@ -49,6 +49,7 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
+from lightning_rl.edits import EditError
 from lightning_rl.generation import Completion, Request
 
 RECIPES = {
@@ -255,9 +256,9 @@ class EditInObserve(RLCallback):
         rollout.require("advantages").data.mul_(0.5)
 
 
-def test_who_edits_a_rollout_while_looking_at_it_is_named(tmp_path: Path) -> None:
-    audit, message = SignalAudit(1, checks=["raw_fields"]), r"callback edit_in_observe\.observe: expected advantages as"
-    with pytest.warns(UserWarning, match=message):
+def test_who_edits_a_rollout_while_looking_at_it_is_named_by_the_core(tmp_path: Path) -> None:
+    audit, message = SignalAudit(1, checks=["raw_fields"]), "observe of edit_in_observe wrote in place to advantages"
+    with pytest.raises(EditError, match=message):
         fit(tiny_module(minibatches=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
 
 

@@ -20,10 +20,13 @@ from torch.optim import AdamW
 
 from faults.fault import Fault
 from faults.table import FAULTS
+from lightning_rl import EngineError
 from lightning_rl.audit import SignalAudit
+from lightning_rl.edits import EditError
 from lightning_rl.generation.weights.canary import CanaryError
 
 TEMPERATURE = 0.5
+REFUSALS: dict[type[Exception], str] = {CanaryError: "canary", EditError: "edits", EngineError: "answers"}
 
 
 def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[str, str]]:
@@ -46,8 +49,9 @@ def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[
                 max_steps=6,
             )
         except Exception as raised:  # noqa: BLE001  # a fault may break the run as well; what counts is what was found
-            if isinstance(raised, CanaryError):  # the check after each sync, which comes before any rollout
-                return [("canary", str(raised))]
+            for kind, refused_by in REFUSALS.items():  # what needs no audit: it is refused before anything trains
+                if isinstance(raised, kind):
+                    return [(refused_by, str(raised))]
             if not audit.findings:
                 sys.stderr.write(f"{fault.name if fault else 'no fault'}: {raised}\n")
     return [(finding.check, finding.culprit) for finding in audit.findings]

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_rl import Estimator, Finish, LossTerm, LossView, RLCallback, Rollout, Stat, TransformersEngine
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.callbacks import OPSM, OverlongPenalty, ReferenceKL
+from lightning_rl.edits import Seal
 from lightning_rl.generation import Completion, Request
 
 
@@ -119,7 +120,7 @@ class Swapping(RLCallback):
         current = pl_module.run.current
         if current is not None and batch.step:
             changed = current.rollout.replace(advantages=-current.rollout.require("advantages"))
-            pl_module.run.current = dataclasses.replace(current, rollout=changed, versions=changed.versions())
+            pl_module.run.current = dataclasses.replace(current, rollout=changed, seal=Seal.of(changed.tensors()))
 
 
 class MovingReference(RLCallback):

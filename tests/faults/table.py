@@ -46,8 +46,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "version read after the response",
-        "versions",
-        "engine Altering",
+        "answers",
+        "Altering",
         options={"engine": lambda: parts.Altering(completion=parts.a_version_late)},
     ),
     Fault(
@@ -64,14 +64,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the sampled EOS dropped",
-        "ends",
-        "engine Altering",
+        "answers",
+        "Altering",
         options={"engine": lambda: parts.Altering(completion=parts.without_eos)},
     ),
     Fault(
         "every response called cut off",
-        "ends",
-        "engine Altering",
+        "answers",
+        "Altering",
         options={"engine": lambda: parts.Altering(completion=parts.cut_off)},
     ),
     Fault(
@@ -161,14 +161,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "raw KL overwritten in place",
-        "pure_contributions",
-        "reference_kl.token_reward",
+        "edits",
+        "token_reward of reference_kl",
         callbacks=lambda: [parts.InPlaceKL(0.1)],
         options=PPO,
     ),
     Fault(
         "advantages edited between steps",
-        "raw_fields",
+        "edits",
         "late_edit.on_train_batch_end",
         callbacks=lambda: [parts.LateEdit()],
         options=STEPS,

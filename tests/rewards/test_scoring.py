@@ -174,7 +174,28 @@ def test_no_function_can_edit_what_the_next_one_is_given() -> None:
     def length(prompts: list[int], completions: list[str], *, completion_ids: Any, answer: list[str]) -> Values:
         return [float(len(answer))] * len(prompts)
 
-    assert scores([editing, length], 2, columns={"answer": ["4", "5"]}).total.tolist() == [2.0, 2.0]
+    with pytest.warns(UserWarning, match="reward editing edited prompts, completions, completion_ids, answer in place"):
+        assert scores([editing, length], 2, columns={"answer": ["4", "5"]}).total.tolist() == [2.0, 2.0]
+
+
+def test_no_function_can_edit_what_lies_within_the_rows_of_the_next_one() -> None:
+    def editing(prompts: Any, completions: Any, *, completion_ids: Any, answer: Any) -> Values:
+        prompts[0][0]["content"] = "another question"
+        answer[1]["steps"].append("a fourth")
+        completion_ids[0][0] = 7
+        return [0.0, 0.0]
+
+    def reading(prompts: Any, completions: Any, *, completion_ids: Any, answer: Any) -> Values:
+        return [float(len(prompts[0][0]["content"])), float(len(answer[1]["steps"])) + completion_ids[0][0]]
+
+    question = [[{"role": "user", "content": "2 + 2?"}]] * 2
+    rewards = Rewards([editing, reading])
+    with pytest.warns(UserWarning, match=r"reward editing edited prompts, completion_ids, answer in place: .* sorted"):
+        found = rewards(
+            question, ["4", "4"], completion_ids=[[1], [1]], columns={"answer": [{}, {"steps": ["a", "b", "c"]}]}
+        )
+    assert found.total.tolist() == [6.0, 4.0]
+    assert question[0][0]["content"] == "2 + 2?"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokeniz
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, Finish, PromptDataModule, RLCallback, Rollout, Sampling
+from lightning_rl import EngineError, FakeEngine, Finish, PromptDataModule, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
@@ -77,7 +77,8 @@ def sampler_of(
         "sampling": Sampling(temperature=0.7, max_new_tokens=9, eos_token_ids=[1], stop=("x",)),
     }  # fmt: skip
     built = Sampler(**{**known, **options})
-    built.engine.load_weights([], 6)
+    for version in range(7):
+        built.engine.load_weights([], version)
     return built
 
 
@@ -148,7 +149,7 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
 )
 def test_an_engine_that_does_not_give_every_log_probability_is_refused(logprobs: Tensor | None, got: str) -> None:
     faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=Finish.STOP, version=0)
-    with pytest.raises(ValueError, match=f"for each of 2 tokens from FakeEngine, got {got}"):
+    with pytest.raises(EngineError, match=f"for each of 2 tokens from FakeEngine, got {got} for sample 0"):
         fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1)
     silent = FakeEngine(lambda _: faulty, returns_logprobs=False)
     fill_rollout(sampler_of(engine=silent), stream().take, 1)  # not asked for
