@@ -53,6 +53,7 @@ class TeacherKL(FrozenKL):
     """
 
     name = "teacher_kl"
+    provides = (f"token_extras/{KEY}",)
     alternative = "TeacherKL(as_loss=True)"
 
     def __init__(

@@ -5,7 +5,7 @@ They use constructor arguments alone, so every rank raises alike, before the fir
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,19 @@ from torch.optim import Optimizer
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import POLICY_LOSS_FACTORS, TOKEN_REWARDS, Corrections, LossView
+from lightning_rl.corrections import (
+    CONTRIBUTIONS,
+    MADE_AFTER,
+    POLICY_LOSS_FACTORS,
+    TOKEN_REWARDS,
+    Corrections,
+    LossView,
+)
 from lightning_rl.distributed import parallel_of
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
-from lightning_rl.rollout import SAMPLING_MASK, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,8 @@ def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per
     for field, who in readers.items():
         if field.partition("/")[0] not in names:
             raise ValueError(f'expected {who[0]} to read a field of Rollout, got "{field}"; known: {sorted(names)}')
+    _check_extras(readers, algorithm, engine)
+    _check_stages(algorithm.corrections)
     if "values" in readers and not critic:
         raise ValueError(f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module')
     if "rollout_logprobs" in readers and not engine.capabilities.returns_logprobs:
@@ -426,6 +435,51 @@ def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
     reading.append((type(algorithm.loss).__name__, algorithm.loss.reads))
     reading.append((algorithm.advantages.name, algorithm.advantages.reads))
     return reading
+
+
+def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, engine: Engine) -> None:
+    """Refuses entries of dict fields that nobody provides, as far as those who provide say what.
+
+    Raises:
+        ValueError: naming the reader, the entry, and who could provide it, or both who do.
+    """
+    providing = algorithm.corrections.contributors("provide")
+    known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in engine.capabilities.extras}
+    known |= {f"extras/{GREEDY_SCORE}"} if algorithm.advantages.needs_greedy else set()
+    for callback in providing:
+        if twice := sorted(known & set(callback.provides)):
+            raise ValueError(
+                f'expected "{twice[0]}" from one place, but {type(callback).__name__} provides it as well: give its '
+                "tensor another name, or leave one of them out"
+            )
+        known |= set(callback.provides)
+    if not all(callback.provides for callback in providing):
+        return  # one of them may provide anything
+    for field, who in readers.items():
+        if "/" in field and not field.startswith("task_rewards/") and field not in known:
+            raise ValueError(
+                f'{who[0]} reads "{field}", but nothing provides it: add a callback whose `provide` returns it, or '
+                f"take it out of `reads`; provided: {sorted(known) or 'nothing'}"
+            )
+
+
+def _check_stages(corrections: Corrections) -> None:
+    """Refuses fields in ``reads`` that do not exist yet in any of the reader's once-per-rollout methods.
+
+    Raises:
+        ValueError: naming the reader, the field, and the methods.
+    """
+    for callback in corrections.callbacks:
+        rows = [name for name, entry in CONTRIBUTIONS.items() if entry.when != "update"]
+        methods = [method for method in rows if method in callback.contributes]
+        for field in callback.reads:
+            early = MADE_AFTER.get(field, ())
+            if methods and all(method in early for method in methods):
+                raise ValueError(
+                    f'{type(callback).__name__} reads "{field}" in {", ".join(methods)}, which comes before {field} '
+                    f"exist: read it in {'provide, ' if 'provide' not in early else ''}rollout_metrics or observe, or "
+                    "name it in reads_at_loss for a mask, weight or term of the loss"
+                )
 
 
 def _warn_of_dead_knobs(corrections: Corrections) -> None:

@@ -6,9 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kit.support import an_algorithm, callback_of
+from kit.support import an_algorithm, callback_of, ragged_rollout
 
-from lightning_rl import GAE, GRPO, RLOO, ClippedSurrogate, FakeEngine, RawReward, Reinforce, RLCallback
+from lightning_rl import (
+    GAE,
+    GRPO,
+    RLOO,
+    ClippedSurrogate,
+    FakeEngine,
+    RawReward,
+    Reinforce,
+    RLCallback,
+    TransformersEngine,
+)
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
 from lightning_rl.callbacks import (
     OPSM,
@@ -60,8 +70,63 @@ def test_reading_an_unknown_field_names_reader_field_and_the_known_ones(field: s
         reads(reader(early=(field,)) if how == "early" else reader(late=(field,)))
 
 
-def test_entries_of_dict_fields_may_be_read() -> None:
-    assert reads(reader(early=("token_extras/teacher", "groups"))) == Needs(old_logprobs=True)
+def provider(*names: str, name: str = "provider") -> RLCallback:
+    callback = callback_of(name, provide=lambda _: {})
+    callback.provides = names
+    return callback
+
+
+def test_entries_of_dict_fields_may_be_read_if_somebody_provides_them_or_anything() -> None:
+    reading = reader(early=("token_extras/teacher", "groups"))
+    for providing in (provider("token_extras/teacher"), provider()):
+        assert reads(reading, providing) == Needs(old_logprobs=True)
+    assert reads(reader(late=("token_extras/routed_experts",)), engine=TransformersEngine()) == Needs(old_logprobs=True)
+    assert reads(reader(late=("extras/greedy_score",)), estimator="remax") == Needs(old_logprobs=True)
+
+
+@pytest.mark.parametrize("field", ["token_extras/teacher", "extras/difficulty", "extras/greedy_score"])
+@pytest.mark.parametrize("how", ["early", "late"])
+def test_reading_an_entry_that_nobody_provides_names_reader_entry_and_cure(field: str, how: str) -> None:
+    reading = reader(early=(field,)) if how == "early" else reader(late=(field,))
+    with pytest.raises(ValueError, match=f'Reader reads "{field}", but nothing provides it: add a callback whose'):
+        reads(reading, provider("extras/other"))
+
+
+def test_two_who_provide_the_same_entry_are_refused_at_setup() -> None:
+    with pytest.raises(ValueError, match='expected "extras/x" from one place, but B provides it as well: give its'):
+        reads(provider("extras/x", name="a"), provider("extras/x", name="b"))
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "exists"),
+    [
+        ("reward_mask", "old_logprobs", False),
+        ("exclude", "ref_logprobs", False),
+        ("token_reward", "ref_logprobs", True),
+        ("token_reward", "advantages", False),
+        ("reward_bonus", "advantages", False),
+        ("keep_groups", "returns", False),
+        ("rollout_metrics", "advantages", True),
+        ("observe", "returns", True),
+    ],
+)
+def test_a_field_that_is_read_before_it_exists_is_refused_with_the_stage(method: str, field: str, exists: bool) -> None:
+    callback = callback_of("early", **{method: lambda seen: seen})
+    callback.reads = (field,)
+    if exists:
+        reads(callback, estimator=GAE(), critic=True)
+        return
+    with pytest.raises(
+        ValueError, match=f'Early reads "{field}" in {method}, which comes before {field} exist: read it'
+    ):
+        reads(callback, estimator=GAE(), critic=True)
+
+
+def test_a_provide_that_returns_something_else_than_it_says_is_refused() -> None:
+    callback = callback_of("liar", provide=lambda seen: {"extras/y": seen.rewards})
+    callback.provides = ("extras/x",)
+    with pytest.raises(ValueError, match=r"provide of liar to return what its `provides` names, \['extras/x'\], got"):
+        Corrections([callback]).provide(ragged_rollout())
 
 
 @pytest.mark.parametrize("given", [{"estimator": GAE()}, {}], ids=["estimator", "callback"])

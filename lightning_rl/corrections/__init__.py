@@ -2,6 +2,7 @@
 
 from lightning_rl.corrections.base import (
     CONTRIBUTIONS,
+    MADE_AFTER,
     POLICY_LOSS_FACTORS,
     REWARDS,
     TOKEN_REWARDS,
@@ -17,6 +18,7 @@ from lightning_rl.corrections.view import LossView
 
 __all__ = [
     "CONTRIBUTIONS",
+    "MADE_AFTER",
     "POLICY_LOSS_FACTORS",
     "REWARDS",
     "TOKEN_REWARDS",

@@ -64,6 +64,14 @@ CONTRIBUTIONS: Mapping[str, Contribution] = {
 }
 """Every contribution method, in the order of a rollout's life. :meth:`Corrections.contributors` says who offers one."""
 
+BEFORE_LOGPROBS = ("reward_mask", "keep_groups", "observe_rewards", "exclude")
+BEFORE_ADVANTAGES = (*BEFORE_LOGPROBS, "provide", "reward_bonus", "token_reward")
+MADE_AFTER = {
+    **dict.fromkeys(("old_logprobs", "ref_logprobs", "values"), BEFORE_LOGPROBS),
+    **dict.fromkeys(("advantages", "returns"), BEFORE_ADVANTAGES),
+}
+"""Fields of a rollout that do not exist yet when some contribution methods are called."""
+
 POLICY_LOSS_FACTORS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "policy loss")
 REWARDS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "rewards" and "float" in entry.returns)
 TOKEN_REWARDS = tuple(name for name in REWARDS if CONTRIBUTIONS[name].returns == "token float")
@@ -96,6 +104,8 @@ class RLCallback(Callback):
         name: the stem of the callback's file and the prefix of its metrics; unique in a run, see :meth:`with_name`.
         reads: names of the rollout fields that its once-per-rollout methods need.
         reads_at_loss: names of the fields that its loss-time methods need.
+        provides: names of the tensors that its ``provide`` returns, such as ``"extras/difficulty"``, so that readers of
+            others are refused at setup; empty for whatever it likes.
         records: what the engine has to record about every token for it, by the name in the extras.
         ratio: (numerator, denominator) of the importance ratio that its weight carries; None for masks and terms.
         alternative: what to use instead where this correction does not fit, for error messages.
@@ -111,6 +121,7 @@ class RLCallback(Callback):
     name: str = ""
     reads: tuple[str, ...] = ()
     reads_at_loss: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
     ratio: Ratio | None = None
     alternative: str | None = None

@@ -130,6 +130,11 @@ class Corrections:
         """The rollout with every provided tensor in the field that its name begins with."""
         fields = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
         for callback, tensors in self._each("provide", rollout):
+            if callback.provides and tensors.keys() != set(callback.provides):
+                raise ValueError(
+                    f"expected provide of {callback.name} to return what its `provides` names, "
+                    f"{sorted(callback.provides)}, got {sorted(tensors)}"
+                )
             for name, tensor in tensors.items():
                 field, _, key = name.partition("/")
                 shape = rollout.groups.shape if field == "extras" else rollout.response_ids.shape

@@ -4,8 +4,8 @@ What only the engine itself can have got wrong ends the run with an :class:`Engi
 the number and the order of the completions, ids outside of the vocabulary, more tokens than asked for,
 log-probabilities that are none, weights that nobody pushed. What spoils one sample and may be the sample's own bad
 luck costs that sample: its row is aborted, which is warned of and counted (``rollout/aborted``), and trains nothing:
-log-probabilities that are not finite, and a finish reason that its tokens contradict. If that is so of more than half
-of an answer, it is the engine.
+log-probabilities that are not finite, and a finish reason that its tokens contradict. If that is so of several samples
+and of more than a tenth of an answer, it is the engine.
 """
 
 import copy
@@ -23,7 +23,7 @@ from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
 
 ROUNDING = 1e-3  # nats by which the log-probability of a certain token may exceed 0
-MAX_REFUSED = 0.5  # share of an answer
+MAX_REFUSED = 0.1  # share of an answer; a single sample never is too many
 SHOWN = 8  # token ids of a prompt in a message
 
 
@@ -172,7 +172,7 @@ class Answers:
             return list(given)
         place = min(bad)
         first = f"got {bad[place]} for {self._where(place)}"
-        if len(bad) > MAX_REFUSED * len(given):
+        if len(bad) > max(1, MAX_REFUSED * len(given)):
             raise EngineError(
                 f"expected samples from {self.name} that can be believed, {first}, and {len(bad)} of {len(given)} like "
                 "it: look for the fault in the engine, its dtype first"
