@@ -34,6 +34,13 @@ RESERVED = frozenset(
     )
 )
 
+LOGGED_BY_CORE = {
+    "exclude": ("excluded",),
+    "sequence_mask": ("rejected",),
+    "token_mask": ("rejected_tokens",),
+    "token_weight": ("weight_mean", "ess"),
+    "loss_term": ("loss",),
+}
 PURE = "a contribution returns a new tensor and edits nothing (use x * y, not x *= y; no .data, .numpy() or set_)"
 
 
@@ -282,6 +289,13 @@ class Corrections:
             foreign = [key for key in stats if not key.startswith(prefix)]
             if foreign:
                 raise ValueError(f'expected {callback.name} to log under "{prefix}", got {", ".join(foreign)}')
+            names = {key.removeprefix(prefix) for key in stats}
+            taken = {name for offered in callback.contributes for name in LOGGED_BY_CORE.get(offered, ())}
+            if names & taken:
+                raise ValueError(
+                    f'expected {callback.name} to log under other names than "{prefix}{min(names & taken)}" in '
+                    f"{method}, which the core logs of what it contributes: choose another"
+                )
             merged |= {f"{callback.name}/{key.removeprefix(prefix)}": stat for key, stat in stats.items()}
         return merged
 

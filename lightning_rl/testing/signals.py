@@ -20,6 +20,7 @@ from lightning_rl.naming import name_of
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
+from lightning_rl.testing.witnesses import FURTHER, MEANINGS
 
 FACTS = RunFacts(tolerance=1e-6)
 PLAIN = Algorithm(
@@ -47,6 +48,7 @@ LOSS = (
 CALLBACK = (
     "pure_contributions",
     "contributions_fit",
+    "declared_reads",
     "masked_values",
     "padding_width",
     "row_order",
@@ -61,6 +63,7 @@ CALLBACK = (
     "terms_add_up",
     "metric_populations",
     "knob_liveness",
+    "padding_blindness",
 )
 
 
@@ -114,7 +117,7 @@ def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
                     evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
                 except ValueError:  # masked_values and excluded_rows say so
                     continue
-            findings = run_checks([CHECKS[name]], evidence)
+            findings = list(FURTHER[name](evidence)) if name in FURTHER else run_checks([CHECKS[name]], evidence)
             if findings:
                 return findings
         return []
@@ -122,4 +125,4 @@ def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     broken = smallest(st.tuples(batches(min_rows=2), st.integers(0, 9)), look)
     if broken is not None:
         (rows, _), finding = broken
-        raise PropertyError(what, finding, [str(row) for row in rows])
+        raise PropertyError(what, finding, [str(row) for row in rows], MEANINGS.get(finding.check, ""))

@@ -294,3 +294,24 @@ def test_a_callback_offers_what_its_class_overrides() -> None:
     assert [type(c) for c in corrections.contributors("sequence_mask")] == [OPSM] and not corrections.contributors(
         "exclude"
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "metrics"),
+    [
+        ("exclude", "excluded", "rollout_metrics"),
+        ("sequence_mask", "rejected", "metrics"),
+        ("token_mask", "rejected_tokens", "metrics"),
+        ("token_weight", "ess", "metrics"),
+        ("loss_term", "loss", "metrics"),
+    ],
+)
+def test_a_metric_under_a_name_that_the_core_logs_is_refused(method: str, name: str, metrics: str) -> None:
+    def measure(seen: Rollout) -> dict[str, Stat]:
+        return {f"mine/{name}": Stat.of(seen.rewards)}
+
+    callback = callback_of("mine", **{method: right(method, "mine"), metrics: measure})
+    with pytest.raises(
+        ValueError, match=f'mine to log under other names than "mine/{name}" in {metrics}, which the core'
+    ):
+        call(Corrections([callback]), metrics, seen_by(metrics))

@@ -24,7 +24,7 @@ from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_exa
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Estimator, LossTerm, LossView, PolicyLoss, RLCallback, Stat
+from lightning_rl import Estimator, LossTerm, LossView, PolicyLoss, RLCallback, Rollout, Stat
 from lightning_rl.testing import PropertyError, check_advantage, check_callback, check_loss, check_reward
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
@@ -208,6 +208,97 @@ def test_a_wrong_correction_fails_with_its_property(callback: RLCallback, broken
     with pytest.raises(PropertyError) as raised:
         check_callback(callback)
     assert raised.value.property in broken
+
+
+class MeanEntropy(RLCallback):
+    """Leaves out responses by their mean entropy, padding among it."""
+
+    name = "mean_entropy"
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    @override
+    def sequence_mask(self, view: LossView) -> Tensor:
+        return view.entropy.mean(-1) > self.threshold
+
+
+class MeanDrift(RLCallback):
+    """Leaves out responses by their mean drift, padding among it."""
+
+    name = "mean_drift"
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    @override
+    def sequence_mask(self, view: LossView) -> Tensor:
+        drift = (view.require("old_logprobs") - view.logprobs.detach()).mean(-1)
+        return drift.abs() < self.threshold
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [MeanEntropy, MeanDrift])
+@pytest.mark.parametrize("threshold", [0.003, 0.02, 0.4, 3.0, 60.0])
+def test_a_mean_over_padding_is_found_whatever_its_threshold(kind: Any, threshold: float) -> None:
+    with pytest.raises(PropertyError) as raised:
+        check_callback(kind(threshold))
+    assert raised.value.property in ("padding_blindness", "loss_padding_width")
+    assert "sequence_mask" in str(raised.value) or "callback mean_" in str(raised.value)
+
+
+class Undeclared(RLCallback):
+    """Reads a field that it does not declare."""
+
+    name = "undeclared"
+
+    def __init__(self, field: str, *, declares: bool = False) -> None:
+        self.field = field
+        self.reads_at_loss = (field,) if declares else ()
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        field, _, key = self.field.partition("/")
+        other = getattr(view, field)[key] if key else view.require(field)
+        return LossTerm(per_token=(view.logprobs - other).square() / 2, coef=0.1)
+
+
+class TooEarly(RLCallback):
+    """Reads advantages before there are any."""
+
+    name = "too_early"
+    reads = ("advantages",)
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return torch.where(rollout.valid_tokens, rollout.require("advantages"), 0.0).sum(-1).double() * 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (
+            Undeclared("ref_logprobs"),
+            ['Expected "ref_logprobs" among its reads_at_loss', 'reads_at_loss = ("ref_logprobs",)'],
+        ),
+        (
+            Undeclared("token_extras/teacher_logprobs"),
+            ['declare it: reads_at_loss = ("token_extras/teacher_logprobs",)'],
+        ),
+        (TooEarly(), ['Expected "advantages" among its reads', "in a later method, such as rollout_metrics"]),
+    ],
+)
+def test_a_field_that_is_read_and_not_declared_is_named_with_the_cure(callback: RLCallback, said: list[str]) -> None:
+    with pytest.raises(PropertyError) as raised:
+        check_callback(callback)
+    assert raised.value.property == "declared_reads"
+    assert all(part in str(raised.value) for part in said)
+
+
+@pytest.mark.slow
+def test_a_field_that_is_declared_may_be_read() -> None:
+    check_callback(Undeclared("ref_logprobs", declares=True))
 
 
 def test_a_failure_says_what_is_broken_and_shows_the_smallest_batch() -> None:
