@@ -1,6 +1,5 @@
 """The kit for reward functions: generated completions beside each other, in other orders and alone."""
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -12,6 +11,7 @@ from lightning_rl.audit import Finding
 from lightning_rl.audit.checks.rewards import rows_valued_otherwise
 from lightning_rl.naming import name_of
 from lightning_rl.rewards import Reward, RewardCall
+from lightning_rl.rewards.call import Rows
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.testing.smallest import PropertyError, smallest
 
@@ -58,21 +58,28 @@ def check_reward(
         raise PropertyError(f"reward {name_of(reward)}", finding, [str(row) for row in rows], MEANINGS[finding.check])
 
 
+def _edits(reward: Reward, rows: Rows) -> list[str]:
+    given = rows.copy()
+    return_alone(name_of(reward), reward, given)
+    return rows.edits(given)
+
+
 def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """The properties that some rows show to be broken, until one makes the next senseless."""
     columns, number = {name: [row[name] for row in rows] for name in rows[0]}, len(rows)
     prompts, completions = columns.pop("prompt"), columns.pop("completion")
     ids = [[ord(letter) for letter in completion] for completion in completions]
     call = RewardCall("reward", ids, (), 0.0, prompts, completions, columns, reward)
-    arguments = [*call[1:2], *call[4:7]]
-    before = copy.deepcopy(arguments)
+    given = call.rows.copy()
     try:
-        values: Any = return_alone(name_of(reward), reward, call.rows)
+        values: Any = return_alone(name_of(reward), reward, given)
+        backward = call.rows.select(range(number)[::-1])  # what sorts its arguments edits one of the two orders
+        edits = [*call.rows.edits(given), *_edits(reward, backward)]
     except Exception as raised:  # noqa: BLE001  user code: what it raises is the finding
         cure = "return None where it does not apply"
         yield _finding("reward_accepts", "values", f"{type(raised).__name__}: {raised}", cure)
         return
-    if arguments != before:
+    if edits:
         yield _finding("reward_inputs", "lists as they were", "edits of its arguments", "work on copies")
     listed = list(values) if hasattr(values, "__iter__") else []
     if len(listed) != number or not all(map(_is_value, listed)):
