@@ -69,4 +69,12 @@ def _serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen at (default: %(default)s)")
     parser.add_argument("--dtype", help="of the weights; by default as in the configuration")
-    parser.epilog = "The API key is read from VLLM_API_KEY, or made and printed. What stands after -- is for vLLM."
+    storage = "folder that the trainer writes weights to, its storage= (default: that for temporary files)"
+    parser.add_argument("--storage", type=Path, help=storage)
+    parser.add_argument("--api-key-file", type=Path, help="file with the key that every call has to bring")
+    parser.add_argument("--ssl-certfile", type=Path, help="certificate, for https; with --ssl-keyfile")
+    parser.add_argument("--ssl-keyfile", type=Path, help="its private key")
+    parser.epilog = (
+        "The key is that of --api-key-file, or of VLLM_API_KEY, or of a file in ~/.config/lightning-rl that is made if "
+        "there is none. What stands after -- is for vLLM."
+    )

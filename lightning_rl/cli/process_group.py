@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
+PRIVATE = 0o077  # no other user may open what it makes: sockets and files
 PATIENCE = 10.0  # seconds that vLLM has to end by itself
 GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
@@ -34,7 +35,7 @@ def run_group(command: Sequence[str], environment: Mapping[str, str]) -> int:
             _signal_group(leader, signal.SIGTERM)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    server = subprocess.Popen(command, env=environment, start_new_session=True, umask=PRIVATE)
     guard = subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", GUARD, str(server.pid)],
         stdin=subprocess.PIPE,

@@ -29,6 +29,15 @@ sys.exit(process_group.run_group([sys.executable, "-c", *sys.argv[1:]], os.envir
 """
 
 
+WRITING = "import os, sys; os.chdir(sys.argv[1]); open('file', 'w').close(); os.mkdir('folder')"
+
+
+def test_no_other_user_may_open_what_it_makes(tmp_path: Path) -> None:
+    assert process_group.run_group([sys.executable, "-c", WRITING, str(tmp_path)], os.environ) == 1
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"file": 0o600, "folder": 0o700}
+
+
 def gone(pids: list[int]) -> bool:
     """Waits until none of the processes is there, by their descriptors."""
     for pid in pids:

@@ -1,15 +1,24 @@
-"""lightning-rl serve without vLLM: the command line that it makes, and the key."""
+"""lightning-rl serve without vLLM: the command line that it makes, the key, and what it refuses."""
 
 import json
 import re
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
 from kit.support import tiny_policy, tiny_tokenizer
 
 from lightning_rl.cli import main, serve
+from lightning_rl.cli.serve import Address
+from lightning_rl.generation.vllm.key import default_key_file
+from lightning_rl.generation.vllm.worker import STORAGE
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
 
 @pytest.fixture
@@ -27,7 +36,7 @@ def flags(command: list[str]) -> dict[str, str]:
 
 
 def test_the_command_line_serves_weights_that_come_from_the_trainer_alone(folder: Path) -> None:
-    command = serve.command_line(str(folder), host="127.0.0.1", port=8123, dtype="float32", on_cpu=True)
+    command = serve.command_line(str(folder), Address(port=8123), dtype="float32", on_cpu=True)
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     given = flags(command)
     assert given["--load-format"] == "dummy" and given["--logprobs-mode"] == "processed_logprobs"
@@ -42,7 +51,7 @@ def test_a_gpu_keeps_its_graphs_and_a_tokenizer_is_used(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    given = flags(serve.command_line(str(folder), host="127.0.0.1", port=1, dtype=None, on_cpu=False))
+    given = flags(serve.command_line(str(folder), Address(port=1), dtype=None, on_cpu=False))
     assert given["--dtype"] == "bfloat16"
     assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--skip-tokenizer-init"} & given.keys()
 
@@ -73,31 +82,124 @@ def test_the_build_is_found_or_the_error_says_what_to_install(
             serve.is_cpu_build()
 
 
-@pytest.mark.parametrize("key", [None, "mine"])
-def test_a_key_is_made_and_printed_unless_there_is_one(
-    key: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[tuple[list[str], dict[str, str]]] = []
+Ran = list[tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
+    """Commands with their environments, which do not run."""
+    commands: Ran = []
     monkeypatch.setattr(serve, "is_cpu_build", lambda: True)
-    monkeypatch.setattr(serve, "run_group", lambda command, environment: ran.append((command, environment)) or 0)
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    if key is not None:
-        monkeypatch.setenv("VLLM_API_KEY", key)
+    monkeypatch.setattr(serve, "run_group", lambda command, environment: commands.append((command, environment)) or 0)
+    return commands
+
+
+def started(*arguments: str) -> None:
+    """Runs the command; the exit code is 0."""
     with pytest.raises(SystemExit) as ending:
-        main.main(["serve", str(folder), "--port", "8123", "--", "--max-num-seqs", "7"])
-    ((command, environment),) = ran
-    printed = re.findall("export VLLM_API_KEY=(.*)\n", capsys.readouterr().out)
-    assert printed == ([environment["VLLM_API_KEY"]] if key is None else [])
-    assert environment["VLLM_API_KEY"] == (key or printed[0]) and len(environment["VLLM_API_KEY"]) >= 4
-    assert command[-2:] == ["--max-num-seqs", "7"] and environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert ending.value.code == 0
+        main.main(["serve", *arguments])
+    assert ending.value.code == 0, ending.value.code
 
 
-@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_server_that_others_may_reach_comes_with_a_warning(
-    host: str, warned: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("source", ["made", "environment", "file"])
+def test_the_key_goes_to_the_server_in_its_environment_and_nowhere_else(
+    source: str, folder: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "is_cpu_build", lambda: True)
-    monkeypatch.setattr(serve, "run_group", lambda *_: 1)
-    assert serve.serve(str(folder), [], host=host, port=8123, dtype="float32", key="mine") == 1
-    assert ("whoever reaches 0.0.0.0:8123 can replace the weights" in capsys.readouterr().err) is warned
+    arguments, name = [str(folder), "--port", "8123"], str(default_key_file())
+    if source == "environment":
+        monkeypatch.setenv("VLLM_API_KEY", "mine-0815")
+        name = "VLLM_API_KEY"
+    if source == "file":
+        path = folder / "key"
+        path.write_text("mine-0815")
+        path.chmod(0o600)
+        arguments += ["--api-key-file", str(path)]
+        name = str(path)
+    for _ in range(2):
+        started(*arguments, "--", "--max-num-seqs", "7")
+    (command, environment), (_, again) = ran
+    key = environment["VLLM_API_KEY"]
+    assert key == again["VLLM_API_KEY"], "a server that starts again has the key that it had"
+    assert key == ("mine-0815" if source != "made" else default_key_file().read_text().strip()) and len(key) >= 9
+    printed = capsys.readouterr()
+    assert key not in printed.out + printed.err + " ".join(command), "a log or a list of processes is not for keys"
+    assert f"the key that every call has to bring is that of {name}\n" in printed.out
+    assert command[-4:-2] == ["--max-num-seqs", "7"] and environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_the_guard_comes_last_so_that_it_sees_every_call_first(folder: Path, ran: Ran) -> None:
+    started(str(folder), "--", "--middleware", "another.Middleware")
+    assert ran[0][0][-4:] == ["--middleware", "another.Middleware", "--middleware", serve.GUARD]
+    module, _, name = serve.GUARD.rpartition(".")
+    assert callable(getattr(import_module(module), name))
+
+
+def test_the_storage_is_told_to_the_server(folder: Path, ran: Ran, tmp_path: Path) -> None:
+    started(str(folder), "--storage", str(tmp_path / "a" / ".."))
+    started(str(folder))
+    assert [environment.get(STORAGE) for _, environment in ran] == [str(tmp_path), None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--api-key", "x"], "expected no --api-key after --: everybody may read a command line: use --api-key-file"),
+        (["--api_key=x"], "everybody may read a command line"),
+        (["--host", "0.0.0.0"], "expected no --host after --: say it before --"),
+        (["--port=1"], "say it before --"),
+        (["--ssl-keyfile", "k"], "say it before --"),
+        (["--data-parallel-size", "2"], "answered by the first of its engines alone, .*: start a server for each"),
+        (["--data_parallel_size=2"], "start a server for each engine, and pass all URLs to VLLMServerEngine"),
+        (["--data-parallel-external-lb"], "start a server for each engine"),
+        (["-dp", "2"], "start a server for each engine"),
+        (["--worker-extension-cls", "a.B"], "serve sets it"),
+        (["--uds", "/tmp/x"], "the engine asks servers at a host and a port"),
+    ],
+)
+def test_options_that_undo_what_a_server_promises_are_refused(
+    options: list[str], message: str, folder: Path, ran: Ran
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main.main(["serve", str(folder), "--", *options])
+    assert re.search(message, str(ending.value.code)) and not ran
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ssl-certfile", "c.pem"], "expected --ssl-certfile and --ssl-keyfile together, got one of them"),
+        (["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"], "expected --ssl-certfile to be a file, got c.pem"),
+        (["--api-key-file", "none"], "expected a file with a key at none"),
+    ],
+)
+def test_wrong_files_are_refused_before_anything_starts(
+    arguments: list[str], message: str, folder: Path, ran: Ran
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main.main(["serve", str(folder), *arguments])
+    assert message in str(ending.value.code) and not ran
+
+
+@pytest.mark.parametrize(
+    ("host", "encrypted", "url", "warned"),
+    [
+        ("127.0.0.1", False, "http://127.0.0.1:8123", False),
+        ("::1", False, "http://[::1]:8123", False),
+        ("0.0.0.0", False, "http://0.0.0.0:8123", True),
+        ("0.0.0.0", True, "https://0.0.0.0:8123", False),
+    ],
+)
+def test_a_key_that_the_network_could_read_comes_with_a_warning(
+    host: str, encrypted: bool, url: str, warned: bool, folder: Path, ran: Ran, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--host", host, "--port", "8123"]
+    if encrypted:
+        for name in ("certfile", "keyfile"):
+            (folder / name).touch()
+            arguments += [f"--ssl-{name}", str(folder / name)]
+    started(str(folder), *arguments)
+    printed = capsys.readouterr()
+    assert f"serving {folder} at {url}\n" in printed.out
+    assert ("sends the key and every answer as they are" in printed.err) is warned
+    given = flags(ran[0][0])
+    assert given["--host"] == host and (given.get("--ssl-certfile") == str(folder / "certfile")) is encrypted

@@ -12,9 +12,47 @@ import psutil
 from transformers import PreTrainedModel
 
 from kit.support import tiny_tokenizer
-from lightning_rl.generation.vllm.server import KEY
+from lightning_rl.generation.vllm.key import KEY
 
 SECRET = "a-key-for-tests"
+OPEN = [  # what vLLM 0.32 answers without its key, because it asks for one under /v1, /v2 and /inference alone
+    "/abort_requests",
+    "/classify",
+    "/collective_rpc",
+    "/detokenize",
+    "/docs",
+    "/finish_weight_update",
+    "/get_world_size",
+    "/health",
+    "/init_weight_transfer_engine",
+    "/invocations",
+    "/is_paused",
+    "/is_sleeping",
+    "/load",
+    "/metrics",
+    "/openapi.json",
+    "/pause",
+    "/ping",
+    "/pooling",
+    "/redoc",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
+    "/reset_prefix_cache",
+    "/resume",
+    "/score",
+    "/server_info",
+    "/sleep",
+    "/start_profile",
+    "/start_weight_update",
+    "/stop_profile",
+    "/tokenize",
+    "/update_weight_version",
+    "/update_weights",
+    "/version",
+    "/wake_up",
+    "/weight_checker",
+    "/weight_info",
+]
 
 
 class Served:

@@ -1,14 +1,20 @@
 """What a vLLM server can do for the trainer: say what it holds, compare names, load weights from shared storage.
 
-``lightning-rl serve`` adds :class:`WeightLoader` to each worker of a server (``--worker-extension-cls``).
+``lightning-rl serve`` adds :class:`WeightLoader` to each worker of a server (``--worker-extension-cls``), and says in
+the environment which folder weights may come from.
 """
 
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm.storage import check_inside
 from lightning_rl.generation.weights.files import read_weights
+
+STORAGE = "LIGHTNING_RL_STORAGE"  # of weights; that for temporary files if it is not set
 
 
 class Description(NamedTuple):
@@ -55,12 +61,16 @@ class WeightLoader:
         return {}
 
     def lightning_rl_load(self, folder: str) -> dict[str, str]:
-        """Loads all weights of a folder; after an error the weights are a mixture, and a later load repairs them."""
-        model = self.model_runner.get_model()
+        """Loads all weights of a folder on the storage; none of another one, whoever asks.
+
+        After an error the weights are a mixture, and a later load repairs them.
+        """
         try:
+            check_inside(Path(folder), Path(os.environ.get(STORAGE) or tempfile.gettempdir()))
             weights = read_weights(Path(folder))
         except (OSError, ValueError) as error:
             return {"error": str(error)}
+        model = self.model_runner.get_model()
         internals.forget_expert_kernels(model)
         try:
             self.reload_weights(weights_iterator=weights)

@@ -1,8 +1,10 @@
 """Weights on storage that trainer and servers share: written in parts of bounded size, whole or not there at all."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -12,7 +14,7 @@ from lightning_rl.files import write_atomically
 from lightning_rl.generation.weights.stream import Stream
 
 PART_BYTES = 2**30  # of tensors that are held at once, by the writer and by each reader
-INDEX = "index.json"
+INDEX, PART = "index.json", r"[0-9]{5,}\.safetensors"
 
 
 def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
@@ -52,17 +54,17 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder, one at a time, in the order of its parts.
 
     Every part is opened and compared with the index before the first tensor is read, so that what is damaged is found
-    before anything is loaded.
+    before anything is loaded. Nothing but files of this very folder is opened, whatever the index says.
 
     Raises:
         FileNotFoundError: if there is no such folder here.
-        ValueError: naming the part that is damaged.
+        ValueError: naming the part that is damaged, or no part of this folder.
     """
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(
             f"expected weights in {folder}, which does not exist here: pass storage= on all machines"
         )
-    parts: dict[str, list[str]] = json.loads((folder / INDEX).read_text())
+    parts = _read_index(folder)
     for part, names in parts.items():
         try:
             with safe_open(folder / part, framework="pt") as file:
@@ -72,6 +74,24 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if keys != sorted(names):
             raise ValueError(f"expected {len(names)} tensors in {folder / part}, got {len(keys)}")
     return _tensors(folder, parts)
+
+
+def _read_index(folder: Path) -> dict[str, list[str]]:
+    path = folder / INDEX
+    try:
+        parts = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected an index of weights in {path}, got a damaged file: {error}") from error
+    if not isinstance(parts, dict) or not all(map(_is_names, parts.values())):
+        raise ValueError(f"expected an index of weights in {path}, got something else")
+    for part in parts:
+        if not re.fullmatch(PART, part) or (folder / part).is_symlink():
+            raise ValueError(f"expected parts of {folder} itself in {path}, got {part!r}")
+    return parts
+
+
+def _is_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _tensors(folder: Path, parts: dict[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
