@@ -3,6 +3,7 @@
 import json
 import select
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,6 +40,7 @@ class ScriptedServer:
         holds: what the server says of itself, where it differs from :data:`HOLDS`.
         release: of vLLM.
         port: to listen at; 0 for any that is free.
+        context: for https; None for http.
 
     Attributes:
         label: of the weights.
@@ -47,6 +49,8 @@ class ScriptedServer:
         requests: bodies of the requests that were answered or are being answered.
         calls: every call, by its path without query.
         error: what a load says instead of loading.
+        key: that every call has to bring.
+        engines: behind the port, of which the first answers.
         cut: how many clients hung up before their answer.
     """
 
@@ -56,10 +60,12 @@ class ScriptedServer:
         *,
         port: int = 0,
         release: str = "0.32.0",
+        context: ssl.SSLContext | None = None,
         **holds: Any,
     ) -> None:
         self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
+        self.key, self.engines = KEY, 1
         self.weights: dict[str, Tensor] = {}
         self.loads: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -71,7 +77,9 @@ class ScriptedServer:
         self._http.server_bind()
         self._http.server_activate()
         self.port = self._http.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        if context is not None:
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+        self.url = f"http{'s' if context else ''}://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
@@ -100,6 +108,8 @@ class ScriptedServer:
         """What a healthy server says."""
         if path == "/version":
             return {"version": self.release}
+        if path.startswith("/get_world_size"):
+            return {"world_size": self.engines if path.endswith("?include_dp=true") else 1}
         if path == "/weight_info":
             return {"weight_version": self.label}
         if path == "/update_weight_version":
@@ -168,9 +178,8 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
             self._answer(json.loads(body) if body else None)
 
         def _answer(self, body: Any) -> None:
-            path = urlsplit(self.path).path
-            locked = path.startswith("/inference")
-            allowed = not locked or self.headers.get("Authorization") == f"Bearer {KEY}"
+            path = self.path if "include_dp" in self.path else urlsplit(self.path).path
+            allowed = self.headers.get("Authorization") == f"Bearer {server.key}"
             answer = server.answer(path, body) if allowed else 401
             status, text = (answer, b"refused") if isinstance(answer, int) else (200, answer)
             if select.select([self.connection], [], [], 0)[

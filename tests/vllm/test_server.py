@@ -1,17 +1,19 @@
 """A real server: the same samples as in process, weights proven after every sync, and a run that survives a kill."""
 
+import http.client
 import logging
+import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
-from kit.served import SECRET, Served
+from kit.served import OPEN, SECRET, Served
 from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
 from kit.vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch
@@ -21,8 +23,8 @@ from transformers import AutoTokenizer
 from lightning_rl import Finish, RLLightningModule, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation import CanaryError, Completion
-from lightning_rl.generation.vllm.endpoint import Endpoint
-from lightning_rl.generation.vllm.http import Cancelled
+from lightning_rl.generation.vllm.endpoint import Endpoint, Label
+from lightning_rl.generation.vllm.http import Cancelled, Client
 
 pytestmark = pytest.mark.slow
 MODEL = partial(a_model, "qwen2-tied", architectures=["Qwen2ForCausalLM"])
@@ -69,6 +71,41 @@ def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
     assert torch.equal(engine.score([row])[0], here.score([row])[0].float())
 
 
+def status_of(server: Served, method: str, path: str, key: str | None) -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request(method, path, b"{}" if method == "POST" else None, headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_no_path_of_the_server_opens_without_the_key(server: Served, engine: VLLMServerEngine) -> None:
+    routes = Client(server.url, SECRET).call("GET", "/openapi.json", timeout=60, limit=2**26)["paths"]
+    assert {"/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate"} <= routes.keys()
+    calls = [(method.upper(), path) for path, methods in routes.items() for method in methods]
+    calls += [(method, path) for path in OPEN for method in ("GET", "POST", "OPTIONS", "HEAD", "PUT")]
+    found = {(method, path, key): status_of(server, method, path, key) for method, path in calls for key in (None, "x")}
+    assert len(found) > 200 and {call for call, status in found.items() if status != 401} == set()
+    assert status_of(server, "GET", "/health", SECRET) == 200
+    synced(engine, MODEL())
+    assert len(engine.generate(requests_for(prompts_of(1, 10)))) == 1
+
+
+def test_the_key_is_in_no_list_of_processes_and_in_no_log(server: Served, engine: VLLMServerEngine) -> None:
+    commands = [" ".join(process.cmdline()) for process in server.family()]
+    assert len(commands) >= 3 and not [command for command in commands if SECRET in command]
+    log = (server.folder / "log").read_text()
+    assert "serving" in log and SECRET not in log
+
+
+def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLLMServerEngine) -> None:
+    synced(engine, MODEL(), 3)
+    with pytest.raises(RuntimeError, match=f"said: expected a folder of weights on {tempfile.gettempdir()}, got /etc"):
+        Endpoint(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0))
+    assert Endpoint(server.url, SECRET, 60).label() is None, "and the label is gone"
+
+
 def test_stop_strings_are_refused_where_the_server_reads_tokens_as_another_text(server: Served) -> None:
     engine, model = an_engine(server, canary=False), MODEL()
     engine.start(model, tiny_tokenizer())  # vLLM chooses a class of its own for the same files
@@ -105,7 +142,8 @@ def test_weights_that_come_while_it_generates_are_in_the_tokens_that_say_so(engi
 
 def counted(server: Served, metric: str, label: str = "") -> float:
     """The sum of a metric of vLLM over the labels that contain one."""
-    with urlopen(f"{server.url}/metrics") as answer:  # on loopback
+    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {SECRET}"})
+    with urllib.request.urlopen(request) as answer:  # on loopback
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(metric + "{") and label in line)
 
@@ -192,7 +230,9 @@ def test_the_canary_sees_a_server_that_says_it_is_synced(
     def forgetful(endpoint: Endpoint, asked: str, body: Any = None) -> Any:
         skipped = asked == path and (body is None or body["method"] == "lightning_rl_load")
         return (
-            {"results": [], "success": True} if skipped and len(watch.rollouts) == 2 else honest(endpoint, asked, body)
+            {"results": [{}], "success": True}
+            if skipped and len(watch.rollouts) == 2
+            else honest(endpoint, asked, body)
         )
 
     monkeypatch.setattr(Endpoint, "_post", forgetful)

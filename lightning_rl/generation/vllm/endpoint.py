@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rl.generation.vllm.http import Calls, Client, Unanswered
+from lightning_rl.generation.vllm.http import MAX_ANSWER, Calls, Client, Unanswered, quote
+from lightning_rl.generation.vllm.sampling import FINISH
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import Description
 from lightning_rl.generation.weights.stream import Shape
@@ -18,6 +19,8 @@ from lightning_rl.generation.weights.stream import Shape
 PROBE = 30.0  # seconds for a call that no work of the server delays
 LOADING = "loading"  # in place of a label, until the weights are whole
 NO_LOGPROB = -9999.0  # what vLLM sends for one that is -inf or NaN
+ROUNDING = 1e-3  # that a log-probability may be above 0
+TOKEN_BYTES = 2**10  # of an answer, at most, for each token of prompt and response
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
@@ -35,7 +38,7 @@ class Label(NamedTuple):
     @staticmethod
     def read(text: str) -> "Label | None":
         """The inverse of ``str``; None for the label of a server that got its weights from nobody, or half of them."""
-        match = re.fullmatch(r"(\w+)/(\d+)/(\d+)", text)
+        match = re.fullmatch(r"(\w+)/([0-9]{1,9})/([0-9]{1,9})", text)
         return None if match is None else Label(match[1], int(match[2]), int(match[3]))
 
 
@@ -53,10 +56,13 @@ class Sample:
 
 
 class Endpoint:
-    """Calls one server, with ``timeout`` seconds for a response or a load. Every call may raise :class:`Unanswered`."""
+    """Calls one server, with ``timeout`` seconds for a response or a load.
 
-    def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        self._client = Client(url, key)
+    Every call may raise :class:`Unanswered`, whatever the server sends, or :class:`Refused`.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout: float, ca: Path | None = None) -> None:
+        self._client = Client(url, key, ca)
         self.url = self._client.url
         self.timeout = timeout
 
@@ -78,19 +84,38 @@ class Endpoint:
         Raises:
             ValueError: if it was not started in the way that the engine needs.
         """
-        answer = self._client.call("GET", "/version", timeout=PROBE)
+        answer = self._get("/version")
         try:
             with self._parsing():
                 check_version(str(answer["version"]))
         except ImportError as error:
-            raise ValueError(f"{self.url}: {error}") from error
+            raise ValueError(f"{self.url}: {quote(str(error))}") from error
+        self._check_single()
         results = self._on_workers("lightning_rl_describe")
         with self._parsing():
-            description = Description(**results[0])
+            description = _description(results[0])
         for name, value in REQUIRED.items():
             if (got := getattr(description, name)) != value:
-                raise ValueError(f"expected {name} {value} at {self.url}, got {got}: use lightning-rl serve")
+                raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")
         return description
+
+    def _check_single(self) -> None:
+        """Refuses several engines behind one port.
+
+        Loads go to all of them, but only the first one's answer comes back, so another one could serve old weights
+        under the new label. A worker of a dense model does not know of the other engines; the whole server does.
+        """
+        sizes: list[int] = []
+        for whole in ("true", "false"):
+            answer = self._get(f"/get_world_size?include_dp={whole}")
+            with self._parsing():
+                sizes.append(_count(answer["world_size"]))
+        if sizes[0] != sizes[1]:
+            number = sizes[0] // max(sizes[1], 1)
+            raise ValueError(
+                f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
+                "would say whether it loaded the weights: start a server for each, and pass all URLs"
+            )
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some tokens, by the server's tokenizer."""
@@ -106,7 +131,7 @@ class Endpoint:
         """
         for result in self._on_workers("lightning_rl_compare", [(name, list(shape)) for name, shape in sent]):
             if "error" in result:
-                raise ValueError(f"{self.url}: {result['error']}")
+                raise ValueError(f"{self.url}: {quote(str(result['error']))}")
 
     def label(self) -> Label | None:
         """Of the weights that the server holds; None if they came from nobody."""
@@ -127,8 +152,12 @@ class Endpoint:
             self.clear_label()
             for result in self._on_workers("lightning_rl_load", str(folder)):
                 if "error" in result:
-                    raise RuntimeError(f"expected {self.url} to load weights, but it said: {result['error']}")
-            if not self._post("/reset_prefix_cache?reset_running_requests=true")["success"]:
+                    said = quote(str(result["error"]))
+                    raise RuntimeError(f"expected {self.url} to load weights, but it said: {said}")
+            answer = self._post("/reset_prefix_cache?reset_running_requests=true")
+            with self._parsing():
+                reset = answer["success"]
+            if reset is not True:
                 raise RuntimeError(f"expected {self.url} to drop its prefix cache, but it did not")
             self._post("/update_weight_version", {"new_version": str(label)})
         finally:
@@ -141,25 +170,31 @@ class Endpoint:
     def sample(
         self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], calls: Calls | None = None
     ) -> Sample:
-        """One response to a request whose name is new to the server, under vLLM's sampling parameters.
-
-        Raises:
-            ValueError: if the server refuses the request.
-        """
+        """One response to a request whose name is new to the server, under vLLM's sampling parameters."""
         body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
-        answer = self._client.call("POST", "/inference/v1/generate", body, timeout=self.timeout, calls=calls)
+        answer = self._client.call(
+            "POST",
+            "/inference/v1/generate",
+            body,
+            timeout=self.timeout,
+            limit=MAX_ANSWER + TOKEN_BYTES * (len(ids) + parameters["max_tokens"]),
+            calls=calls,
+        )
         logprobs = prompt_logprobs = None
         with self._parsing():
             (choice,) = answer["choices"]
-            tokens = tuple(map(int, choice["token_ids"]))
+            tokens = tuple(_count(token) for token in choice["token_ids"])
+            if len(tokens) > parameters["max_tokens"]:
+                raise ValueError(f"{len(tokens)} tokens for at most {parameters['max_tokens']}")
             if parameters.get("logprobs") is not None:
                 content = choice["logprobs"]["content"]
                 if tuple(entry["token_id"] for entry in content) != tokens:
                     raise ValueError("log-probabilities of other tokens")
-                logprobs = _finite([entry["logprob"] for entry in content])
+                logprobs = _logprobs([entry["logprob"] for entry in content])
             if parameters.get("prompt_logprobs") is not None:
                 entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
-                prompt_logprobs = _finite([entry[str(token)]["logprob"] for token, entry in entries])
+                prompt_logprobs = _logprobs([entry[str(token)]["logprob"] for token, entry in entries])
+            _check_end(choice, tokens, parameters)
             return Sample(
                 token_ids=tokens,
                 logprobs=logprobs,
@@ -167,42 +202,80 @@ class Endpoint:
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
                 labels=_labels(choice, len(tokens)),
-                cached=int(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
+                cached=_count(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
             )
 
     @contextmanager
     def _parsing(self) -> Iterator[None]:
         try:
             yield
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Unanswered(
-                f"expected an answer from {self.url} that vLLM gives, got {type(error).__name__}: {error}"
-            ) from error
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            what = quote(f"{type(error).__name__}: {error}")
+            raise Unanswered(f"expected an answer from {self.url} that vLLM gives, got {what}") from error
 
-    def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
+    def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """What each worker of the server says."""
         answer = self._post("/collective_rpc", {"method": method, "args": arguments})
         with self._parsing():
-            return answer["results"]
+            results = answer["results"]
+            if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
+                raise ValueError("no answer of a worker")
+            return results
+
+    def _get(self, path: str) -> Any:
+        return self._client.call("GET", path, timeout=PROBE)
 
     def _post(self, path: str, body: Any = None) -> Any:
         return self._client.call("POST", path, body, timeout=self.timeout)
 
 
-def _labels(choice: Any, tokens: int) -> tuple[Label, ...]:
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError(f"expected a count, got {value!r}")
+    return value
+
+
+def _description(result: Mapping[str, Any]) -> Description:
+    description = Description(**result)
+    for name, kind in Description.__annotations__.items():
+        if type(getattr(description, name)) is not kind:
+            raise TypeError(f"expected {name} to be of type {kind.__name__}, got {getattr(description, name)!r}")
+    for number in (description.vocabulary, description.max_length, description.block_size):
+        _count(number)
+    if not isinstance(getattr(torch, description.dtype, None), torch.dtype):
+        raise ValueError(f"expected a dtype of torch, got {description.dtype}")
+    return description
+
+
+def _check_end(choice: Mapping[str, Any], tokens: Sequence[int], parameters: Mapping[str, Any]) -> None:
+    """Refuses a reason that vLLM does not give, and a stop for something that the request did not name."""
+    finish, stop = choice["finish_reason"], choice["stop_reason"]
+    if finish not in FINISH:
+        raise ValueError(f"the reason {finish!r} that a response ended, none of {', '.join(FINISH)}")
+    if finish == "stop" and "stop_token_ids" in parameters:
+        ends = bool(tokens) and tokens[-1] in parameters["stop_token_ids"]
+        if not ends and stop not in (parameters["stop"] or ()):
+            raise ValueError(f"a response that stopped for {stop!r} after {list(tokens[-1:])}")
+
+
+def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:
     """Of each token; unanswered if nobody pushed the weights that one came from, as after a restart of the server."""
     labels: list[Label] = []
     for span in choice["weight_versions"] or []:
-        label = Label.read(span["version"])
+        label, start, end = Label.read(span["version"]), _count(span["start"]), _count(span["end"])
         if label is None:
-            raise Unanswered(f"expected tokens of weights that a trainer pushed, got some of {span['version']!r}")
-        labels += [label] * (span["end"] - span["start"])
+            raise Unanswered(
+                f"expected tokens of weights that a trainer pushed, got some of {quote(span['version'])!r}"
+            )
+        if start != len(labels) or not start <= end <= tokens:
+            raise ValueError(f"a label for tokens {start} to {end} after that for {len(labels)} of {tokens}")
+        labels += [label] * (end - start)
     if len(labels) != tokens:
         raise ValueError(f"labels of {len(labels)} tokens for {tokens}")
     return tuple(labels)
 
 
-def _finite(values: Sequence[float]) -> Tensor:
-    logprobs = torch.tensor(values, dtype=torch.float32)
-    if not bool((logprobs > NO_LOGPROB).all()):
-        raise ValueError("a log-probability that is not finite")
-    return logprobs
+def _logprobs(values: Sequence[float]) -> Tensor:
+    if not all(type(value) in (int, float) and NO_LOGPROB < value <= ROUNDING for value in values):
+        raise ValueError("a log-probability that is not finite, or above 0")
+    return torch.tensor(values, dtype=torch.float32)

@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
-from lightning_rl.generation.vllm.http import Calls, Cancelled, Unanswered
+from lightning_rl.generation.vllm.http import Calls, Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.push import WeightPush
+from lightning_rl.generation.weights.stream import Shape
 
 LOG = logging.getLogger(__name__)
 AT_ONCE = 256  # requests that a server is sent at the same time
 ATTEMPTS = 6  # of one request, each at a server that was healthy a moment before
 POLL = 1.0  # seconds between two health checks
 BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds before a server that was lost is asked again; doubles with each loss
+MAX_DOUBLINGS = 16  # more would only overflow
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -104,11 +106,15 @@ class ServerPool:
             self._check_open(calls)
 
     @contextmanager
-    def acquire(self, tokens: int, calls: Calls) -> Iterator[Server]:
-        """The server with the fewest outstanding tokens, for so many more; waits and raises as :meth:`wait` does."""
+    def acquire(self, tokens: int, calls: Calls, *, avoid: Container[Server] = ()) -> Iterator[Server]:
+        """The server with the fewest outstanding tokens, for so many more; waits and raises as :meth:`wait` does.
+
+        Servers to avoid come last.
+        """
         with self._changed:
             self.wait(calls)
-            server = min((server for server in self.servers if server.ready), key=lambda ready: ready.outstanding)
+            ready = [server for server in self.servers if server.ready]
+            server = min(ready, key=lambda server: (server in avoid, server.outstanding))
             server.outstanding += tokens
         try:
             yield server
@@ -143,13 +149,19 @@ class ServerPool:
         the first request of a batch was sent.
 
         Raises:
-            EngineError: if there was no server, or none with a sound answer.
-            ValueError: if a server refuses the request.
+            EngineError: if there was no server, none with a sound answer, or each one refused the request.
         """
-        why = ""
+        why, refusing = "", list[Server]()
         for _ in range(ATTEMPTS):
-            with self.acquire(len(ids) + parameters["max_tokens"], calls) as server:
-                sample = self._ask(server, ids, parameters, calls, name=name, oldest=oldest)
+            with self.acquire(len(ids) + parameters["max_tokens"], calls, avoid=refusing) as server:
+                if server in refusing:
+                    raise EngineError(f"expected a server to take request {name}, but each one refused it: {why}")
+                try:
+                    sample = self._ask(server, ids, parameters, calls, name=name, oldest=oldest)
+                except Refused as refusal:
+                    refusing.append(server)
+                    why = str(refusal)
+                    continue
                 if sample is not None:
                     self.reset_losses(server)
                     return sample
@@ -164,7 +176,10 @@ class ServerPool:
         """
 
         def ask(server: Server, calls: Calls) -> Sample | None:
-            return self._ask(server, ids, parameters, calls, name=name, oldest=self.oldest)
+            try:
+                return self._ask(server, ids, parameters, calls, name=name, oldest=self.oldest)
+            except Refused as refusal:
+                raise EngineError(f"expected every server to take request {name}, got a refusal: {refusal}") from None
 
         for _ in range(ATTEMPTS):
             self.wait()
@@ -184,17 +199,25 @@ class ServerPool:
         name: str,
         oldest: int,
     ) -> Sample | None:
-        """One answer, whole and from weights that are new enough; None from a server that has none and so is lost."""
+        """One answer, whole and from weights that are new enough; None from a server that has none and so is lost.
+
+        Raises:
+            Refused: if it is this request that the server refuses; whoever refuses all of them is lost.
+        """
         run, url = self.push.run, server.endpoint.url
         name = f"{run}-{name}-{self.rank}-{next(self._numbers)}"  # no server may see it twice
         try:
             sample = server.endpoint.sample(name, ids, parameters, calls)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
-            for label in sample.labels:
-                if label.run != run or label.number < oldest:
+            if max(sample.token_ids) >= self.push.description.vocabulary:
+                raise Unanswered(f"expected ids of the vocabulary from {url}, got {max(sample.token_ids)}")
+            for label in set(sample.labels):
+                if label.number < oldest or not self.push.knows(label):
                     raise Unanswered(f"expected weights of push {run}/{oldest} at {url}, got {label}")
-        except Unanswered as error:
+        except (Unanswered, Refused) as error:
+            if isinstance(error, Refused) and error.of_request:
+                raise
             self.remove(server, error)
             return None
         return sample
@@ -203,13 +226,28 @@ class ServerPool:
         """Brings every server that is there to the current weights.
 
         Raises:
-            EngineError: if none has them within the patience.
+            EngineError: if none has them within the patience; whoever refuses us may think better of it.
             RuntimeError: if none has them, and one said why.
         """
         errors = self.refresh()
         for error in errors if not self.ready() else ():
-            if not isinstance(error, Unanswered):
+            if not isinstance(error, Unanswered | Refused):
                 raise error
+        self.wait()
+
+    def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
+        """Compares the names and shapes that syncs will bring with those of every server, now or when it comes back.
+
+        Raises:
+            EngineError: if no server is left.
+            ValueError: if one holds others.
+        """
+        self.push.sent = list(sent)
+        for server in self.ready():
+            try:
+                server.endpoint.compare(sent)
+            except (Unanswered, Refused) as error:
+                self.remove(server, error)
         self.wait()
 
     def refresh(self) -> list[Exception]:
@@ -242,7 +280,7 @@ class ServerPool:
                 message = "lost %s: %s; it is asked again until it is back, others get its requests meanwhile"
                 LOG.warning(message, server.endpoint.url, why)
             server.ready, server.why = False, str(why)
-            server.due = time.monotonic() + min(BACKOFF * 2**server.losses, MAX_BACKOFF)
+            server.due = time.monotonic() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
             server.losses += 1
 
     def restore(self, server: Server) -> None:
@@ -265,12 +303,12 @@ class ServerPool:
                 server.endpoint.check_health()
                 if not server.ready:
                     self._refresh(server)
-            except Unanswered as error:
+            except Cancelled:
+                return
+            except Exception as error:  # noqa: BLE001  without its watch a server would stay lost for ever
                 if server.ready:
                     server.endpoint.abort()
                 self.remove(server, error)
-            except Cancelled:
-                return
 
     def _check_open(self, calls: Calls | None) -> None:
         if self._closed.is_set() or (calls is not None and calls.cancelled.is_set()):

@@ -1,6 +1,5 @@
 """WeightPush: the trainer's weights on the way to servers: what is written where, and who has loaded it."""
 
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.vllm.endpoint import Endpoint, Label, Sample
-from lightning_rl.generation.vllm.http import Unanswered
+from lightning_rl.generation.vllm.http import Unanswered, quote
 from lightning_rl.generation.vllm.sampling import SCORING
+from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.worker import Description
 from lightning_rl.generation.weights.canary import Canary, CanaryError
 from lightning_rl.generation.weights.files import write_weights
@@ -39,6 +39,7 @@ class WeightPush:
         model: the trainer's, which every server has to serve.
         tokenizer: the trainer's.
         canary: says whether a server that came back agrees with the others; None for no comparison.
+        private: whether only this user's servers may read the weights.
 
     Attributes:
         has_tokenizer: whether every server has the trainer's, so that it finds stop strings where the trainer would.
@@ -56,8 +57,9 @@ class WeightPush:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         canary: Canary | None,
+        private: bool = False,
     ) -> None:
-        self.run, self.folder, self.writes = run, storage / f"lightning-rl-{run}", writes
+        self.run, self.folder, self.writes = run, RunFolder(storage, run, private=private), writes
         self.sent: list[tuple[str, Shape]] = []
         self.current: Label | None = None
         self.proof: Proof | None = None
@@ -66,6 +68,7 @@ class WeightPush:
         self._architecture = (model.config.architectures or [type(model).__name__])[0]
         self._vocabulary = model.config.get_text_config().vocab_size
         self._description: Description | None = None
+        self._versions: dict[int, int] = {}  # by the number of their push
         self._loaded: set[str] = set()
         self._lock = threading.Lock()
 
@@ -87,6 +90,16 @@ class WeightPush:
         """Of the weights after the current ones."""
         return Label(self.run, 0 if self.current is None else self.current.number + 1, version)
 
+    def advance(self, label: Label) -> None:
+        """Makes the weights of a label the current ones."""
+        self._versions[label.number] = label.version
+        self.current = label
+
+    def knows(self, label: Label) -> bool:
+        """Whether these weights were pushed, or may be being pushed by rank 0, ahead of this rank."""
+        ahead = self.current is not None and label.number == self.current.number + 1
+        return label.run == self.run and (label.version == self._versions.get(label.number) or ahead)
+
     def write(self, stream: Stream, version: int) -> Path | None:
         """Writes weights, which are the current ones from then on.
 
@@ -95,16 +108,20 @@ class WeightPush:
         """
         before, label = self.current, self.next_label(version)
         write_weights(stream, self._folder_of(label))
-        self.current = label
+        self.advance(label)
         return None if before is None else self._folder_of(before)
 
     def _folder_of(self, label: Label) -> Path:
-        return self.folder / str(label.number)
+        return self.folder.path / str(label.number)
+
+    def open(self) -> None:
+        """Makes room for what will be written, and removes what trainers that were killed have left."""
+        if self.writes:
+            self.folder.open()
 
     def close(self) -> None:
         """Removes what was written."""
-        if self.writes:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.close()
 
     def update(self, endpoint: Endpoint) -> None:
         """Brings a server to the current weights, unless it has them.
@@ -117,7 +134,7 @@ class WeightPush:
         current = None
         while current is None or current != self.current:  # which may move on meanwhile
             current, label = self.current, endpoint.label()
-            if label is None or label.run != self.run:
+            if label is None or label.run != self.run or self._description is None:
                 self._check(endpoint, label)
             if current is None:
                 return
@@ -134,7 +151,7 @@ class WeightPush:
                 raise
 
     def _check(self, endpoint: Endpoint, label: Label | None) -> None:
-        if label is not None and endpoint.url in self._loaded:
+        if label is not None and label.run != self.run and endpoint.url in self._loaded:
             raise ValueError(
                 f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
             )
@@ -167,7 +184,8 @@ class WeightPush:
 def _compare(url: str, description: Description, expected: Mapping[str, Any], who: str) -> None:
     for name, value in expected.items():
         if getattr(description, name) != value:
-            raise ValueError(f"expected {name} {value} at {url}, as {who}, got {getattr(description, name)}")
+            got = quote(str(getattr(description, name)))
+            raise ValueError(f"expected {name} {value} at {url}, as {who}, got {got}")
 
 
 def prompt_logprobs(sample: Sample) -> Tensor:

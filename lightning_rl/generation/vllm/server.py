@@ -1,6 +1,5 @@
 """VLLMServerEngine: the client of vLLM servers, on this machine or others, that take their weights from the trainer."""
 
-import os
 import shutil
 import tempfile
 from collections import deque
@@ -16,17 +15,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Calls
+from lightning_rl.generation.vllm.key import find_key
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
 from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 
-KEY = "VLLM_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -40,10 +40,12 @@ class VLLMServerEngine(Engine):
 
     Args:
         urls: of the servers, such as ``http://127.0.0.1:8000``. Requests go where the fewest tokens are outstanding.
-        api_key: of the servers; by default what ``VLLM_API_KEY`` says.
+        api_key: of the servers, or the path of a file that holds it; by default what ``VLLM_API_KEY`` says, or the file
+            that ``lightning-rl serve`` makes for the servers of one machine.
+        ca: a file with the certificate that signs those of ``https`` servers; by default those that the machine trusts.
         storage: a folder that trainer and servers share, under the same path; by default one for temporary files, which
             will do on one machine.
-        timeout: seconds for one response, or for one load of the weights.
+        timeout: seconds for one response, to its last byte, or for one load of the weights.
         patience: seconds without any server until the run ends with an EngineError.
         canary: proves each sync, on every server; None switches it off.
 
@@ -58,7 +60,8 @@ class VLLMServerEngine(Engine):
         self,
         urls: str | Sequence[str],
         *,
-        api_key: str | None = None,
+        api_key: str | Path | None = None,
+        ca: str | Path | None = None,
         storage: str | Path | None = None,
         timeout: float = 1800.0,
         patience: float = 600.0,
@@ -68,10 +71,10 @@ class VLLMServerEngine(Engine):
         self.urls = (urls,) if isinstance(urls, str) else tuple(urls)
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"expected URLs of one or more servers, each of them once, got {list(self.urls)}")
-        if not (timeout > 0 and patience > 0):
-            raise ValueError(f"expected timeout > 0 and patience > 0, got {timeout} and {patience}")
+        check_numbers(above=0, finite=True, timeout=timeout, patience=patience)
         self.storage, self.timeout, self.patience = storage, timeout, patience
-        self._key = os.environ.get(KEY) if api_key is None else api_key
+        self.ca = None if ca is None else Path(ca)
+        self._key = find_key(api_key)
         self._endpoints()
         remote = [url for url in self.urls if urlsplit(url).hostname not in LOOPBACK]
         if remote and storage is None:
@@ -80,7 +83,7 @@ class VLLMServerEngine(Engine):
         self._pool: ServerPool | None = None
 
     def _endpoints(self) -> list[Endpoint]:
-        return [Endpoint(url, self._key, self.timeout) for url in self.urls]
+        return [Endpoint(url, self._key, self.timeout, self.ca) for url in self.urls]
 
     @override
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -97,8 +100,17 @@ class VLLMServerEngine(Engine):
         self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         rank = dist.get_rank() if process_count() > 1 else 0
         canary = self.canary if isinstance(self.canary, Canary) else None
-        push = WeightPush(run, Path(storage), writes=rank == 0, model=model, tokenizer=tokenizer, canary=canary)
+        push = WeightPush(
+            run,
+            Path(storage),
+            writes=rank == 0,
+            model=model,
+            tokenizer=tokenizer,
+            canary=canary,
+            private=self.storage is None,
+        )
         pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank)
+        push.open()
         for error in pool.refresh():
             if isinstance(error, ValueError):
                 raise error
@@ -111,10 +123,8 @@ class VLLMServerEngine(Engine):
     @override
     def expect(self, weights: stream.Stream) -> None:
         """Compares names and shapes with every server's; those that come later are compared when they come."""
-        pool = self._running()
-        pool.push.sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
-        for server in pool.ready():
-            server.endpoint.compare(pool.push.sent)
+        sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
+        self._running().compare(sent)
 
     def _outgoing(self, weights: stream.Stream) -> stream.Stream:
         return stream.add_aliases(stream.merge_stream(weights, self._scales), self._aliases)
@@ -143,7 +153,7 @@ class VLLMServerEngine(Engine):
             finally:
                 deque(rest, maxlen=0)
         if not push.writes:
-            push.current = push.next_label(version)
+            push.advance(push.next_label(version))
             pool.update()
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)

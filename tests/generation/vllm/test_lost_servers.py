@@ -113,6 +113,39 @@ def test_a_server_that_comes_back_has_the_current_weights_before_it_generates(
     assert [r.message for r in caplog.records].count(f"{server.url} is back, with the current weights") >= 1
 
 
+def test_a_server_that_starts_again_with_another_key_leaves_its_requests_to_another(
+    undisturbed: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    changed, other, seen = Deadly(10**6), ScriptedServer(**HOLDS), []
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        if len(changed.server.requests) == 6:
+            changed.server.key = "another"
+        return answer
+
+    changed.server.script = script
+    with servers(changed.server, other):
+        module = run(changed.server.url, other.url, seen=seen)
+    check_samples(seen)
+    check_equal(module, undisturbed)
+    refused = [r.message for r in caplog.records if "got status 401: refused: pass api_key=" in r.message]
+    assert refused and all(message.startswith(f"lost {changed.server.url}: ") for message in refused)
+
+
+def test_a_key_that_no_server_takes_any_more_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    server = ScriptedServer(**HOLDS)
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        if len(server.requests) == 20:
+            server.key = "another"
+        return answer
+
+    server.script = script
+    with servers(server), pytest.raises(EngineError, match=r"within 0.3 s, got none .* got status 401"):
+        run(server.url, seen=[], patience=0.3, default_root_dir=tmp_path)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 1
+
+
 def test_without_any_server_the_run_ends_with_a_checkpoint_that_resumes(
     undisturbed: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -1,11 +1,13 @@
 """The pool and its calls: backoff, balance, answers that no server should give, calls that are cut short."""
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.scripted_server import ScriptedServer, servers
+from kit.scripted_server import KEY, ScriptedServer, servers
 from kit.support import tiny_policy
 
 from lightning_rl import EngineError
@@ -16,10 +18,13 @@ from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import WeightPush
 
 
+def a_push() -> WeightPush:
+    return WeightPush("run", Path("unused"), writes=False, model=tiny_policy(), tokenizer=None, canary=None)
+
+
 def a_pool(patience: float = 0.1) -> ServerPool:
     endpoints = [Endpoint(url, None, 5) for url in ("http://127.0.0.1:9", "http://127.0.0.1:10")]
-    push = WeightPush("run", Path("unused"), writes=False, model=tiny_policy(), tokenizer=None, canary=None)
-    return ServerPool(endpoints, push, patience=patience)
+    return ServerPool(endpoints, a_push(), patience=patience)
 
 
 def test_pauses_double_up_to_a_bound_and_begin_anew_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +41,54 @@ def test_pauses_double_up_to_a_bound_and_begin_anew_after_an_answer(monkeypatch:
     lost.restore(server)
     lost.reset_losses(server)
     assert server.losses == 0
+
+
+def test_a_server_that_is_lost_for_days_is_still_asked_again() -> None:
+    lost = a_pool()
+    server = lost.servers[0]
+    for _ in range(5000):
+        lost.remove(server, Unanswered("gone"))
+    assert server.losses == 5000 and 0 < server.due - time.monotonic() <= 10
+
+
+@pytest.mark.parametrize(
+    "health",
+    [
+        pytest.param(401, id="another-key"),
+        pytest.param(404, id="another-server"),
+        pytest.param(418, id="a-proxy"),
+        pytest.param(302, id="redirection"),
+        pytest.param(b"[" * 10**5, id="deep"),
+    ],
+)
+def test_a_watcher_outlives_whatever_a_health_check_says(
+    health: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "POLL", 0.01)
+    monkeypatch.setattr(pool, "BACKOFF", 0.01)
+    server = ScriptedServer(architecture="Qwen2ForCausalLM")
+    honest, odd = server.answer, threading.Event()
+    server.answer = lambda path, body: health if odd.is_set() and path == "/health" else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]
+    with servers(server):
+        watched = ServerPool([Endpoint(server.url, KEY, 5)], a_push(), patience=20)
+        try:
+            assert watched.refresh() == []
+            watched.watch()
+            odd.set()
+            wait_until(lambda: not watched.ready())
+            asked = server.calls.count("/health")
+            server.until(lambda known: known.calls.count("/health") > asked + 3)
+            odd.clear()
+            watched.wait()
+        finally:
+            watched.close()
+    assert f"{server.url} is back, with the current weights" in [record.message for record in caplog.records]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
 
 
 def test_the_fewest_outstanding_tokens_come_next() -> None:
@@ -88,7 +141,7 @@ def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None
     honest = server.answer
     server.answer = lambda path, body: answers.get(path, honest(path, body))  # pyright: ignore[reportAttributeAccessIssue]
     with servers(server):
-        endpoint = Endpoint(server.url, None, 5)
+        endpoint = Endpoint(server.url, KEY, 5)
         with pytest.raises(Unanswered, match=r"expected JSON from http://.*/version, got {"):
             endpoint.describe()
         with pytest.raises(ValueError, match=r"expected http://.*/health to take the call, got status 418: refused"):
@@ -117,7 +170,7 @@ def test_aborted_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
     gate, said = threading.Event(), list[type]()
     server = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408)
     with servers(server):
-        client, calls = Client(server.url, "secret"), Calls()
+        client, calls = Client(server.url, KEY), Calls()
 
         def call() -> None:
             body = {"sampling_params": {"max_tokens": 1}, "token_ids": [1]}

@@ -1,5 +1,6 @@
 """VLLMServerEngine against scripted servers: what is sent, what is checked, and what a dead server costs."""
 
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from lightning_rl import EngineError, Finish, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.vllm.endpoint import Label
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +88,10 @@ def test_a_request_carries_the_key_and_every_parameter_and_its_answer_comes_back
 
 
 def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) -> None:
-    engine = an_engine(one, api_key="wrong")
+    engine = an_engine(one, api_key="wrong", started=False)
     with pytest.raises(ValueError, match="got status 401: refused: pass api_key=, or set VLLM_API_KEY"):
-        engine.generate(requests(1))
+        engine.start(the_model(), None)
+    assert len(one.calls) == 1
     engine.close()
 
 
@@ -130,8 +133,8 @@ def test_nobody_there_is_an_error_that_says_what_was_tried() -> None:
         pytest.param({"urls": ["http://localhost:1"] * 2}, "each of them once", id="twice"),
         pytest.param({"urls": "localhost:8000"}, "expected a URL such as", id="no-url"),
         pytest.param({"urls": "http://10.0.0.7:8000"}, "expected storage=", id="no-storage"),
-        pytest.param({"urls": "http://localhost:1", "timeout": 0}, "expected timeout > 0", id="timeout"),
-        pytest.param({"urls": "http://localhost:1", "patience": -1}, "patience > 0", id="patience"),
+        pytest.param({"urls": "http://localhost:1", "timeout": 0}, "expected timeout > 0, got 0", id="timeout"),
+        pytest.param({"urls": "http://localhost:1", "patience": -1}, "expected patience > 0, got -1", id="patience"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str) -> None:
@@ -254,7 +257,65 @@ FAULTS: dict[str, Any] = {
     "half-loaded": lambda answer: changed(answer, weight_versions=[{"version": "loading", "start": 0, "end": 4}]),
     "other-run": lambda answer: changed(answer, weight_versions=[{"version": "abc/7/0", "start": 0, "end": 4}]),
     "aborted": lambda answer: changed(answer, finish_reason="abort"),
+    "forbidden": lambda _: 401,
+    "moved": lambda _: 302,
+    "deep": lambda _: b"[" * 10**5,
+    "huge": lambda answer: json.dumps(answer).encode() + b" " * (2**20 + 2**16),
+    "finish-unknown": lambda answer: changed(answer, finish_reason="repetition"),
+    "finish-no-text": lambda answer: changed(answer, finish_reason=["length"]),
+    "stopped-for-nothing": lambda answer: changed(answer, finish_reason="stop"),
+    "beyond-1e308": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": -1e999, "x": 1.'),
+    "beyond-float32": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": 1e300, "x": 1.'),
+    "certain-and-more": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": 1.'),
+    "not-a-number": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": NaN, "x": 1.'),
+    "infinitely-cached": lambda answer: swapped(answer, b'"cached_tokens": 0', b'"cached_tokens": 1e999'),
+    "more-than-asked-for": lambda answer: longer(answer),
+    "outside-the-vocabulary": lambda answer: renumbered(answer, VOCABULARY),
+    "negative-id": lambda answer: renumbered(answer, -1),
+    "half-an-id": lambda answer: renumbered(answer, 1.5),
+    "id-as-text": lambda answer: renumbered(answer, "1"),
+    "label-without-end": lambda answer: changed(
+        answer, weight_versions=[{**answer["choices"][0]["weight_versions"][0], "end": 10**12}]
+    ),
+    "label-of-half": lambda answer: changed(
+        answer, weight_versions=[{**answer["choices"][0]["weight_versions"][0], "start": 2}] * 2
+    ),
+    "never-pushed": lambda answer: relabelled(answer, number=7),
+    "other-version": lambda answer: relabelled(answer, version=7),
 }
+
+
+def swapped(answer: Answer, old: bytes, new: bytes) -> bytes:
+    text = json.dumps(answer).encode()
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def longer(answer: Answer) -> Answer:
+    assert isinstance(answer, dict)
+    choice = answer["choices"][0]
+    label = choice["weight_versions"][0]
+    return changed(
+        answer,
+        token_ids=choice["token_ids"] * 2,
+        logprobs=choice["logprobs"] and {"content": choice["logprobs"]["content"] * 2},
+        weight_versions=[{**label, "end": 2 * label["end"]}],
+    )
+
+
+def renumbered(answer: Answer, token: Any) -> Answer:
+    assert isinstance(answer, dict)
+    choice = answer["choices"][0]
+    content = [{**choice["logprobs"]["content"][0], "token_id": token}, *choice["logprobs"]["content"][1:]]
+    return changed(answer, token_ids=[token, *choice["token_ids"][1:]], logprobs={"content": content})
+
+
+def relabelled(answer: Answer, **fields: int) -> Answer:
+    assert isinstance(answer, dict)
+    (span,) = answer["choices"][0]["weight_versions"]
+    label = Label.read(span["version"])
+    assert label is not None
+    return changed(answer, weight_versions=[{**span, "version": str(label._replace(**fields))}])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -279,6 +340,25 @@ def test_a_request_without_a_sound_answer_is_sent_again_and_counts_once(
         assert samples_in(one, two) == sorted([*range(100, 110), 103, 105])
         engine.close()
     assert any(record.message.startswith("lost http://") for record in caplog.records)
+
+
+def test_several_engines_behind_one_port_are_refused_because_one_could_keep_old_weights(one: ScriptedServer) -> None:
+    one.engines = 2
+    engine = an_engine(one, started=False)
+    with pytest.raises(ValueError, match=r"one engine at http://.*, got 2 \(--data-parallel-size\).*a server for each"):
+        engine.start(the_model(), None)
+    assert not one.loads
+    engine.close()
+
+
+def test_one_server_that_refuses_a_request_leaves_it_to_another_and_stays() -> None:
+    picky, other = ScriptedServer(lambda *_: 422), ScriptedServer()
+    with servers(picky, other):
+        engine = an_engine(picky, other)
+        assert [completion.token_ids[0] for completion in engine.generate(requests(6))] == list(range(6))
+        assert samples_in(other) == list(range(100, 106)) and engine._pool is not None  # noqa: SLF001
+        assert len(engine._pool.ready()) == 2  # noqa: SLF001
+        engine.close()
 
 
 def test_attempts_are_bounded(one: ScriptedServer) -> None:
@@ -329,7 +409,7 @@ def test_a_failure_cuts_short_what_is_in_flight() -> None:
 
     def script(body: dict[str, Any], answer: Answer) -> Answer:
         if body["request_id"].split("-")[1] == "102":
-            server.until(lambda known: len(known.requests) == 3)
+            server.until(lambda known: len(known.requests) >= 3)
             return 400
         assert gate.wait(20)
         return answer
@@ -337,7 +417,7 @@ def test_a_failure_cuts_short_what_is_in_flight() -> None:
     server = ScriptedServer(script)
     with servers(server):
         engine = an_engine(server)
-        with pytest.raises(ValueError, match="got status 400"):
+        with pytest.raises(EngineError, match=r"request 102-0, but each one refused it: .* status 400"):
             engine.generate(requests(3))
         gate.set()
         server.until(lambda known: known.cut == 2)

@@ -1,0 +1,161 @@
+"""One call over HTTP: a deadline for all of it, a limit of what is read, and no answer that is not taken for one."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from kit.raw_server import RawServer, raw_server, whole
+from kit.scripted_server import KEY, ScriptedServer, servers
+
+from lightning_rl.generation.vllm.http import MAX_ANSWER, Calls, Cancelled, Client, Refused, Unanswered
+
+
+def trickle(server: RawServer, connection: socket.socket, path: str) -> None:
+    """A byte now and then, for ever: each one within any limit for a single read."""
+    data = whole(body=b" " * 10**6)
+    where = 0 if path == "/head" else data.index(b"\r\n\r\n") + 4
+    server.send(connection, data[:where])
+    for place in range(where, len(data)):
+        server.send(connection, data[place : place + 1])
+        if server.left.wait(0.02):
+            return
+
+
+@pytest.mark.parametrize("path", ["/head", "/body"])
+def test_a_trickled_answer_does_not_outlive_the_time_limit(path: str) -> None:
+    with raw_server(trickle) as server:
+        begin = time.monotonic()
+        with pytest.raises(Unanswered, match="TimeoutError: timed out"):
+            Client(server.url).call("GET", path, timeout=0.3)
+        assert 0.29 < time.monotonic() - begin < 5
+        assert server.left.wait(20), "the connection was closed"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_long_answer_is_read_to_the_limit_alone(told: bool) -> None:
+    def flood(server: RawServer, connection: socket.socket, path: str) -> None:
+        length = b"Content-Length: 400000000\r\n" if told else b""
+        server.send(connection, b"HTTP/1.1 200 OK\r\n%s\r\n[" % length)
+        for _ in range(400):
+            server.send(connection, b" " * 10**6)
+
+    with raw_server(flood) as server:
+        with pytest.raises(Unanswered, match=f"an answer of more than {MAX_ANSWER} bytes"):
+            Client(server.url).call("GET", "/", timeout=20)
+        assert server.left.wait(20)
+        assert server.sent < 40 * MAX_ANSWER, "what lies in buffers of the system, and no more"
+
+
+def test_the_limit_is_that_of_the_call() -> None:
+    body = json.dumps(["x" * 2000]).encode()
+    with raw_server(lambda server, connection, _: server.send(connection, whole(body=body))) as server:
+        client = Client(server.url)
+        assert client.call("GET", "/", timeout=20, limit=3000) == ["x" * 2000]
+        with pytest.raises(Unanswered, match="an answer of more than 1000 bytes"):
+            client.call("GET", "/", timeout=20, limit=1000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        pytest.param(whole(body=b"[" * 10**5), "expected JSON from", id="deep"),
+        pytest.param(whole(body=b'{"a": NaN}'), "expected JSON from", id="nan"),
+        pytest.param(whole(body=b"1" * 5000), "expected JSON from", id="long-number"),
+        pytest.param(whole(body=b"\xff\xfe"), "expected JSON from", id="no-text"),
+        pytest.param(whole(302, b""), "got status 302", id="redirection"),
+        pytest.param(whole(304, b""), "got status 304", id="not-modified"),
+        pytest.param(whole(503, b"no"), "got status 503: no", id="503"),
+        pytest.param(whole()[:-1], "IncompleteRead", id="cut"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "IncompleteRead", id="cut-before-the-body"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{}", "IncompleteRead", id="boasting"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no answer from", id="chunk"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n{}", "no answer from", id="minus"),
+        pytest.param(b"HTTP/1.1 two OK\r\n\r\n", "no answer from", id="status"),
+        pytest.param(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 300 + b"\r\n", "no answer from", id="headers"),
+        pytest.param(b"", "no answer from", id="nothing"),
+    ],
+)
+def test_what_is_no_answer_counts_as_none(answer: bytes, message: str) -> None:
+    with (
+        raw_server(lambda server, connection, _: server.send(connection, answer)) as server,
+        pytest.raises(Unanswered, match=message),
+    ):
+        Client(server.url).call("GET", "/", timeout=20)
+
+
+@pytest.mark.parametrize(("status", "of_request"), [(400, True), (413, True), (422, True), (401, False), (404, False)])
+def test_a_refusal_says_whether_it_is_of_one_request(status: int, of_request: bool) -> None:
+    with (
+        raw_server(lambda server, connection, _: server.send(connection, whole(status))) as server,
+        pytest.raises(Refused, match=f"got status {status}") as refusal,
+    ):
+        Client(server.url).call("GET", "/", timeout=20)
+    assert refusal.value.of_request is of_request
+
+
+def test_a_call_is_cut_short_while_its_answer_comes() -> None:
+    begun, ended = threading.Event(), list[type]()
+
+    def stall(server: RawServer, connection: socket.socket, path: str) -> None:
+        server.send(connection, b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+        begun.set()
+        connection.recv(1)
+
+    with raw_server(stall) as server:
+        client, calls = Client(server.url), Calls()
+
+        def ask() -> None:
+            try:
+                client.call("GET", "/", timeout=60, calls=calls)
+            except (Unanswered, Cancelled) as error:
+                ended.append(type(error))
+
+        for end in (client.calls.abort, calls.cancel):
+            asking = threading.Thread(target=ask)
+            asking.start()
+            assert begun.wait(20)
+            begun.clear()
+            while asking.is_alive():  # the call is known to the client a moment after the server has it
+                end()
+                asking.join(0.05)
+    assert ended == [Unanswered, Cancelled]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for loopback that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https_is_taken_from_whom_the_certificate_names_and_refused_from_others(certificate: tuple[Path, Path]) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    server = ScriptedServer(context=context)
+    with servers(server):
+        assert server.url.startswith("https://")
+        assert Client(server.url, KEY, certificate[0]).call("GET", "/version", timeout=20) == {"version": "0.32.0"}
+        with pytest.raises(Refused, match=r"to prove who it is, got self.signed certificate: pass ca=, a file"):
+            Client(server.url, KEY).call("GET", "/version", timeout=20)
+        with pytest.raises(Unanswered):
+            Client(server.url.replace("https", "http"), KEY).call("GET", "/version", timeout=20)
+        assert server.calls == ["/version"]
+
+
+def test_a_file_without_certificates_is_an_error_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected ca to be a file of certificates in PEM, got .*none.pem"):
+        Client("https://127.0.0.1:1", ca=tmp_path / "none.pem")
+    (tmp_path / "empty.pem").touch()
+    with pytest.raises(ValueError, match="expected ca to be a file of certificates in PEM"):
+        Client("https://127.0.0.1:1", ca=tmp_path / "empty.pem")
