@@ -21,6 +21,7 @@ from lightning_rl import (
     RLLightningModule,
     Sampling,
     TransformersEngine,
+    VLLMServerEngine,
     presets,
 )
 from lightning_rl.audit import SignalAudit, SignalLedger
@@ -37,6 +38,7 @@ from lightning_rl.callbacks import (
     RolloutKL,
     TruncatedIS,
 )
+from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import ExactMatch, NumberMatch
@@ -349,11 +351,47 @@ RUNS: dict[str, Case] = {
     ),
 }
 
+SERVER = "http://127.0.0.1:8000"
+SERVERS: dict[str, Case] = {
+    "urls": (lambda: VLLMServerEngine([]), r"expected URLs of one or more servers, each of them once, got \[\]"),
+    "url": (lambda: VLLMServerEngine("localhost:8000"), "expected a URL such as http://127.0.0.1:8000, got 'localhost"),
+    "storage": (
+        lambda: VLLMServerEngine("http://10.0.0.7:8000"),
+        "expected storage=, a folder that the machine of .*10.0.0.7",
+    ),
+    "timeout": (lambda: VLLMServerEngine(SERVER, timeout=0), "expected timeout > 0, got 0"),
+    "timeout-infinite": (
+        lambda: VLLMServerEngine(SERVER, timeout=math.inf),
+        "expected timeout > 0 and finite, got inf",
+    ),
+    "patience": (lambda: VLLMServerEngine(SERVER, patience=math.nan), "expected patience > 0, got nan"),
+    "ca": (
+        lambda: VLLMServerEngine("https://127.0.0.1:8000", ca="none.pem"),
+        "expected ca to be a file of certificates in PEM, got 'none.pem'",
+    ),
+    "key-file": (lambda: VLLMServerEngine(SERVER, api_key=Path("none")), "expected a file with a key at none, got"),
+    "key": (lambda: VLLMServerEngine(SERVER, api_key="two words"), "api_key to hold a key of printable ASCII"),
+    "key-bytes": (
+        lambda: VLLMServerEngine(SERVER, api_key=b"x"),  # pyright: ignore[reportArgumentType]
+        "expected api_key to be a text, the Path of .* got bytes",
+    ),
+    "certificate": (
+        lambda: Address(certificate=Path("c.pem")),
+        "expected --ssl-certfile and --ssl-keyfile together, got one of them",
+    ),
+    "certificate-missing": (
+        lambda: Address(certificate=Path("c.pem"), private_key=Path("k.pem")),
+        "expected --ssl-certfile to be a file, got c.pem",
+    ),
+    "several-engines": (lambda: check_options(["-dp", "2"]), "expected no -dp after --: .* start a server for each"),
+    "key-shown": (lambda: check_options(["--api-key=x"]), "everybody may read a command line: use --api-key-file or"),
+}
+
 CASES = {
     f"{room}-{name}": case
     for room, cases in {
         "model": MODELS, "sampling": DRAWING, "option": NUMBERS, "algorithm": ALGORITHMS, "correction": CORRECTIONS,
-        "reward": REWARDS, "data": DATA, "run": RUNS,
+        "reward": REWARDS, "data": DATA, "run": RUNS, "server": SERVERS,
     }.items()
     for name, case in cases.items()
 }  # fmt: skip

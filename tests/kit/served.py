@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,44 +16,7 @@ from kit.support import tiny_tokenizer
 from lightning_rl.generation.vllm.key import KEY
 
 SECRET = "a-key-for-tests"
-OPEN = [  # what vLLM 0.32 answers without its key, because it asks for one under /v1, /v2 and /inference alone
-    "/abort_requests",
-    "/classify",
-    "/collective_rpc",
-    "/detokenize",
-    "/docs",
-    "/finish_weight_update",
-    "/get_world_size",
-    "/health",
-    "/init_weight_transfer_engine",
-    "/invocations",
-    "/is_paused",
-    "/is_sleeping",
-    "/load",
-    "/metrics",
-    "/openapi.json",
-    "/pause",
-    "/ping",
-    "/pooling",
-    "/redoc",
-    "/reset_encoder_cache",
-    "/reset_mm_cache",
-    "/reset_prefix_cache",
-    "/resume",
-    "/score",
-    "/server_info",
-    "/sleep",
-    "/start_profile",
-    "/start_weight_update",
-    "/stop_profile",
-    "/tokenize",
-    "/update_weight_version",
-    "/update_weights",
-    "/version",
-    "/wake_up",
-    "/weight_checker",
-    "/weight_info",
-]
+UNCHECKED = "from lightning_rl.cli import main, serve; serve.REFUSED = {}; main.main()"
 
 
 class Served:
@@ -61,13 +25,14 @@ class Served:
     Args:
         model: whose configuration is served; its weights are not.
         folder: an empty one.
+        unchecked: options for vLLM that the command would refuse.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+    def __init__(self, model: PreTrainedModel, folder: Path, *, unchecked: Sequence[str] = ()) -> None:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
-        self.folder = folder
+        self.folder, self.unchecked = folder, unchecked
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -79,6 +44,9 @@ class Served:
         command = [sys.executable, "-m", "lightning_rl.cli", "serve", str(self.folder), "--port", str(self.port)]
         command += ["--dtype", "float32", "--", "--block-size", "32", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(2**26)]
+        if self.unchecked:
+            command[1:3] = ["-c", UNCHECKED]
+            command += self.unchecked
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, env={**os.environ, KEY: SECRET}, stdout=log, stderr=log)
         return self.process

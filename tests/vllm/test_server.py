@@ -2,6 +2,7 @@
 
 import http.client
 import logging
+import socket
 import tempfile
 import threading
 import time
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.served import OPEN, SECRET, Served
+from kit.open_paths import OPEN
+from kit.served import SECRET, Served
 from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
 from kit.vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch
@@ -97,6 +99,14 @@ def test_the_key_is_in_no_list_of_processes_and_in_no_log(server: Served, engine
     assert len(commands) >= 3 and not [command for command in commands if SECRET in command]
     log = (server.folder / "log").read_text()
     assert "serving" in log and SECRET not in log
+
+
+def test_it_listens_on_loopback_alone_and_its_sockets_are_its_users(server: Served, engine: VLLMServerEngine) -> None:
+    connections = [connection for process in server.family() for connection in process.net_connections("all")]
+    places = {connection.laddr.ip for connection in connections if connection.status == "LISTEN"}
+    assert places <= {"127.0.0.1", "::1"} and server.port in {c.laddr.port for c in connections if c.status == "LISTEN"}
+    files = {Path(str(c.laddr)) for c in connections if c.family == socket.AF_UNIX and str(c.laddr).startswith("/")}
+    assert len(files) >= 2 and {file.stat().st_mode & 0o077 for file in files} == {0}
 
 
 def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLLMServerEngine) -> None:
@@ -263,6 +273,18 @@ def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
     assert left == [[]], "processes of the server that was killed"
     said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.vllm.pool"]
     assert said[0].startswith(f"lost {server.url}: ") and said[-1] == f"{server.url} is back, with the current weights"
+
+
+@pytest.mark.long
+def test_several_engines_behind_one_port_are_refused_by_the_trainer(tmp_path: Path) -> None:
+    served = Served(MODEL(), tmp_path, unchecked=["--data-parallel-size", "2"])
+    try:
+        engine = an_engine(served)
+        with pytest.raises(ValueError, match=r"expected one engine at .*, got 2 \(--data-parallel-size\)"):
+            engine.start(MODEL(), AutoTokenizer.from_pretrained(served.folder))
+        engine.close()
+    finally:
+        served.stop()
 
 
 @pytest.mark.long

@@ -66,6 +66,10 @@ def find_key(given: str | Path | None) -> str | None:
     """
     if isinstance(given, Path):
         return read_key(given)
+    if not isinstance(given, str | None):
+        raise ValueError(
+            f"expected api_key to be a text, the Path of a file that holds it, or None, got {type(given).__name__}"
+        )
     key = os.environ.get(KEY) if given is None else given
     if key:
         check_key(key, KEY if given is None else "api_key")

@@ -35,8 +35,13 @@ class Server:
     outstanding: int = 0  # tokens, of prompts and at most of responses, that it has been asked for
     losses: int = 0  # since its last answer
     due: float = 0.0  # when it may come back, by the monotonic clock
-    why: str = "it was not asked yet"  # that it is not ready
+    error: Exception = field(default_factory=lambda: Unanswered("it was not asked yet"))  # that it is not ready for
     loading: threading.Lock = field(default_factory=threading.Lock)  # held by whoever brings it to other weights
+
+    @property
+    def why(self) -> str:
+        """The reason that it is not ready, or was not."""
+        return str(self.error)
 
 
 class ServerPool:
@@ -84,17 +89,25 @@ class ServerPool:
         with self._changed:
             return [server for server in self.servers if server.ready]
 
-    def wait(self, calls: Calls | None = None) -> None:
+    def wait(self, calls: Calls | None = None, *, strict: bool = False) -> None:
         """Returns once a server is ready.
+
+        Args:
+            calls: that may be cut short meanwhile.
+            strict: whether a server that is there, and not what the run needs, ends the wait.
 
         Raises:
             EngineError: if none is within the patience.
-            Cancelled: if the calls were cut short meanwhile.
+            ValueError: what is wrong with a server, if that ends the wait.
+            Cancelled: if the calls were cut short.
         """
         end = time.monotonic() + self.patience
         with self._changed:
             while not any(server.ready for server in self.servers):
                 self._check_open(calls)
+                for server in self.servers if strict else ():
+                    if isinstance(server.error, ValueError):
+                        raise server.error
                 left = end - time.monotonic()
                 if left <= 0:
                     reasons = "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
@@ -279,9 +292,10 @@ class ServerPool:
             if server.ready or server.why != str(why):
                 message = "lost %s: %s; it is asked again until it is back, others get its requests meanwhile"
                 LOG.warning(message, server.endpoint.url, why)
-            server.ready, server.why = False, str(why)
+            server.ready, server.error = False, why
             server.due = time.monotonic() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
             server.losses += 1
+            self._changed.notify_all()
 
     def restore(self, server: Server) -> None:
         """Lets a server be asked, because it has the current weights."""

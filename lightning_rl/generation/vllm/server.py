@@ -115,7 +115,7 @@ class VLLMServerEngine(Engine):
             if isinstance(error, ValueError):
                 raise error
         pool.watch()
-        pool.wait()
+        pool.wait(strict=True)
         served = push.description
         self.dtype = getattr(torch, served.dtype)
         self.max_length, self.block_size = served.max_length, served.block_size

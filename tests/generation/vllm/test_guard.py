@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from kit.served import OPEN
+from kit.open_paths import OPEN
 
 from lightning_rl.generation.vllm.guard import RequireKey
 from lightning_rl.generation.vllm.key import KEY

@@ -351,6 +351,17 @@ def test_several_engines_behind_one_port_are_refused_because_one_could_keep_old_
     engine.close()
 
 
+def test_a_server_that_comes_later_and_is_wrong_is_told_at_once_and_not_after_the_patience(one: ScriptedServer) -> None:
+    honest, early = one.answer, [503] * 3
+    one.engines = 2
+    one.answer = lambda path, body: early.pop() if early else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]
+    engine = an_engine(one, started=False, patience=600)
+    with pytest.raises(ValueError, match=r"one engine at http://.*, got 2"):
+        engine.start(the_model(), None)
+    assert not early
+    engine.close()
+
+
 def test_one_server_that_refuses_a_request_leaves_it_to_another_and_stays() -> None:
     picky, other = ScriptedServer(lambda *_: 422), ScriptedServer()
     with servers(picky, other):
