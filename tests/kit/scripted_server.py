@@ -135,15 +135,17 @@ class ScriptedServer:
 
     def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
         asked, ids = body["sampling_params"], body["token_ids"]
-        number = asked["max_tokens"]
-        tokens = [(asked.get("seed", 0) + place) % VOCABULARY for place in range(number)]
+        tokens = [(asked.get("seed", 0) + place) % VOCABULARY for place in range(asked["max_tokens"])]
+        ends = [place for place, token in enumerate(tokens) if token in asked.get("stop_token_ids", ())]
+        number = ends[0] + 1 if ends else len(tokens)
+        tokens = tokens[:number]
         content = [{"token_id": token, "logprob": -1.0 - token / 100} for token in tokens]
         return {
             "choices": [
                 {
                     "token_ids": tokens,
-                    "finish_reason": "length",
-                    "stop_reason": None,
+                    "finish_reason": "stop" if ends else "length",
+                    "stop_reason": tokens[-1] if ends else None,
                     "logprobs": None if asked.get("logprobs") is None else {"content": content},
                     "weight_versions": [{"version": self.label, "start": 0, "end": number}],
                 }

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import process_count
-from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
+from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, options_for
 from lightning_rl.generation.vllm.lora import Adapter
@@ -212,6 +212,7 @@ class VLLMEngine(Engine):
             self._extras.clear()
         prompts = [request.prefix_ids for request in requests]
         outputs = self._generate(prompts, [self._parameters(request, logprobs=logprobs) for request in requests])
+        _check_order(requests, outputs)
         rows = [output.outputs[0] for output in outputs]
         scores: list[Tensor | None] = [None] * len(rows)
         if logprobs:
@@ -223,6 +224,7 @@ class VLLMEngine(Engine):
                 logprobs=score,
                 finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason),
                 version=self.version,
+                sample_id=request.sample_id,
                 **({} if self._extras is None else self._extras.of(output)),
             )
             for request, output, row, score in zip(requests, outputs, rows, scores, strict=True)
@@ -318,3 +320,10 @@ class VLLMEngine(Engine):
 
 def _identity(model: Any) -> Any:
     return model
+
+
+def _check_order(requests: Sequence[Request], outputs: Sequence[Any]) -> None:
+    """Refuses answers that belong to other prompts than those of the requests."""
+    for request, output in zip(requests, outputs, strict=True):
+        if tuple(output.prompt_token_ids or ()) != request.prefix_ids:
+            raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")
