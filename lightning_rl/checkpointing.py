@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.archive import load_archive
 from lightning_rl.description import restore
 from lightning_rl.distributed import RunEndError, process_maximum
 from lightning_rl.files import PART, write_atomically
@@ -123,11 +124,12 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """A checkpoint of this library, in values that load under ``weights_only=True``.
 
     Raises:
-        ValueError: for the folder of a sharded strategy, saying how to make one file of it, and for other checkpoints.
+        ValueError: for the folder of a sharded strategy, saying how to make one file of it, and for other checkpoints
+            and files; nothing that is in them is run.
     """
     if Path(path).is_dir():
         raise ValueError(f"expected a checkpoint of one file, got the folder {path}: {_consolidation(Path(path))}")
-    checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    checkpoint = load_archive(path, map_location)
     if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
         raise ValueError(
             f"expected a checkpoint of an RLLightningModule, got {path}, which holds none of its state: pass a file "

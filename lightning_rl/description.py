@@ -19,8 +19,9 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Set, Sized
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
 MAX_ITEMS = 64  # of a list that is written out; of a longer one its length and a hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
-ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal")
-RESTORED = (*(f"lightning_rl.{room}." for room in ROOMS), "torch.optim.")  # nothing else that a checkpoint names
+ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal.kl")
+ROOMS += ("signal.reductions",)
+NEVER = {"CodeTests", "Isolated", "Judge", "RewardModel", "Rewards", "Sandbox", "VLLMEngine", "VLLMServerEngine"}
 
 
 def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
@@ -60,9 +62,9 @@ def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
 
 
 def restore(description: Any) -> Any:
-    """The value that was described, if it is plain or comes from this library or ``torch.optim``.
+    """The value that was described, if it is plain or one of :func:`restorable`.
 
-    A checkpoint comes from anywhere, so nothing else that it names is imported or called.
+    A checkpoint comes from anywhere, so nothing else that it names is looked up, imported or called.
 
     Raises:
         ValueError: naming what has to be given again.
@@ -74,16 +76,26 @@ def restore(description: Any) -> Any:
     if lost := sorted(set(_losses(description))):
         raise ValueError(", ".join(lost))
     if CLASS in description:
-        kind = _import(description[CLASS])
-        if not isinstance(kind, type):
-            raise ValueError(description[CLASS])
-        return kind(**{key: restore(item) for key, item in description[ARGUMENTS].items()})
+        return _make(restorable()[description[CLASS]], description[ARGUMENTS])
     if PARTIAL in description:
         keywords = {key: restore(item) for key, item in description["keywords"].items()}
-        return partial(_import(description[PARTIAL]), *restore(description["args"]), **keywords)
+        return partial(restorable()[description[PARTIAL]], *restore(description["args"]), **keywords)
     if NAME in description and len(description) == 1:
-        return _import(description[NAME])
+        return restorable()[description[NAME]]
     return {key: restore(item) for key, item in description.items()}
+
+
+@cache
+def restorable() -> Mapping[str, Any]:
+    """What a checkpoint may name, by where it lies: parts that compute, out of this library and ``torch.optim``.
+
+    Left out is what starts processes, opens connections or loads models: who uses it passes it again.
+    """
+    found = [getattr(room, name) for room in _rooms() for name in _names_in(room) if name not in NEVER]
+    found += [kind for kind in vars(torch.optim).values() if _is_kind(kind, torch.optim.Optimizer)]
+    schedules = torch.optim.lr_scheduler
+    found += [kind for kind in vars(schedules).values() if _is_kind(kind, schedules.LRScheduler)]
+    return MappingProxyType({path_of(one): one for one in found if inspect.isroutine(one) or inspect.isclass(one)})
 
 
 def path_of(value: Any) -> str:
@@ -100,7 +112,7 @@ def _losses(description: Any) -> Iterator[str]:
         return
     for key in (CLASS, PARTIAL, NAME):
         path = description.get(key)
-        known = isinstance(path, str) and path.startswith(RESTORED) and "<" not in path
+        known = isinstance(path, str) and path in restorable()
         partly = set(description) & {"closure", "size", "unknown"} or (key == CLASS and ARGUMENTS not in description)
         if isinstance(path, str) and (not known or partly):
             yield path
@@ -111,15 +123,26 @@ def _losses(description: Any) -> Iterator[str]:
         yield from _losses(item)
 
 
-def _import(path: str) -> Any:
-    module, _, name = path.rpartition(".")
+def _rooms() -> list[ModuleType]:
+    return [importlib.import_module(f"lightning_rl.{room}") for room in ROOMS]
+
+
+def _names_in(room: ModuleType) -> list[str]:
+    own = [name for name, value in vars(room).items() if getattr(value, "__module__", None) == room.__name__]
+    return list(getattr(room, "__all__", [name for name in own if not name.startswith("_")]))
+
+
+def _is_kind(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def _make(kind: Any, arguments: Any) -> Any:
+    if not isinstance(kind, type) or not isinstance(arguments, Mapping):
+        raise ValueError(path_of(kind))
     try:
-        target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        raise ValueError(path) from None
-    if path_of(target) != path:  # something that merely lies within reach of the module
-        raise ValueError(path)
-    return target
+        return kind(**{key: restore(item) for key, item in arguments.items()})
+    except (TypeError, ArithmeticError) as refused:
+        raise ValueError(f"{path_of(kind)} with other options than it takes ({refused})") from refused
 
 
 def _describe_mapping(value: Mapping[Any, Any], around: tuple[int, ...]) -> Plain:

@@ -157,6 +157,16 @@ def test_builders_and_plain_values_come_back(value: Any) -> None:
         {"partial": "lightning_rl.generation.engine.hashlib.new", "args": [], "keywords": {}},
         {"class_path": "lightning_rl.optimizers.warmup_then_linear", "init_args": {"warmup": 1, "total": 2}},
         {"name": "kit.support.tiny_policy"},
+        {"partial": "lightning_rl.rewards.worker.answer", "args": [None, b"pickled"], "keywords": {}},
+        {"class_path": "lightning_rl.rewards.pool.Pool", "init_args": {"function": b"pickled"}},
+        {"class_path": "lightning_rl.rewards.isolation.Isolated", "init_args": {}},
+        {"class_path": "lightning_rl.rewards.judge.Judge", "init_args": {"model": "m", "url": "http://127.0.0.1:9"}},
+        {"class_path": "lightning_rl.generation.vllm.engine.VLLMEngine", "init_args": {}},
+        {"name": "lightning_rl.losses.cispo.__import__"},
+        {"class_path": "lightning_rl.losses.cispo.CISPO.__init__.__globals__", "init_args": {}},
+        {"class_path": "lightning_rl.losses.cispo.CISPO", "init_args": {"no_such": 1}},
+        {"class_path": "lightning_rl.losses.cispo.CISPO", "init_args": [1]},
+        {"name": "../../rewards.worker.answer"},
     ],
 )
 def test_nothing_else_is_imported_or_called(description: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.archive import load_archive
 from lightning_rl.audit.checks import CHECKS, run_checks
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
@@ -79,14 +80,20 @@ def recheck(
         checks: names of those to run; by default those that found something.
 
     Raises:
-        ValueError: if a check is unknown; the message lists the known ones.
+        ValueError: if a check is unknown, where the message lists the known ones, or if the file is no evidence of an
+            audit; whatever is in it, nothing of it is run.
     """
-    state = torch.load(path, weights_only=True)
-    names = list(dict.fromkeys(finding["check"] for finding in state["findings"]) if checks is None else checks)
+    state = load_archive(path)
+    try:
+        names = list(dict.fromkeys(finding["check"] for finding in state["findings"]) if checks is None else checks)
+        evidence = _evidence(state, repeatable(module.algorithm, callbacks))
+    except (TypeError, KeyError, AttributeError, ValueError) as wrong:
+        raise ValueError(
+            f"expected evidence as SignalAudit saves it, got {path}: {type(wrong).__name__}: {wrong}"
+        ) from wrong
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")
-    evidence = _evidence(state, repeatable(module.algorithm, callbacks))
     if evidence.step is not None:
         evidence.step.expected, evidence.step.parts = recompute_step(evidence, evidence.step)
     return run_checks([CHECKS[name] for name in names], evidence)

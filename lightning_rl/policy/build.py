@@ -41,7 +41,11 @@ def build_model(source: ModelSource) -> PreTrainedModel:
     """A causal language model, loaded in the default dtype (float32, or what a ``-true`` precision sets)."""
     if isinstance(source, str | Path):
         try:
-            return AutoModelForCausalLM.from_pretrained(source, dtype=torch.get_default_dtype())
+            return AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
+        except ValueError as error:
+            raise ValueError(_own_code(source, error)) from error
         except OSError as error:  # what transformers raises for a folder or name that it cannot load
             raise ValueError(
                 f"expected the name or folder of a causal language model that can be loaded, got {str(source)!r}: "
@@ -115,7 +119,9 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     try:
-        return AutoTokenizer.from_pretrained(tokenizer)
+        return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(_own_code(tokenizer, error)) from error
     except OSError as error:
         raise ValueError(
             f"expected the name or folder of a tokenizer that can be loaded, got {str(tokenizer)!r}: "
@@ -155,3 +161,12 @@ def max_prompt_length(model: PreTrainedModel, max_new_tokens: int) -> int | None
     if context is not None and context <= max_new_tokens:
         raise ValueError(f"expected max_new_tokens below the context window of {context}, got {max_new_tokens}")
     return None if context is None else context - max_new_tokens
+
+
+def _own_code(source: str | Path, error: ValueError) -> str:
+    """What is said of a name or folder that transformers refuses, most often because it brings code of its own."""
+    return (
+        f"expected a model or tokenizer that transformers itself can load, got {str(source)!r}: "
+        f"{str(error).splitlines()[0]} (code that lies beside weights is never run; if you have read and trust it, "
+        "pass a function that loads it with trust_remote_code=True)"
+    )

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.files import write_atomically
 from lightning_rl.recording.algorithm import algorithm_from_json
+from lightning_rl.recording.header import FORMAT, check_tensors, file_beside, read_header, rollout_of
 from lightning_rl.rollout import Rollout
-
-FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,14 @@ class Recording:
     @property
     def rollout(self) -> Rollout:
         """The finished rollout."""
-        fields = [name for name in self.tensors if name.startswith("rollout/")]
-        return Rollout.from_state({name.removeprefix("rollout/"): self.tensors[name] for name in fields})
+        return rollout_of(self.tensors)
 
     def algorithm(self) -> Algorithm:
-        """What turned the rollout into advantages, a loss and its gradient, made anew at every call."""
+        """What turned the rollout into advantages, a loss and its gradient, made anew at every call.
+
+        Raises:
+            ValueError: if a part of it is no part of this library; a recipe has it.
+        """
         return algorithm_from_json(self.header["algorithm"])
 
     @property
@@ -70,15 +73,20 @@ class Recording:
 
     @staticmethod
     def load(path: str | Path) -> "Recording":
-        """Reads a recording, given either of its files.
+        """Reads a recording, given either of its files, as data: whatever is in them, nothing of it is run.
 
         Raises:
-            ValueError: if the file was written by another version of the format.
+            ValueError: naming the file and what is wrong in it, if it is no recording of this format.
+            FileNotFoundError: if it is not there.
         """
-        header = json.loads(Path(path).with_suffix(".json").read_text(encoding="utf-8"))
-        if header.get("format") != FORMAT:
-            raise ValueError(f"expected a recording of format {FORMAT}, got {header.get('format')!r} in {path}")
-        return Recording(header=header, tensors=load_file(Path(path).with_suffix(".safetensors")))
+        header = read_header(file_beside(path, ".json"))
+        file = file_beside(path, ".safetensors")
+        try:
+            tensors = load_file(file)
+        except (SafetensorError, ValueError, KeyError) as damaged:
+            raise ValueError(f"expected the tensors of a recording in {file}, got another file: {damaged}") from None
+        check_tensors(header, tensors, file)
+        return Recording(header=header, tensors=tensors)
 
     @staticmethod
     def of_all_ranks(path: str | Path) -> "list[Recording]":

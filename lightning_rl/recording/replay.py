@@ -64,7 +64,7 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
     if restore:
         load_states(algorithm, recording.header["states"])
     replayed = _replay_signal(recording, algorithm, collectives)
-    rollout, packed = replayed.rollout, from_json(recording.header["options"])["packing"]
+    rollout, packed = replayed.rollout, recording.header["options"]["packing"]
     trained = rollout.trained.tolist()  # this algorithm may exclude others
     rows = [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
     plan = plan_of_rows(rollout, rows, packed=packed)

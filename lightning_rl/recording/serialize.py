@@ -1,17 +1,25 @@
-"""Serialize: objects as plain JSON values, by the place they are imported from and what they hold, and back again.
+"""Serialize: objects as plain JSON values, by the place they lie at and what they hold, and back again.
 
-What no other process could import (a function of a script, a lambda, a model) is kept as text, for a person; it comes
-back as an :class:`Opaque`, which says so as soon as it is used.
+A description comes from anywhere, so what it names is looked up in the table of :mod:`lightning_rl.recording.known`,
+which holds the library's own parts, and made by their constructors, which check every value. Nothing is imported.
+Whatever else it names (a function of a script, a class of somebody's own, a lambda, a model) is text for a person; it
+comes back as an :class:`Opaque`, which says so as soon as it is used.
 """
 
 import dataclasses
-import importlib
+import inspect
 import math
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+
+from lightning_rl.corrections import RLCallback
+from lightning_rl.recording.known import CLASSES, FUNCTIONS
+from lightning_rl.terminal import visible
 
 OBJECT, NAME, PARTIAL, TUPLE, NUMBER, OPAQUE = "$object", "$name", "$partial", "$tuple", "$number", "$opaque"
 PLAIN = (type(None), bool, int, str)
@@ -30,10 +38,20 @@ class Opaque:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raises a ValueError, because what was recorded is a text."""
-        raise ValueError(
-            f"expected something that can be imported, got {self.text}, which a recording keeps as a text: pass "
-            "--recipe with the script that made the run, or move it into a module"
-        )
+        raise ValueError(not_ours(self.text))
+
+
+def not_ours(text: str, place: str = "") -> str:
+    """What is said of a part that a recording names and does not hold.
+
+    Args:
+        text: what it is called there.
+        place: where in the algorithm.
+    """
+    return (
+        f"expected a part of lightning_rl, got {visible(text)}{place and f' as {visible(place)}'}, of which a "
+        "recording keeps the name alone: pass --recipe with the script that made the run"
+    )
 
 
 def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
@@ -51,9 +69,9 @@ def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
     if isinstance(value, partial):
         bound = {"args": to_json(list(value.args), around), "keywords": to_json(value.keywords, around)}
         return {PARTIAL: to_json(value.func, around), **bound}
-    if (name := _import_path(value)) is not None:
+    if (name := _named_path(value)) is not None:
         return {NAME: name}
-    kind, state = _import_path(type(value)), _state(value)
+    kind, state = _named_path(type(value)), _state(value)
     if kind is None or state is None or id(value) in around or isinstance(value, Tensor | nn.Module):
         qualname = getattr(value, "__qualname__", None)
         text = f"the {type(value).__name__} {qualname}" if isinstance(qualname, str) else f"a {type(value).__name__}"
@@ -62,30 +80,22 @@ def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
 
 
 def from_json(description: Any) -> Any:
-    """The value that was described. Imports what the description names; nothing of it is called."""
+    """The value that was described, of plain values and parts of the library; an :class:`Opaque` for anything else.
+
+    Raises:
+        ValueError: if a part is described with values that its constructor refuses, or in another form than ours.
+    """
     if isinstance(description, list):
         return [from_json(item) for item in description]
     if not isinstance(description, dict):
         return description
-    if NUMBER in description:
-        return float(description[NUMBER])
-    if TUPLE in description:
-        return tuple(from_json(item) for item in description[TUPLE])
-    if NAME in description:
-        return _import(description[NAME])
-    if OPAQUE in description:
-        return Opaque(description[OPAQUE])
-    if PARTIAL in description:
-        return partial(
-            from_json(description[PARTIAL]), *from_json(description["args"]), **from_json(description["keywords"])
-        )
-    if OBJECT in description:
-        kind = _import(description[OBJECT])
-        instance = object.__new__(kind)
-        for key, item in description["state"].items():
-            object.__setattr__(instance, key, from_json(item))  # frozen dataclasses as well
-        return instance
-    return {key: from_json(item) for key, item in description.items()}
+    marks = [mark for mark in _FORMS if mark in description]
+    if not marks:
+        return {key: from_json(item) for key, item in description.items()}
+    expected, make = _FORMS[marks[0]]
+    if description.keys() != {marks[0], *expected}:
+        raise ValueError(f"expected {marks[0]} {' '.join(expected)} in a recording, got {' '.join(description)[:80]!r}")
+    return make(*(description[key] for key in (marks[0], *expected)))
 
 
 def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]]:
@@ -94,31 +104,33 @@ def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]
         for number, item in enumerate(description):
             yield from opaque_places(item, f"{place}[{number}]")
     elif isinstance(description, dict):
-        if OPAQUE in description:
-            yield place, description[OPAQUE]
+        text = _foreign(description)
+        if text is not None:
+            yield place, text
             return
         for key, item in description.items():
             inner = place if key in (TUPLE, PARTIAL, "state") else f"{place}.{key}".removeprefix(".")
             yield from opaque_places(item, inner)
 
 
-def _import_path(value: Any) -> str | None:
+def _foreign(description: Mapping[str, Any]) -> str | None:
+    """What a description calls something that is not the library's; None for all that is."""
+    for mark, table in ((OPAQUE, {}), (NAME, FUNCTIONS), (OBJECT, CLASSES)):
+        if mark in description:
+            text = description[mark]
+            return None if isinstance(text, str) and text in table else str(text)
+    return None
+
+
+def _named_path(value: Any) -> str | None:
+    """Where a class or function lies that any process could import, for a person to read."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or "<" in name:
         return None
-    path = f"{module}:{name}"
-    try:
-        return path if _import(path) is value else None
-    except (ImportError, AttributeError):
-        return None
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    target: Any = importlib.import_module(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        target = getattr(target, part)
-    return target
+        target = getattr(target, part, None)
+    return f"{module}:{name}" if target is value else None
 
 
 def _state(value: Any) -> dict[str, Any] | None:
@@ -127,3 +139,60 @@ def _state(value: Any) -> dict[str, Any] | None:
     if not hasattr(value, "__dict__"):
         return None
     return {key: item for key, item in vars(value).items() if key not in LENT}
+
+
+def _number(text: Any) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"expected {NUMBER} nan, inf or -inf, got {str(text)[:80]!r}")
+    return float(text)
+
+
+def _items(items: Any) -> tuple[Any, ...]:
+    if not isinstance(items, list):
+        raise ValueError(f"expected {TUPLE} with a list, got a {type(items).__name__}")
+    return tuple(from_json(item) for item in items)
+
+
+def _function(path: Any) -> Any:
+    known = FUNCTIONS.get(path) if isinstance(path, str) else None
+    return Opaque(str(path)) if known is None else known
+
+
+def _bind(function: Any, args: Any, keywords: Any) -> Any:
+    known = from_json(function)
+    if not callable(known) or not isinstance(args, list) or not isinstance(keywords, dict):
+        raise ValueError(f"expected {PARTIAL} of a function with args and keywords, got {str(function)[:80]!r}")
+    return partial(known, *from_json(args), **from_json(keywords))
+
+
+def _make(path: Any, state: Any) -> Any:
+    """An object of the library by its constructor, which checks what it gets."""
+    kind = CLASSES.get(path) if isinstance(path, str) else None
+    if kind is None:
+        return Opaque(str(path))
+    if not isinstance(state, dict):
+        raise ValueError(f"expected the fields of {path} by their names, got a {type(state).__name__}")
+    values = {key: from_json(item) for key, item in state.items()}
+    taken = {key: value for key, value in values.items() if key in inspect.signature(kind).parameters}
+    try:
+        with warnings.catch_warnings():  # whoever made the run was warned
+            warnings.simplefilter("ignore")
+            made = kind(**taken)
+    except (TypeError, ValueError, OverflowError, ArithmeticError) as refused:
+        raise ValueError(f"expected fields of {path} that it takes, got others: {visible(str(refused))}") from refused
+    foreign = sorted(values.keys() - taken.keys() - (_state(made) or {}).keys() - {"name"})
+    if foreign:
+        raise ValueError(f"expected fields of {path} alone, got {foreign[0][:80]!r}")
+    if isinstance(made, RLCallback) and isinstance(values.get("name"), str):
+        made.name = values["name"]
+    return made
+
+
+_FORMS: dict[str, tuple[tuple[str, ...], Any]] = {
+    NUMBER: ((), _number),
+    TUPLE: ((), _items),
+    NAME: ((), _function),
+    OPAQUE: ((), lambda text: Opaque(str(text))),
+    PARTIAL: (("args", "keywords"), _bind),
+    OBJECT: (("state",), _make),
+}

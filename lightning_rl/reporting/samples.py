@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import unicodedata
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning_rl.corrections import RLCallback
 from lightning_rl.data import Ticket
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.terminal import visible
 
 FILE = "samples.jsonl"
 
@@ -136,10 +136,6 @@ def _cell(value: Any, width: int) -> str:
     """A value for the terminal, with visible control characters and not too long."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = "".join(_visible(mark) for mark in str(value))
+    text = visible(str(value))
     half = (width - 5) // 2
     return text if len(text) <= width else f"{text[:half]} ... {text[-half:]}"
-
-
-def _visible(mark: str) -> str:
-    return repr(mark)[1:-1] if mark != "\n" and unicodedata.category(mark).startswith("C") else mark

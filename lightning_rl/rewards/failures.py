@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lightning_rl.distributed import RunEndError
 from lightning_rl.rewards.call import RewardCall
 from lightning_rl.rewards.limit import CLOCK
+from lightning_rl.terminal import visible
 
 FOLDER = "failed_rewards"
 
@@ -54,14 +55,15 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
     row = failure.rows[0]
     rows = {call.name: sum(len(failure.rows) for failure in call.failures) for call in failing}
     where = f"; every such sample is in {path}" if path is not None and _write(failing, path) else ""
-    cause = f"reward {call.name} {failure.cause}"
+    cause = visible(f"reward {call.name} {failure.cause}")
     text = "; ".join(f"{name} failed on {number}" for name, number in rows.items())
+    traceback = visible(failure.traceback)  # an exception may quote what a model wrote
     warnings.warn(
         f"rows get no reward and enter no reward statistic: {text}. First, {cause} for completion "
-        f"{call.completions[row]!r:.1000} of prompt {call.prompts[row]!r:.1000}{where}\n{failure.traceback}".rstrip(),
+        f"{call.completions[row]!r:.1000} of prompt {call.prompts[row]!r:.1000}{where}\n{traceback}".rstrip(),
         stacklevel=2,
     )
-    return f"{cause}\n{failure.traceback}".rstrip()
+    return f"{cause}\n{traceback}".rstrip()
 
 
 def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: float | None) -> None:

@@ -139,7 +139,9 @@ class RewardModel:
             source = self.model
         if source is None:
             raise ValueError("expected tokenizer= for a reward model that a callable builds, got None")
-        return AutoTokenizer.from_pretrained(source) if isinstance(source, str | Path) else source
+        if not isinstance(source, str | Path):
+            return source
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
     def _build(self) -> tuple[nn.Module, bool]:
         """The model, and whether it says something at each token."""
@@ -151,7 +153,7 @@ class RewardModel:
         if (Path(self.model) / VALUE_HEAD).is_file():
             return ValueModel(Path(self.model), dtype), True
         load: Any = AutoModelForSequenceClassification.from_pretrained
-        model, info = load(self.model, dtype=dtype, output_loading_info=True)
+        model, info = load(self.model, dtype=dtype, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(
                 f"expected {self.model} to be a reward model, but it has no weights for "
@@ -196,7 +198,8 @@ class ValueModel(nn.Module):
 
         super().__init__()
         shared = not (folder / "config.json").is_file()  # a head on the policy, which lies above
-        self.model = AutoModel.from_pretrained(folder.parent if shared else folder, dtype=dtype)
+        place = folder.parent if shared else folder
+        self.model = AutoModel.from_pretrained(place, dtype=dtype, trust_remote_code=False)
         self.weight = nn.Parameter(load_file(folder / VALUE_HEAD)["weight"].to(self.model.dtype))
         self.config = self.model.config
 

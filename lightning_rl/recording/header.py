@@ -1,0 +1,196 @@
+"""Header: what the JSON of a recording has to look like before anything is done with it.
+
+A recording may come from anywhere. A number that is none, a row that is not there or a billion ranks is refused here,
+in one sentence with the file and the entry, and never becomes a thread, a file name or an index.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from lightning_rl.arguments import check_bools, check_counts, check_numbers
+from lightning_rl.recording.algorithm import PARTS
+from lightning_rl.recording.serialize import NUMBER, from_json
+from lightning_rl.rollout import Rollout
+
+FORMAT = 2
+MAX_BYTES = 2**30  # of a JSON file
+MAX_DEPTH = 64  # of lists and objects in each other; ours have 9
+MAX_RANKS, MAX_THREADS = 2**20, 2**12
+ENTRIES = ("rollout", "rank", "ranks", "device", "threads", "versions", "options", "algorithm", "states", "plan")
+ENTRIES += ("steps", "samples")
+PASS = ("logprobs", "entropy", "values", "gradient")
+
+
+def file_beside(path: str | Path, suffix: str) -> Path:
+    """The file of a recording with another suffix, which is a file of that folder.
+
+    Raises:
+        ValueError: if it is something else than a file, or a link that leads out of the folder.
+        FileNotFoundError: if it is not there.
+    """
+    file = Path(path).with_suffix(suffix)
+    target = file.resolve(strict=True)
+    if not target.is_file() or target.parent != file.parent.resolve():
+        raise ValueError(f"expected a file of a recording, got {file}, which is no file or a link out of its folder")
+    return file
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The JSON of a recording, checked as far as anything is computed from it.
+
+    Raises:
+        ValueError: naming the file and the entry.
+    """
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"expected at most {MAX_BYTES} bytes in {path}, got {path.stat().st_size}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        header = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError(f"expected the JSON of a recording in {path}, got lists within lists without end") from None
+    except ValueError as wrong:  # also of UTF-8, and of numbers of too many digits
+        raise ValueError(f"expected the JSON of a recording in {path}, got another file: {wrong}") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        got = header.get("format") if isinstance(header, dict) else f"a {type(header).__name__}"
+        raise ValueError(f"expected a recording of format {FORMAT}, got {got!r:.80} in {path}")
+    try:
+        _check_depth(header)
+        _check(header)
+    except (ValueError, TypeError, KeyError, AttributeError) as wrong:
+        raise ValueError(f"expected a recording as RolloutRecorder writes it, got {path}: {wrong}") from wrong
+    return header
+
+
+def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuses tensors that do not belong to the header: names, shapes, rows of the plan.
+
+    Raises:
+        ValueError: naming the file and the entry.
+    """
+    try:
+        response = tensors["rollout/response_ids"]
+        rows, width = response.shape
+        _check_names(header, tensors, (rows, width))
+        rollout_of(tensors)
+        planned = [row for step in header["plan"] for microbatch in step for row in microbatch]
+        if any(row >= rows for row in planned) or len(set(planned)) < len(planned):
+            raise ValueError(f"a plan of other rows than the {rows} that there are, each once")
+    except KeyError as missing:
+        raise ValueError(f"expected a tensor {missing} in {path}, got none") from None
+    except (ValueError, TypeError, AttributeError) as wrong:
+        raise ValueError(f"expected the tensors of a recording in {path}, got others: {wrong}") from None
+
+
+def rollout_of(tensors: Mapping[str, Tensor]) -> Rollout:
+    """The rollout among the tensors of a recording."""
+    fields = [name for name in tensors if name.startswith("rollout/")]
+    return Rollout.from_state({name.removeprefix("rollout/"): tensors[name] for name in fields})
+
+
+def _check_names(header: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    passes = range(math.ceil(len(header["steps"]) / max(1, len(header["plan"]))))
+    known = {f"pass/{number}/{name}" for number in passes for name in PASS}
+    if tensors["sampled/scored"].shape != shape[:1]:
+        raise ValueError(f"sampled/scored of shape {list(tensors['sampled/scored'].shape)}")
+    for name, tensor in tensors.items():
+        if name.startswith("pass/") and (name not in known or tensor.shape != shape or not tensor.is_floating_point()):
+            raise ValueError(f"{name[:80]!r} of shape {list(tensor.shape)} and type {tensor.dtype}")
+    for number, step in enumerate(header["steps"]):
+        if step["states"] is not None and f"pass/{number // len(header['plan'])}/logprobs" not in tensors:
+            raise ValueError(f"no log-probabilities of step {number}")
+
+
+def _check(header: Mapping[str, Any]) -> None:
+    for name in ENTRIES:
+        if name not in header:
+            raise ValueError(f"no {name}")
+    check_counts(0, rollout=header["rollout"], rank=header["rank"])
+    check_counts(1, ranks=header["ranks"], threads=header["threads"])
+    check_numbers(at_most=MAX_RANKS, ranks=header["ranks"])
+    check_numbers(at_most=MAX_THREADS, threads=header["threads"])
+    check_numbers(at_most=header["ranks"] - 1, rank=header["rank"])
+    check_bools(packing=header["options"]["packing"])
+    for name in (header["device"], header["versions"]["torch"]):
+        if not isinstance(name, str):
+            raise ValueError(f"a {type(name).__name__} where a name belongs")
+    _check_algorithm(header["algorithm"])
+    _check_plain(header["states"])
+    _check_plan(header["plan"])
+    _list(header["samples"])
+    for step in _list(header["steps"]):
+        _check_step(step)
+        if step["states"] is not None and not header["plan"]:
+            raise ValueError("steps without a plan")
+
+
+def _check_algorithm(algorithm: Any) -> None:
+    if not isinstance(algorithm, dict):
+        raise ValueError(f"a {type(algorithm).__name__} as algorithm")
+    for part in (*PARTS, "callbacks"):
+        if part not in algorithm:
+            raise ValueError(f"no {part} in the algorithm")
+
+
+def _check_plan(plan: Any) -> None:
+    for step in _list(plan):
+        for microbatch in _list(step):
+            for row in _list(microbatch):
+                check_counts(0, row=row)
+
+
+def _check_step(step: Mapping[str, Any]) -> None:
+    check_numbers(finite=True, scale=step["scale"])
+    if not isinstance(step["weights"], str):
+        raise ValueError(f"a {type(step['weights']).__name__} as the hash of weights")
+    for name, part in {**step["parts"], "grad_norm": step["grad_norm"]}.items():
+        value = from_json(part)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"a {type(value).__name__} as {name[:80]}")
+    _check_plain({} if step["states"] is None else step["states"])
+
+
+def _check_plain(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """States of callbacks: values without parts of their own, by name, by callback."""
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, dict) and value.keys() != {NUMBER}:
+                raise ValueError(f"a state of {name[:80]!r} with more than a plain value as {key[:80]!r}")
+
+
+def _check_depth(header: Any) -> None:
+    level, depth = [header], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"lists and objects more than {MAX_DEPTH} deep")
+        nested = [value for value in level if isinstance(value, list | dict)]
+        level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
+        depth += 1
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"a {type(value).__name__} where a list belongs")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant}, which is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]}, which is too large")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("a name twice in one object")
+    return entries
