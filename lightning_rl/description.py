@@ -75,14 +75,10 @@ def restore(description: Any) -> Any:
         return description
     if lost := sorted(set(_losses(description))):
         raise ValueError(", ".join(lost))
-    if CLASS in description:
-        return _make(restorable()[description[CLASS]], description[ARGUMENTS])
-    if PARTIAL in description:
-        keywords = {key: restore(item) for key, item in description["keywords"].items()}
-        return partial(restorable()[description[PARTIAL]], *restore(description["args"]), **keywords)
-    if NAME in description and len(description) == 1:
-        return restorable()[description[NAME]]
-    return {key: restore(item) for key, item in description.items()}
+    try:
+        return _rebuild(description)
+    except (KeyError, TypeError, AttributeError) as wrong:
+        raise ValueError(f"a description in another form than ours ({type(wrong).__name__}: {wrong})") from wrong
 
 
 @cache
@@ -121,6 +117,17 @@ def _losses(description: Any) -> Iterator[str]:
         yield f"a list of {description['length']}"
     for item in description.values():
         yield from _losses(item)
+
+
+def _rebuild(description: Mapping[str, Any]) -> Any:
+    if CLASS in description:
+        return _make(restorable()[description[CLASS]], description[ARGUMENTS])
+    if PARTIAL in description:
+        keywords = {key: restore(item) for key, item in description["keywords"].items()}
+        return partial(restorable()[description[PARTIAL]], *restore(description["args"]), **keywords)
+    if NAME in description and len(description) == 1:
+        return restorable()[description[NAME]]
+    return {key: restore(item) for key, item in description.items()}
 
 
 def _rooms() -> list[ModuleType]:
