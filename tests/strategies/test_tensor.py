@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import transformers
 from kit.ranks import TIMEOUT, run_ranks
 from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch.strategies import ModelParallelStrategy
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -26,6 +28,8 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3_text"])
 def test_these_can_be_split(family: str) -> None:
+    if family == "gemma3_text" and Version(transformers.__version__) < Version("5.21"):
+        pytest.skip("the plan of older transformers splits its embedding, and is refused by name")
     check_plan(backbone(tiny_model(family)), 2)
 
 

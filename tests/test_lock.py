@@ -1,0 +1,53 @@
+"""The lock holds what pyproject.toml asks for, by hashes alone, and a lower bound that was not run is found."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import bounds
+import licences
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+PINS = dict(re.findall(r"^([a-z0-9-]+)==([\w.]+)", LOCK, re.MULTILINE))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_every_requirement_of_the_tools_is_locked_at_a_version_that_it_allows() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (own,) = [Requirement(line) for line in extras["dev"] if line.startswith("lightning-rl[")]
+    lines = [*PROJECT["dependencies"], *extras["dev"], *(line for extra in own.extras for line in extras[extra])]
+    asked = [Requirement(line) for line in lines if not line.startswith(("lightning-rl", "torch>"))]
+    assert len(asked) > 25
+    assert [str(one) for one in asked if PINS.get(canonicalize_name(one.name), "") not in one.specifier] == []
+
+
+def test_every_file_has_a_hash_and_none_a_place() -> None:
+    entries = re.split(r"\n(?=\S)", LOCK.strip())
+    assert len(entries) == len(PINS) > 80
+    assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
+    assert "://" not in LOCK and "index-url" not in LOCK and "torch" not in PINS
+
+
+def test_a_bound_below_what_was_installed_is_untrue() -> None:
+    project = """
+        [project]
+        dependencies = ["one>=1", "two[extra]>=2.0, <3", "torch>=9"]
+        optional-dependencies = { more = ["three==3.1", "one>=1.5"] }
+    """
+    claimed = bounds.claims(project)
+    assert claimed == {"one": {"1", "1.5"}, "two": {"2.0"}, "torch": {"9"}, "three": {"3.1"}}
+    assert bounds.untrue(claimed, "one==1.5.0\ntwo==2\nthree==3.1") == []
+    assert bounds.untrue(claimed, "one==1.4\ntwo==2.1\nthree==3.1") == [
+        "one: 1 and 1.5 claimed, 1.4 installed",
+        "two: 2.0 claimed, 2.1 installed",
+    ]
+
+
+def test_the_page_of_licences_names_every_locked_package() -> None:
+    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| ([a-z0-9-]+) \| \S", page, re.MULTILINE))
+    assert sorted(PINS.keys() - listed) == []
+    assert page.startswith(licences.HEAD) and "not said" not in page
