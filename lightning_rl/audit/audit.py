@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.arguments import check_choices, check_counts
-from lightning_rl.audit.checks import CHECKS, Check, run_checks
+from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.finding import AuditError
@@ -45,8 +46,9 @@ FOLDER = "audit"
 class SignalAudit(RLCallback):
     """Checks the signal of the rollouts 0, n, 2n, ...
 
-    Logs ``signal_audit/findings``, the number of violated invariants so far, and ``signal_audit/seconds``, what audits
-    took since the last rollout. Every rank looks at its own rows, and all of them raise if one has to.
+    Logs ``signal_audit/findings``, the number of violated invariants so far, ``signal_audit/skipped``, how many checks
+    could not look at their last turn, and ``signal_audit/seconds``, what audits took since the last rollout. Every rank
+    looks at its own rows, and all of them raise if one has to. At the end of a fit it says which checks were skipped.
 
     Args:
         every_n_rollouts: how often.
@@ -55,6 +57,7 @@ class SignalAudit(RLCallback):
 
     Attributes:
         findings: of this rank so far.
+        skipped: by name of a check, why it could not look, or not everywhere, at its last turn.
         seconds: what the latest audited rollout took.
 
     Raises:
@@ -76,6 +79,7 @@ class SignalAudit(RLCallback):
         self.mode = mode
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
         self.findings: list[Finding] = []
+        self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
         self._run: _RunWatch | None = None
 
@@ -87,6 +91,9 @@ class SignalAudit(RLCallback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._release()
+        if self.skipped:
+            lines = [f"  {name}: skipped: {why}" for name, why in self.skipped.items()]
+            rank_zero_info("\n".join(["The audit could not look everywhere:", *lines]))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -141,8 +148,12 @@ class SignalAudit(RLCallback):
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
         run, number = cast(_RunWatch, self._run), evidence.number
-        findings = run_checks([check for check in self.checks if check.of_step is of_step], evidence)
+        turn = [check for check in self.checks if check.of_step is of_step]
+        findings, skipped = judge(turn, evidence)
         self.findings += findings
+        for check in turn:
+            self.skipped.pop(check.name, None)
+        self.skipped |= skipped
         path, text = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
         if findings:
             save(evidence, findings, path)
@@ -162,6 +173,7 @@ class SignalAudit(RLCallback):
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
         return {
             "signal_audit/findings": Stat.single(len(self.findings)).maximum(),
+            "signal_audit/skipped": Stat.single(len(self.skipped)).maximum(),
             "signal_audit/seconds": Stat.single(self._since_last).maximum(),
         }
 

@@ -1,15 +1,29 @@
 """What a finding needs: the error that carries it, and the places where two tensors differ."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_rl.finding import Finding
 
+NO_ROWS = "no row that was looked at trains"
+
 
 class AuditError(RuntimeError):
     """Raised by ``SignalAudit(mode="raise")``; the message holds every finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """What a check yields in the place of a finding where it could not look: it has neither passed nor failed.
+
+    Attributes:
+        why: as one clause, such as ``"the engine returns no log-probabilities"``.
+    """
+
+    why: str
 
 
 def differences(

@@ -1,5 +1,6 @@
 """Forwards: what the models say of a few rows, by the run's own way and by a model's plain one."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
+from lightning_rl.policy.lora import adapters_off
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, Rollout
@@ -96,7 +98,7 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
         return []
     model, reference = module.required_policy.model, module.run.reference
     models: dict[str, nn.Module] = {"policy": model}
-    if reference is not None and reference.model is not model:
+    if reference is not None:
         models["reference"] = reference.model
     few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     with module.trainer.precision_plugin.forward_context():
@@ -109,7 +111,8 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
         torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
         for row, (prompt, response) in enumerate(lengths)
     ]
-    logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+    with adapters_off(model) if name == "reference" else nullcontext():  # those of a policy that is its own reference
+        logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
     stretches = []
     for row, (prompt, response) in enumerate(lengths):
         begin = max(response - PLAIN_TOKENS, 0) if row % 2 else 0  # both ends of responses are looked at

@@ -12,10 +12,10 @@ from lightning_rl.audit.checks import (
     step,
     terms,
 )
-from lightning_rl.audit.checks.check import Check, check, run_checks
+from lightning_rl.audit.checks.check import Check, Verdict, check, judge, run_checks
 
 MODULES = (sampling, rewards, logprobs, signal, loss, terms, contributions, knobs, metrics, step)
 CHECKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Check)}
 """Every check by its name, in the order in which a rollout is made."""
 
-__all__ = ["CHECKS", "Check", "check", "run_checks"]
+__all__ = ["CHECKS", "Check", "Verdict", "check", "judge", "run_checks"]

@@ -2,13 +2,27 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.finding import Skip
 from lightning_rl.corrections import RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.losses import PolicyLoss
 
-CheckFunction = Callable[[Evidence], Iterable[Finding]]
+CheckFunction = Callable[[Evidence], Iterable[Finding | Skip]]
+
+
+class Verdict(NamedTuple):
+    """What one check or several say of the same evidence.
+
+    Attributes:
+        findings: the violations.
+        skipped: by name of a check, why it could not look at all that it should have looked at.
+    """
+
+    findings: list[Finding]
+    skipped: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +47,26 @@ class Check:
 
     def __call__(self, evidence: Evidence) -> list[Finding]:
         """The violations; what a stage of the run raises on a changed copy is one too."""
+        return self.judge(evidence).findings
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """The violations, and why it could not look where it should have."""
+        if not evidence.edits and not len(evidence.rollout):
+            return Verdict([], {self.name: "the rollout has no rows"})
         try:
-            return [self._complete(finding, evidence) for finding in self.function(evidence)]
+            said = list(self.function(evidence))
         except Exception as raised:  # noqa: BLE001  user code ran on a copy of its rows: what it raises is the finding
-            return [
-                Finding(
-                    check=self.name,
-                    culprit=_raiser(raised),
-                    expected="the stages of the run to take a changed copy of its rows",
-                    observed=f"{type(raised).__name__}: {raised}",
-                    cure="carry every field to every row, padding included",
-                )
-            ]
+            finding = Finding(
+                check=self.name,
+                culprit=_raiser(raised),
+                expected="the stages of the run to take a changed copy of its rows",
+                observed=f"{type(raised).__name__}: {raised}",
+                cure="carry every field to every row, padding included",
+            )
+            return Verdict([finding], {})
+        skips = dict.fromkeys(part.why for part in said if isinstance(part, Skip))
+        findings = [self._complete(part, evidence) for part in said if isinstance(part, Finding)]
+        return Verdict(findings, {self.name: ", and ".join(skips)} if skips else {})
 
     def _complete(self, finding: Finding, evidence: Evidence) -> Finding:
         if finding.check:
@@ -59,7 +81,17 @@ class Check:
 
 def run_checks(checks: Iterable[Check], evidence: Evidence) -> list[Finding]:
     """The findings of some checks, on this rank alone: other ranks may look at more or fewer rows."""
-    return [finding for check in checks for finding in check(evidence)]
+    return judge(checks, evidence).findings
+
+
+def judge(checks: Iterable[Check], evidence: Evidence) -> Verdict:
+    """The findings of some checks, and those of them that could not look, with the reason."""
+    findings, skipped = list[Finding](), dict[str, str]()
+    for check in checks:
+        verdict = check.judge(evidence)
+        findings += verdict.findings
+        skipped |= verdict.skipped
+    return Verdict(findings, skipped)
 
 
 def _raiser(raised: BaseException) -> str:
@@ -84,6 +116,9 @@ def check(
     of_rows: bool = True,
 ) -> Callable[[CheckFunction], Check]:
     """Makes a check of a function, whose name is its name and whose docstring says what the invariant means.
+
+    The function yields a :class:`~lightning_rl.audit.finding.Skip` wherever it cannot look: it never returns early
+    without a word.
 
     Args:
         cure: what to do about it.

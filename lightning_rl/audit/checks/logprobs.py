@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.finding import NO_ROWS, Skip
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.finding import Finding
 
@@ -16,11 +17,12 @@ REFERENCE = "stage score, the reference"
 
 
 @check(cure="index and temperature of every source of log-probabilities have to be the same")
-def logprob_alignment(evidence: Evidence) -> Iterator[Finding]:
+def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Log-probabilities of the policy before the update, of the update itself and of the reference are those of the
     model's own plain forward, for the right token and at the temperature of the sampling.
     """
     rows, outputs = evidence.rows, evidence.outputs
+    yield from _unknown(evidence)
     findings = [
         *_misalignments(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
         *_misalignments(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
@@ -28,6 +30,14 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding]:
     yield from findings
     if not findings and outputs is not None:
         yield from _misalignments(evidence, "logprobs", outputs.logprobs, "policy", UPDATE)
+
+
+def _unknown(evidence: Evidence) -> Iterator[Skip]:
+    """Why there is nothing to compare with what the policy says."""
+    if evidence.outputs is None or not len(evidence.rows):
+        yield Skip(NO_ROWS if evidence.outputs is not None else "there is no policy")
+    elif not evidence.plain:
+        yield Skip("the policy is split over ranks, or a correction has its context around every forward")
 
 
 def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
@@ -73,10 +83,11 @@ def _mean_gap(ours: Tensor, theirs: Tensor, valid: Tensor) -> float:
     expected="-sum p log p over the whole vocabulary",
     cure="take entropy and log-probability from the same logits, divided by the temperature once",
 )
-def entropy(evidence: Evidence) -> Iterator[Finding]:
+def entropy(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The entropy that is logged and trained is that of the model's own plain forward, before each token and at the
     temperature of the sampling.
     """
+    yield from _unknown(evidence)
     for plain in evidence.plain:
         if evidence.outputs is None or plain.of != "policy":
             continue
@@ -92,14 +103,17 @@ def entropy(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(culprit="engine {engine}", cure="look at load_weights, the prefix cache and the temperature of the engine")
-def weight_sync(evidence: Evidence) -> Iterator[Finding]:
+def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The engine's log-probabilities are those of the weights that the policy had when it drew: it moved with them, and
     it samples at the temperature that training assumes.
     """
     rows, tolerance = evidence.rows, evidence.facts.tolerance
     if rows.rollout_logprobs is None or evidence.outputs is None:
+        yield Skip("the engine returns no log-probabilities" if evidence.outputs is not None else "there is no policy")
         return
     fresh = rows.valid_tokens & (rows.policy_version == evidence.number)
+    if not fresh.any():
+        yield Skip("no token that was looked at comes from this rollout's weights")
     gap = torch.where(fresh, (rows.rollout_logprobs - evidence.outputs.logprobs).double().abs(), 0.0)
     per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
     mean = float(gap.sum() / fresh.sum().clamp(min=1))
@@ -115,12 +129,13 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(culprit=BEFORE, cure="the old pass needs the update's microbatches, precision, temperature and no dropout")
-def on_policy_identity(evidence: Evidence) -> Iterator[Finding]:
+def on_policy_identity(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Before the first step of a rollout nothing has moved: the ratio of current to old policy is 1 everywhere, and the
     critic says what it said.
     """
     rows, outputs, bound = evidence.rows, evidence.outputs, evidence.facts.tolerance / 10
-    if outputs is None:
+    if outputs is None or (rows.old_logprobs is None and rows.values is None):
+        yield Skip("there is no policy" if outputs is None else "nobody reads an old policy, so none is scored")
         return
     pairs = [
         ("a ratio of 1", "a log-ratio", rows.old_logprobs, outputs.logprobs),
@@ -146,8 +161,10 @@ def on_policy_identity(evidence: Evidence) -> Iterator[Finding]:
     cure="build it as a copy of its own, which no optimizer holds and no sync writes to",
     of_rows=False,
 )
-def reference_stays(evidence: Evidence) -> Iterator[Finding]:
+def reference_stays(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The reference is frozen: its weights are what they were at an earlier audit, to the last bit."""
+    if not sum(map(len, evidence.reference_weights)):
+        yield Skip("there is no reference with weights of its own")
     if len(evidence.reference_weights) == 2 and not torch.equal(*evidence.reference_weights):
         then, now = map(len, evidence.reference_weights)
         yield Finding(expected=f"the same weights, of which {then} were remembered" if then == now else "as many")
@@ -158,9 +175,10 @@ def reference_stays(evidence: Evidence) -> Iterator[Finding]:
     expected="one value at every temperature",
     cure="divide logits by the temperature, and nothing else",
 )
-def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding]:
+def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The critic's values do not move with the temperature, by which logits are divided and values are not."""
     if evidence.outputs is None or evidence.outputs.values is None or evidence.double_temperature is None:
+        yield Skip("there is no critic")
         return
     rows, values, others = evidence.rows, evidence.outputs.values, evidence.double_temperature.values
     gap = torch.where(rows.valid_tokens, values - (values if others is None else others), 0.0).abs()
@@ -177,9 +195,11 @@ def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding]:
     expected="the same log-probabilities in every microbatch",
     cure="keep the sequences of a microbatch apart: boundaries and positions begin anew with each",
 )
-def packing(evidence: Evidence) -> Iterator[Finding]:
+def packing(evidence: Evidence) -> Iterator[Finding | Skip]:
     """A row has the same log-probabilities whichever rows it is packed with, and padded instead of packed."""
     if evidence.outputs is None or evidence.reversed is None:
+        if not evidence.plain:  # else logprob_alignment has compared with rows that are alone
+            yield Skip(NO_ROWS)
         return
     rows, ours, theirs = evidence.rows, evidence.outputs.logprobs, evidence.reversed.logprobs
     gap = torch.where(rows.valid_tokens, ours.double() - theirs.double(), 0.0).abs()

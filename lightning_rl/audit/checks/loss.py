@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Contribution, Evidence, TableStep
-from lightning_rl.audit.finding import differences
+from lightning_rl.audit.finding import NO_ROWS, Skip, differences
 from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.base import CONTRIBUTIONS, POLICY_LOSS_FACTORS
 from lightning_rl.corrections.replay import ReplayCorrections
@@ -54,10 +54,12 @@ def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
     expected="one loss and gradient for every cut into microbatches",
     cure="take denominators over the whole optimizer step, before the first backward",
 )
-def partition(evidence: Evidence) -> Iterator[Finding]:
+def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Loss and gradient are the same for every cut into microbatches, with padding microbatches among them."""
     number = len(evidence.rows)
-    if number > 1:
+    if number < 2:
+        yield Skip(f"{number} rows that were looked at train, which nobody can cut")
+    else:
         uneven = [[0], list(range(number - 1, 0, -1)), []]
         yield from step_changes(evidence, evidence.table_step(partition=uneven))
 
@@ -66,8 +68,10 @@ def partition(evidence: Evidence) -> Iterator[Finding]:
     expected="the same loss and gradient with three more positions of padding",
     cure="count `valid_tokens`, never columns",
 )
-def loss_padding_width(evidence: Evidence) -> Iterator[Finding]:
+def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
     """More padding behind the responses changes neither loss nor gradient."""
+    if not len(evidence.rows):
+        yield Skip(NO_ROWS)
     wider = evidence.rows.fit_width(evidence.rows.width + 3)
     yield from step_changes(evidence, evidence.table_step(wider))
 
@@ -78,11 +82,13 @@ def loss_padding_width(evidence: Evidence) -> Iterator[Finding]:
     observed="weights of kept tokens that depend on what is rejected",
     cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
 )
-def denominators(evidence: Evidence) -> Iterator[Finding]:
+def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Weights of tokens are those of the reduction's definition over all valid tokens, rejected ones included."""
     rows, reduction = evidence.rows, evidence.algorithm.reduction
     expected = _weights_by_definition(evidence, reduction)
-    if expected is not None:
+    if expected is None:
+        yield Skip(f"the reduction {evidence.names['reduction']} is not the library's, so its definition is unknown")
+    else:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         yield from differences(weights, expected, rows.sample_ids)
     view, plain = evidence.view().sanitize(), evidence.table_step(corrections=ReplayCorrections())
@@ -120,8 +126,10 @@ def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor |
     expected=f"the same loss and gradient with {POISON_TEXT}",
     cure="select by valid_tokens before exp and before any sum",
 )
-def loss_masked_values(evidence: Evidence) -> Iterator[Finding]:
+def loss_masked_values(evidence: Evidence) -> Iterator[Finding | Skip]:
     """What stands at a token that is not valid, NaN and infinity too, reaches neither the loss nor its gradient."""
+    if not len(evidence.rows):
+        yield Skip(NO_ROWS)
     yield from step_changes(evidence, evidence.table_step(poison(evidence.rows)))
 
 

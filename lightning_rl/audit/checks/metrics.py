@@ -9,6 +9,7 @@ from lightning_rl import algorithm
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.finding import NO_ROWS, Skip
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import Rollout
 
@@ -29,10 +30,12 @@ def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 @check(cure="measure from untouched log-probabilities and valid_tokens, never from a shaped reward")
-def raw_kl(evidence: Evidence) -> Iterator[Finding]:
+def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The KL metrics are those of the untouched log-probabilities, over the valid tokens and nothing else."""
     view = evidence.view(drift=1.0).sanitize()
     stats, number = algorithm.policy_metrics(view), int(view.valid_tokens.sum())
+    if not number:
+        yield Skip(NO_ROWS)
     for name, values in kl_values(view, view.logprobs).items():
         truth = float(values[view.valid_tokens].mean()) if number else 0.0
         count, mean = stats[name].moments[:2].tolist() if name in stats else [0.0, 0.0]

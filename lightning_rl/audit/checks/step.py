@@ -8,12 +8,13 @@ from torch import Tensor
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.metrics import kl_values
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import differences
+from lightning_rl.audit.finding import Skip, differences
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace
 from lightning_rl.finding import Finding
 
 MAXIMA = ("length/max", "advantage/max", "policy/ratio_max")
+UNSEEN = "no optimizer step was seen: it had no valid token, its gradient was not finite, or a scaler hides it"
 REPRESENTABLE = 100.0  # a step has to be so many units in the last place for a parameter to have to move
 
 
@@ -29,14 +30,16 @@ def raw_fields(evidence: Evidence) -> Sequence[Finding]:
     cure="take every sum of a reduction through global_sum, and every row once",
     of_step=True,
 )
-def rank_denominators(evidence: Evidence) -> Iterator[Finding]:
+def rank_denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The weight of a token in a step is that of a reduction over the rows of all ranks at once, however they are split
     over ranks and microbatches.
     """
     step = evidence.step
-    if step is not None and step.weights is not None and len(step.rows):
-        weights = step.weights_over_ranks(evidence.algorithm.reduction)
-        yield from differences(step.weights.cpu(), weights, step.rows.sample_ids)
+    if step is None or step.weights is None or not len(step.rows):
+        yield Skip(UNSEEN if step is None else "this rank had no rows in the step")
+        return
+    weights = step.weights_over_ranks(evidence.algorithm.reduction)
+    yield from differences(step.weights.cpu(), weights, step.rows.sample_ids)
 
 
 @check(
@@ -45,12 +48,13 @@ def rank_denominators(evidence: Evidence) -> Iterator[Finding]:
     cure="add up the microbatches' shares as they are, from the old log-probabilities of the rollout",
     of_step=True,
 )
-def step_gradient(evidence: Evidence) -> Iterator[Finding]:
+def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The gradient that each log-probability of a step got is that of the whole step in one piece, computed from the
     finished rollout: nothing is scaled, left out, or recomputed between optimizer steps.
     """
     step = evidence.step
     if step is None or step.expected is None:
+        yield Skip(UNSEEN if step is None else "this rank had no rows, or the loss needs those of other ranks")
         return
     valid, scale = step.rows.valid_tokens, float(step.expected.abs().max()) if step.expected.numel() else 0.0
     ours, theirs = (torch.where(valid, gradient.double(), 0.0) for gradient in (step.gradient, step.expected))
@@ -66,10 +70,11 @@ def step_gradient(evidence: Evidence) -> Iterator[Finding]:
     cure="accumulate first, then clip once, and clear gradients after the optimizer step alone",
     of_step=True,
 )
-def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
+def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The optimizer gets the sum over all backward passes of the step, clipped once and as a whole to the bound."""
     step, limit = evidence.step, evidence.facts.max_grad_norm
     if step is None or step.norm is None:
+        yield Skip(UNSEEN if step is None else "parameters are followed on a single device alone")
         return
     pairs = [(trace.summed, trace.gradient) for trace in step.parameters.values() if trace.gradient is not None]
     summed, gradient = map(torch.cat, zip(*pairs, strict=True)) if pairs else (torch.zeros(0), torch.zeros(0))
@@ -91,11 +96,14 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding]:
 @check(
     cure="give the optimizer every parameter that trains, and step the scheduler once per optimizer step", of_step=True
 )
-def optimizer_moves(evidence: Evidence) -> Iterator[Finding]:
+def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Every parameter that got a gradient moves, and the scheduler steps once for an optimizer step."""
     step = evidence.step
     if step is None:
+        yield Skip(UNSEEN)
         return
+    if not step.parameters:
+        yield Skip("parameters are followed on a single device alone")
     stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
     if stuck and any(map(_moves, step.parameters.values())):
         yield Finding(
@@ -124,12 +132,13 @@ def _is_stuck(parameter: ParameterTrace) -> bool:
 
 
 @check(cure="measure untouched values over the population that the metric is named after", of_step=True)
-def logged_metrics(evidence: Evidence) -> Iterator[Finding]:
+def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
     """What the core logs is what it says: recomputed from the finished rollout and from what the policy said in the
     step, over valid tokens, rewarded rows or real rows.
     """
     step = evidence.step
     if step is None:
+        yield Skip(UNSEEN)
         return
     for name, values in {**_rollout_populations(evidence), **_step_populations(step)}.items():
         if name not in step.logged or not values.numel():
