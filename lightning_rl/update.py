@@ -1,8 +1,9 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -189,38 +190,47 @@ class ParameterTracer:
     def __init__(self, model: nn.Module, trace: StepTrace) -> None:
         self.model, self.trace = model, trace
         self._handles: list[RemovableHandle] = []
+        self._optimizer: torch.optim.Optimizer | None = None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._follow(name, parameter)
 
     def _follow(self, name: str, parameter: nn.Parameter) -> None:
         summed = torch.zeros_like(_entries(parameter), dtype=torch.float64)
-        self.trace.parameters[name] = ParameterTrace(summed=summed)
+        trace = self.trace.parameters[name] = ParameterTrace(summed=summed, magnitude=torch.zeros_like(summed))
 
         def add(gradient: Tensor) -> None:
-            summed.add_(_entries(gradient).double())
+            entries = _entries(gradient).double()
+            summed.add_(entries)
+            cast(Tensor, trace.magnitude).add_(entries.abs())
+            trace.passes += 1
 
         self._handles.append(parameter.register_hook(add))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Once the gradient is complete, before the optimizer uses it."""
-        rates = {id(parameter): float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
-        norms = []
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        self._optimizer, self.trace.optimizer, norms = optimizer, type(optimizer).__name__, []
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:
-                continue
-            norms.append(torch.linalg.vector_norm(parameter.grad.double()))
             if name in self.trace.parameters:
-                entries = self.trace.parameters[name]
-                entries.gradient, entries.before = _entries(parameter.grad).double(), _entries(parameter).clone()
-                entries.lr = rates.get(id(parameter), 0.0)
+                trace, group = self.trace.parameters[name], groups.get(id(parameter))
+                trace.before, trace.state = _entries(parameter).clone(), _state(optimizer, parameter)
+                trace.options, trace.held = _numbers(group or {}), group is not None
+                trace.lr = trace.options.get("lr", 0.0)
+            if parameter.grad is not None:
+                norms.append(torch.linalg.vector_norm(parameter.grad.double()))
+                if name in self.trace.parameters:
+                    trace = self.trace.parameters[name]
+                    trace.gradient, trace.dtype = _entries(parameter.grad).double(), parameter.grad.dtype
         self.trace.clipped_norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def after_step(self) -> None:
         """Once the optimizer has moved."""
         for name, parameter in self.model.named_parameters():
             if name in self.trace.parameters:
-                self.trace.parameters[name].after = _entries(parameter).clone()
+                trace = self.trace.parameters[name]
+                trace.after = _entries(parameter).clone()
+                trace.state_after = {} if self._optimizer is None else _state(self._optimizer, parameter)
         self.release()
 
     def release(self) -> None:
@@ -231,4 +241,24 @@ class ParameterTracer:
 
 
 def _entries(parameter: Tensor) -> Tensor:
-    return parameter.detach().flatten()[:TRACED_ENTRIES]
+    """Some entries, from all over the tensor."""
+    flat = parameter.detach().flatten()
+    return flat[:: max(flat.numel() // TRACED_ENTRIES, 1)][:TRACED_ENTRIES]
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The options of a parameter group that are numbers."""
+    numbers = {name: float(value) for name, value in group.items() if isinstance(value, bool | int | float)}
+    numbers["lr"] = float(group.get("lr", 0.0))  # which may be a tensor
+    betas = group.get("betas")
+    return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What the optimizer keeps of a parameter: entries of what has its shape, and single numbers."""
+    kept = {name: value for name, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+    return {
+        name: _entries(value).clone()
+        for name, value in kept.items()
+        if value.shape == parameter.shape or value.numel() == 1
+    }

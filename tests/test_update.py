@@ -185,6 +185,11 @@ def test_only_the_steps_that_somebody_wants_are_traced() -> None:
     assert [2 * trace.rollout_number + trace.step for trace in observer.traces] == [0, 3, 6]
 
 
+def spread_out(weight: Tensor) -> Tensor:
+    """64 entries from all over a tensor."""
+    return weight.flatten()[:: max(weight.numel() // 64, 1)][:64]
+
+
 def test_parameters_are_followed_from_the_backward_to_the_step() -> None:
     observer = Observer(parameters=True)
     train(observer, max_grad_norm=1e-3)
@@ -196,10 +201,13 @@ def test_parameters_are_followed_from_the_backward_to_the_step() -> None:
         clip = trace.clipped_norm / float(trace.norm)
         for name, entries in trace.parameters.items():
             assert entries.gradient is not None and entries.before is not None and entries.after is not None
-            assert torch.equal(entries.after, after[name].flatten()[: len(entries.after)]) and entries.lr == 1e-2
+            assert torch.equal(entries.after, spread_out(after[name])) and entries.lr == 1e-2 and entries.held
+            assert entries.options["beta1"] == 0.9 and entries.dtype == torch.float32
+            assert float(entries.state_after["step"]) == number + 1
             assert_close(entries.gradient, entries.summed * clip, atol=1e-9, rtol=1e-3)
             if number:
-                assert torch.equal(entries.before, observer.after[number - 1][name].flatten()[: len(entries.before)])
+                assert torch.equal(entries.before, spread_out(observer.after[number - 1][name]))
+                assert float(entries.state["step"]) == number
 
 
 @pytest.mark.filterwarnings("ignore:rollout . taught the policy nothing")

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_rl.finding import Finding
 
+ScaleT = TypeVar("ScaleT", float, Tensor)
 NO_ROWS = "no row that was looked at trains"
 
 
@@ -26,6 +28,24 @@ class Skip:
     why: str
 
 
+def rounding(dtype: torch.dtype, scale: ScaleT, operations: int = 64) -> ScaleT:
+    r"""How far two computations of one number may be apart by rounding alone: the one tolerance of all checks.
+
+    An operation in floating point errs by at most :math:`u = \epsilon/2` of its result. After n of them on numbers no
+    larger than :math:`s`, a result is within :math:`n u s` of the exact one, to first order, and two results are within
+    :math:`2 n u s = n \epsilon s` of each other. What is subtracted on the way counts with its size before: a mean
+    taken from rewards of 1000 leaves the rounding of 1000. A result that is then multiplied by a factor takes it along.
+
+    Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1.
+
+    Args:
+        dtype: the coarsest of the computation; nothing is judged finer than float32, in which parts of it may run.
+        scale: the largest number on the way, times the factors behind it; a number, or a tensor of them.
+        operations: in a row; sums of n numbers in a tree or in blocks need far fewer than n.
+    """
+    return scale * (operations * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps))
+
+
 def differences(
     ours: Tensor,
     theirs: Tensor,
@@ -34,12 +54,22 @@ def differences(
     culprit: str = "",
     expected: str = "",
     observed: str = "",
-    rtol: float = 1e-4,
-    atol: float = 1e-6,
+    rtol: float | None = None,
+    atol: float | Tensor | None = None,
 ) -> Iterator[Finding]:
-    """One finding with a few samples and positions at which two tensors [B] or [B, T] differ; none if nowhere."""
-    close = torch.isclose(ours.double(), theirs.double(), rtol=rtol, atol=atol, equal_nan=True)
-    places = (~close).nonzero()[:8]
+    """One finding with a few samples and positions at which two tensors [B] or [B, T] differ; none if nowhere.
+
+    By default they may differ by :func:`rounding`, of the largest number among them and of each number.
+    """
+    one, other = ours.double(), theirs.double()
+    dtype = max((part.dtype for part in (ours, theirs) if part.is_floating_point()), key=_coarseness, default=None)
+    dtype, size = dtype or torch.float64, torch.where(torch.isfinite(other), other.abs(), 0.0)
+    if atol is None:
+        atol = rounding(dtype, float(size.max()) if size.numel() else 0.0)
+    if rtol is None:
+        rtol = rounding(dtype, 1.0, 1024)
+    same = (one == other) | (one.isnan() & other.isnan())
+    places = (~same & ~((one - other).abs() <= atol + rtol * size)).nonzero()[:8]
     if len(places):
         yield Finding(
             culprit=culprit,
@@ -48,6 +78,10 @@ def differences(
             samples=[int(sample_ids[row]) for row in places[:, 0].unique()],
             positions=sorted({int(place[1]) for place in places}) if places.shape[-1] > 1 else (),
         )
+
+
+def _coarseness(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def gradient_of(per_token: Tensor, leaf: Tensor) -> Tensor:

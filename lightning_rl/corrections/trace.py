@@ -15,18 +15,32 @@ class ParameterTrace:
     """A few entries of one parameter through a step, [N] each, on a single device.
 
     Attributes:
-        summed: gradients of all backward passes added up.
-        gradient: what the optimizer got.
+        summed: gradients of all backward passes added up, float64.
+        magnitude: their sizes added up, which is what rounding goes by.
+        passes: how many there were.
+        gradient: what the optimizer got, float64.
+        dtype: of the gradient; None without one.
         before: values before the step.
         after: values after it.
-        lr: learning rate; 0 if no optimizer holds the parameter.
+        held: whether the optimizer holds the parameter.
+        lr: learning rate.
+        options: further numbers of its parameter group, such as ``weight_decay``, ``beta1``, ``beta2``.
+        state: of the optimizer before the step, by name: entries, and numbers of one element.
+        state_after: the same after it.
     """
 
     summed: Tensor
+    magnitude: Tensor | None = None
+    passes: int = 0
     gradient: Tensor | None = None
+    dtype: torch.dtype | None = None
     before: Tensor | None = None
     after: Tensor | None = None
+    held: bool = True
     lr: float = 0.0
+    options: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    state_after: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -36,11 +50,13 @@ class MicrobatchTrace:
     Attributes:
         view: its rows with what the policy said of them, detached; no rows for a microbatch of padding.
         gradient: of what was differentiated with respect to ``view.logprobs``, [b, T], times ``StepTrace.scale``.
+        further: the same with respect to ``entropy`` and ``current_values``, as far as the view has them.
         parts: of the loss, this microbatch's share.
     """
 
     view: LossView
     gradient: Tensor
+    further: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -56,6 +72,7 @@ class StepTrace:
         norm: of the gradient before clipping, over all ranks; None for a step without a valid token.
         clipped_norm: of the gradient that the optimizer got; None on several devices.
         made: whether the optimizer moved.
+        optimizer: name of its class; empty if nobody follows the parameters.
         parameters: by name; none on several devices, or if nobody asked for them.
         logged: statistics by metric, of the rollout, the step and its microbatches, as they were handed to the log.
     """
@@ -67,22 +84,23 @@ class StepTrace:
     norm: Tensor | None = None
     clipped_norm: float | None = None
     made: bool = False
+    optimizer: str = ""
     parameters: dict[str, ParameterTrace] = field(default_factory=dict)
     logged: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def follow(self, view: LossView) -> MicrobatchTrace:
         """Keeps a microbatch, and its gradient when the backward comes by."""
-        values = None if view.current_values is None else view.current_values.detach().clone()
-        copies = {"logprobs": view.logprobs.detach().clone(), "entropy": view.entropy.detach().clone()}
+        outputs = {"logprobs": view.logprobs, "entropy": view.entropy, "current_values": view.current_values}
+        followed = {name: output for name, output in outputs.items() if output is not None}
+        gradients = {name: torch.zeros_like(output.detach()) for name, output in followed.items()}
         trace = MicrobatchTrace(
-            view=view.replace(**copies, current_values=values), gradient=torch.zeros_like(copies["logprobs"])
+            view=view.replace(**{name: output.detach().clone() for name, output in followed.items()}),
+            gradient=gradients.pop("logprobs"),
+            further=gradients,
         )
-
-        def add(gradient: Tensor) -> None:
-            trace.gradient.add_(gradient)
-
-        if view.logprobs.requires_grad:
-            view.logprobs.register_hook(add)
+        for name, output in followed.items():
+            if output.requires_grad:
+                output.register_hook((trace.gradient if name == "logprobs" else gradients[name]).add_)
         self.microbatches.append(trace)
         return trace
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
-from lightning_rl.audit.finding import bitwise_equal, differences
+from lightning_rl.audit.finding import bitwise_equal, differences, rounding
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout
@@ -57,9 +57,30 @@ def advantage_changes(evidence: Evidence, changed: Rollout, rows: Tensor | None 
         yield Finding(culprit=culprit, observed=str(refused), samples=samples)
         return
     kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[:, None]
-    for finding in differences(torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0), plain.sample_ids):
+    pair, atol = (torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0)), signal_rounding(plain, changed, ours)
+    for finding in differences(*pair, plain.sample_ids, atol=atol):
         observed = f"advantages that moved by up to {float((ours - theirs).abs().max()):.3g}"
         yield replace(finding, culprit=_culprit_of(evidence, changed), observed=observed)
+
+
+def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Tensor:
+    """By how much the advantages of each row may differ for rounding alone, [B, 1].
+
+    An advantage is a difference of rewards over a deviation: what rounding leaves of the largest reward is multiplied
+    by the largest advantage of its group over the group's spread.
+    """
+    same = plain.groups[:, None] == plain.groups[None]
+    both = torch.stack([plain.rewards, changed.rewards]).double()
+    size = torch.where(plain.rewarded, both.nan_to_num(0.0, 0.0, 0.0).abs(), 0.0).amax(0)
+    scores = torch.where(plain.rewarded, plain.rewards.double().nan_to_num(), torch.nan)
+    high = torch.where(same, scores.nan_to_num(-torch.inf), -torch.inf).amax(-1)
+    low = torch.where(same, scores.nan_to_num(torch.inf), torch.inf).amin(-1)
+    everywhere = (high.amax(-1) - low.amin(-1)).clamp(min=0.0) if len(high) else high
+    spread = torch.where(high > low, high - low, torch.where(everywhere > 0, everywhere, torch.inf))
+    size = torch.where(same, size, 0.0).amax(-1)
+    largest = torch.where(same, advantages.double().abs().amax(-1), 0.0).amax(-1)
+    scale = largest.amax() + largest * (size / spread)
+    return rounding(plain.rewards.dtype, scale)[:, None]
 
 
 def _culprit_of(evidence: Evidence, changed: Rollout) -> str:
@@ -102,7 +123,8 @@ def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
     yield from findings
     if not findings and looks_within_groups(evidence) and bool(rewarded.any()):
         ours, theirs = evidence.advantages[rewarded], evidence.advantages_of(rollout.select(rewarded))
-        for finding in differences(ours, theirs, rollout.sample_ids[rewarded]):
+        atol = signal_rounding(rollout, rollout, evidence.advantages)[rewarded]
+        for finding in differences(ours, theirs, rollout.sample_ids[rewarded], atol=atol):
             yield replace(
                 finding,
                 culprit=ESTIMATOR.format(**evidence.names),
@@ -142,7 +164,8 @@ def reward_shift(evidence: Evidence) -> Iterator[Finding]:
     """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
     rollout = evidence.groups
     if evidence.algorithm.advantages.shift_invariant and looks_within_groups(evidence):
-        shift = 1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)
+        size = rollout.rewards[rollout.rewarded].abs().max() if rollout.rewarded.any() else 0.0  # rewards of any scale
+        shift = (1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)) * (size or 1.0)
         yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
 
 
@@ -154,7 +177,8 @@ def row_order(evidence: Evidence) -> Iterator[Finding]:
     rollout = evidence.groups
     order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
     theirs = evidence.advantages_of(rollout.select(order))[order.argsort()]
-    yield from differences(evidence.advantages, theirs, rollout.sample_ids)
+    atol = signal_rounding(rollout, rollout, evidence.advantages)
+    yield from differences(evidence.advantages, theirs, rollout.sample_ids, atol=atol)
 
 
 @check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
@@ -171,7 +195,7 @@ def advantage_support(evidence: Evidence) -> Iterator[Finding]:
     )
     low = torch.where(valid, advantages, torch.inf).amin(-1)
     high = torch.where(valid, advantages, -torch.inf).amax(-1)
-    rows = (high - low > 1e-6) & valid.any(-1)
+    rows = (high - low > rounding(advantages.dtype, high.abs(), 1)) & valid.any(-1)
     if rows.any() and not evidence.algorithm.advantages.per_token:
         yield Finding(
             expected="one advantage at all valid tokens of a row",
@@ -219,5 +243,6 @@ def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     for reward in evidence.contributions(*TOKEN_REWARDS):
         tokens = tokens + reward(rollout).double()
     totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
-    totals = totals + torch.where(rollout.valid_tokens, tokens, 0.0).sum(-1)
-    yield from differences(shaped.sum(-1), totals, rollout.sample_ids, atol=1e-5)
+    tokens = torch.where(rollout.valid_tokens, tokens, 0.0)
+    atol = rounding(rollout.rewards.dtype, scores.abs() + tokens.abs().sum(-1))
+    yield from differences(shaped.sum(-1), totals + tokens.sum(-1), rollout.sample_ids, atol=atol)

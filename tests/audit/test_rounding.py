@@ -1,0 +1,65 @@
+"""The tolerance of the checks: it follows from dtype and size, so that no scale of rewards gives a false alarm."""
+
+from typing import Any
+
+import pytest
+import torch
+from kit.support import an_algorithm, ragged_rollout
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.advantages.base import RowEstimator
+from lightning_rl.audit import CHECKS
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.finding import differences, rounding
+from lightning_rl.audit.subsample import some_rows
+
+SIGNAL = ("reward_shift", "row_order", "group_isolation", "excluded_rows", "masked_values", "reward_conservation")
+
+
+def evidence_of(rewards: Tensor, **options: Any) -> Evidence:
+    """Four groups of four with given rewards."""
+    rollout = ragged_rollout(16, group_size=4).sanitize().replace(rewards=rewards, task_rewards={"task": rewards})
+    algorithm = an_algorithm(**options)
+    return Evidence(algorithm=algorithm, facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))
+
+
+def test_an_operation_errs_by_half_a_unit_in_the_last_place() -> None:
+    assert rounding(torch.bfloat16, 2.0, 1) == 2 * 2**-7
+    assert rounding(torch.float64, 1.0, 1) == rounding(torch.float32, 1.0, 1) == 2**-23
+
+
+def test_what_differs_by_rounding_is_the_same_and_what_differs_by_more_is_not() -> None:
+    ours, ids = torch.tensor([1000.0, 1.0]), torch.arange(2)
+    assert not list(differences(ours, ours + torch.tensor([0.005, 0.0]), ids))
+    assert [list(one.samples) for one in differences(ours, ours + torch.tensor([0.0, 0.02]), ids)] == [[1]]
+    nan = torch.tensor([torch.nan, torch.inf])
+    assert not list(differences(nan, nan, ids)) and list(differences(nan, ours, ids))
+
+
+@pytest.mark.parametrize("name", SIGNAL)
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "maxrl"])
+@pytest.mark.parametrize(("scale", "offset"), [(1e-6, 0.0), (1e-3, 0.0), (0.37, 0.0), (1e4, 0.0), (0.01, 1000.0)])
+def test_no_scale_of_rewards_gives_a_false_alarm(name: str, estimator: str, scale: float, offset: float) -> None:
+    for seed in range(5):
+        draw = torch.Generator().manual_seed(seed)
+        rewards = torch.rand(16, generator=draw) * scale + offset
+        assert CHECKS[name](evidence_of(rewards, advantages=estimator)) == []
+
+
+class MostOfTheMean(RowEstimator):
+    """Subtracts nine tenths of the mean, and says that it subtracts all."""
+
+    within_groups = shift_invariant = True
+
+    @override
+    def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+        return torch.stack([scores[row] - 0.9 * scores[groups == group].mean() for row, group in enumerate(groups)])
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e4])
+def test_a_mean_that_is_not_subtracted_whole_is_found_at_every_scale(scale: float) -> None:
+    rewards = torch.rand(16, generator=torch.Generator().manual_seed(0)) * scale
+    (finding,) = CHECKS["reward_shift"](evidence_of(rewards, advantages=MostOfTheMean()))
+    assert finding.culprit == "estimator MostOfTheMean"
