@@ -548,7 +548,8 @@ class RLLightningModule(LightningModule):
         watchers = [callback for callback in corrections.contributors("observe_step") if callback.traces_parameters]
         watching = any(callback.traces_step(ticket.rollout, ticket.step) for callback in watchers)
         if with_parameters and watching and parallel.ranks == 1 and not parallel.sharded:
-            self.run.tracer = ParameterTracer(self.required_policy, trace)
+            optimizer = cast(LightningOptimizer, self.optimizers()).optimizer
+            self.run.tracer = ParameterTracer(self.required_policy, trace, optimizer)
         return trace
 
     def _accumulate(

@@ -185,19 +185,25 @@ class ParameterTracer:
     Args:
         model: whose parameters are all here.
         trace: where the entries are kept.
+        optimizer: of the step; what it keeps of each parameter is taken now, before anything of the step has run.
     """
 
-    def __init__(self, model: nn.Module, trace: StepTrace) -> None:
-        self.model, self.trace = model, trace
+    def __init__(self, model: nn.Module, trace: StepTrace, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.trace, self.optimizer = model, trace, optimizer
+        trace.optimizer = type(optimizer).__name__
         self._handles: list[RemovableHandle] = []
-        self._optimizer: torch.optim.Optimizer | None = None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._follow(name, parameter)
 
     def _follow(self, name: str, parameter: nn.Parameter) -> None:
         summed = torch.zeros_like(_entries(parameter), dtype=torch.float64)
-        trace = self.trace.parameters[name] = ParameterTrace(summed=summed, magnitude=torch.zeros_like(summed))
+        trace = self.trace.parameters[name] = ParameterTrace(
+            summed=summed,
+            magnitude=torch.zeros_like(summed),
+            before=_entries(parameter).clone(),
+            state=_state(self.optimizer, parameter),
+        )
 
         def add(gradient: Tensor) -> None:
             entries = _entries(gradient).double()
@@ -205,16 +211,20 @@ class ParameterTracer:
             cast(Tensor, trace.magnitude).add_(entries.abs())
             trace.passes += 1
 
-        self._handles.append(parameter.register_hook(add))
+        handle = parameter.register_hook(add)
+        hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order, of which ours has to be the first
+        others = {place: hook for place, hook in hooks.items() if place != handle.id}
+        for place in others:
+            hooks[place] = hooks.pop(place)
+        self._handles.append(handle)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Once the gradient is complete, before the optimizer uses it."""
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        self._optimizer, self.trace.optimizer, norms = optimizer, type(optimizer).__name__, []
+        norms = []
         for name, parameter in self.model.named_parameters():
             if name in self.trace.parameters:
                 trace, group = self.trace.parameters[name], groups.get(id(parameter))
-                trace.before, trace.state = _entries(parameter).clone(), _state(optimizer, parameter)
                 trace.options, trace.held = _numbers(group or {}), group is not None
                 trace.lr = trace.options.get("lr", 0.0)
             if parameter.grad is not None:
@@ -230,7 +240,7 @@ class ParameterTracer:
             if name in self.trace.parameters:
                 trace = self.trace.parameters[name]
                 trace.after = _entries(parameter).clone()
-                trace.state_after = {} if self._optimizer is None else _state(self._optimizer, parameter)
+                trace.state_after = _state(self.optimizer, parameter)
         self.release()
 
     def release(self) -> None:

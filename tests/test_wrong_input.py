@@ -219,6 +219,11 @@ CORRECTIONS: dict[str, Case] = {
     "population": (lambda: RewardNormalization("rows"), "expected mean and std out of batch, group, none, got 'rows'"),  # pyright: ignore[reportArgumentType]
     "ledger": (lambda: SignalLedger(1.5), "expected every_n_rollouts to be a whole number above 0, got 1.5"),  # pyright: ignore[reportArgumentType]
     "audit-mode": (lambda: SignalAudit(mode="print"), "expected mode warn or raise, got 'print'"),  # pyright: ignore[reportArgumentType]
+    "audit-deliberate": (
+        lambda: SignalAudit(deliberate=["whitening"]),
+        "expected deliberate= a list of beginnings of findings, .* got 'whitening': copy the text",
+    ),
+    "audit-deliberate-text": (lambda: SignalAudit(deliberate="versions"), "got 'versions': copy the text"),
     "audit-check": (lambda: SignalAudit(checks=["x"]), "expected checks out of .* got 'x'"),
     "recorder": (lambda: RolloutRecorder("x", keep=0), "expected keep to be a whole number above 0 or None, got 0"),
     "table": (lambda: SampleTable(rows=0), "expected rows to be a whole number above 0, got 0"),

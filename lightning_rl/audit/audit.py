@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -22,10 +23,13 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.audit.checks import CHECKS, Check, judge
+from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
+from lightning_rl.audit.hooks import suspects
+from lightning_rl.audit.rows import RowWatch, StepRates
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
@@ -54,9 +58,12 @@ class SignalAudit(RLCallback):
         every_n_rollouts: how often.
         mode: ``"warn"`` or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
         checks: names of those to run; None for all.
+        deliberate: beginnings of findings that are meant, as they are printed, such as ``"group_isolation: estimator
+            whitened"``; they go to ``declared`` and never warn or raise.
 
     Attributes:
         findings: of this rank so far.
+        declared: those that are meant.
         skipped: by name of a check, why it could not look, or not everywhere, at its last turn.
         seconds: what the latest audited rollout took.
 
@@ -68,20 +75,40 @@ class SignalAudit(RLCallback):
     traces_parameters = True
 
     def __init__(
-        self, every_n_rollouts: int = 10, mode: Literal["warn", "raise"] = "warn", checks: Sequence[str] | None = None
+        self,
+        every_n_rollouts: int = 10,
+        mode: Literal["warn", "raise"] = "warn",
+        checks: Sequence[str] | None = None,
+        deliberate: Sequence[str] = (),
     ) -> None:
         check_counts(1, every_n_rollouts=every_n_rollouts)
         check_choices(("warn", "raise"), mode=mode)
         unknown = sorted(set(checks or ()) - CHECKS.keys())
         if unknown:
             raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")
+        for meant in [deliberate] if isinstance(deliberate, str) else deliberate:
+            if isinstance(deliberate, str) or str(meant).partition(":")[0] not in CHECKS:
+                raise ValueError(
+                    f"expected deliberate= a list of beginnings of findings, each with a check out of "
+                    f"{', '.join(CHECKS)}, got {meant!r}: copy the text of the finding up to the culprit"
+                )
+        self.deliberate = tuple(deliberate)
         self.every_n_rollouts = every_n_rollouts
         self.mode = mode
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
         self.findings: list[Finding] = []
+        self.declared: list[Finding] = []
         self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
         self._run: _RunWatch | None = None
+
+    @staticmethod
+    def coverage() -> dict[str, str]:
+        """For each metric that a run logs the check that recomputes it, or why it is not covered.
+
+        Names hold a placeholder such as ``<function>`` where they depend on the run; the first that fits counts.
+        """
+        return dict(COVERAGE)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +128,7 @@ class SignalAudit(RLCallback):
 
     def _release(self) -> None:
         if self._run is not None:
-            self._run.fields.release()
+            self._run.release()
         self._run = None
 
     @override
@@ -128,13 +155,13 @@ class SignalAudit(RLCallback):
 
     @override
     def traces_step(self, rollout_number: int, step: int) -> bool:
-        return self._run is not None and self._run.traces_step(step)
+        return self._run is not None and self._run.traces_step()
 
     @override
     def observe_step(self, trace: StepTrace) -> None:
         begin = time.perf_counter()
-        if self._run is not None and trace.made:
-            self._run.look_at_step(trace)
+        if self._run is not None:
+            self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
         self._count(begin)
 
     @override
@@ -142,7 +169,13 @@ class SignalAudit(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
     ) -> None:
         begin = time.perf_counter()
-        if self._run is not None and (evidence := self._run.end_step()) is not None:
+        run = self._run
+        if run is None:
+            return
+        evidence = run.end_step()
+        if batch.step == run.module.steps_per_rollout - 1:
+            run.begin_next(batch.rollout + 1)
+        if evidence is not None:
             self._report(evidence, begin, of_step=True)
 
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
@@ -150,6 +183,8 @@ class SignalAudit(RLCallback):
         run, number = cast(_RunWatch, self._run), evidence.number
         turn = [check for check in self.checks if check.of_step is of_step]
         findings, skipped = judge(turn, evidence)
+        self.declared += [finding for finding in findings if str(finding).startswith(self.deliberate)]
+        findings = [finding for finding in findings if not str(finding).startswith(self.deliberate)]
         self.findings += findings
         for check in turn:
             self.skipped.pop(check.name, None)
@@ -194,13 +229,19 @@ class _RunWatch:
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
         self._scheduled: int | None = None
+        self._ticket, self._every = 0, audit.every_n_rollouts
+        self._passes: dict[int, Tensor] = {}
+        self._row = RowWatch(module)
+        self.fields.state.begin(active=True)
+        self._rates = StepRates(module.required_policy)
 
     def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
-        self._scheduled = _epoch_of(self.module)
+        self._scheduled, self._step, self._ticket = _epoch_of(self.module), None, ticket.index
         if ticket.step == 0:
             self.audited, self._number = audited, ticket.rollout
-            self.batches, self.calls, self._evidence, self._step = [], [], None, None
+            self.batches, self.calls, self._evidence, self._passes = [], [], None, {}
+            self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
 
     def look_at(self, rollout: Rollout) -> Evidence:
@@ -230,35 +271,66 @@ class _RunWatch:
         self._reference = weights
         return self._evidence
 
-    def traces_step(self, step: int) -> bool:
-        """Whether it wants to see an optimizer step: the last one, of which a scaler does not hide the gradients."""
+    def traces_step(self) -> bool:
+        """Whether it wants to see an optimizer step, of which a scaler does not hide the gradients."""
         scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
-        return self.audited and step == self.module.steps_per_rollout - 1 and not scaled
+        return self.audited and not scaled
 
     def look_at_step(self, trace: StepTrace) -> None:
         """An optimizer step has been made. Every rank takes part."""
-        evidence, parallel = self._evidence, self.module.parallel
+        evidence, module = self._evidence, self.module
         if evidence is None:
             return
         self.fields.look()
-        evidence = replace(evidence, algorithm=repeatable(self.module.algorithm, self._corrections))
-        step = StepEvidence.of(
-            trace, evidence.rollout, evidence.algorithm.reduction, parallel.collectives, parallel.rank
-        )
-        step.expected, step.parts = recompute_step(evidence, step)
+        evidence = replace(evidence, algorithm=repeatable(module.algorithm, self._corrections))
+        collectives, rank = module.parallel.collectives, module.parallel.rank
+        step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
+        self._passes[trace.step] = step.rows.sample_ids
+        step.planned, step.passes = self._planned(trace.step), dict(self._passes)
+        step.recomputed = recompute_step(evidence, step)
+        step.idle, step.frozen = self._rates.note(trace), self._rates.frozen()
+        step.blamed = {**suspects(module, self.fields.callbacks), **self.fields.state.blamed}
         if self.fields.edited:
             step.logged = {}
+        else:
+            figures = self._row.note(trace, evidence, step, self._corrections)
+            step.figures = {name: (stat.moments, stat.reduction) for name, stat in figures.items()}
         self._evidence, self._step = evidence, step
+
+    def miss_step(self, trace: StepTrace) -> None:
+        """An optimizer step was left out, whose rows count as seen."""
+        ids = [microbatch.view.sample_ids[microbatch.view.real] for microbatch in trace.microbatches]
+        self._passes[trace.step] = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
+
+    def _planned(self, step: int) -> Tensor | None:
+        current = self.module.run.current
+        if current is None:
+            return None
+        parts = [current.rollout.sample_ids[microbatch.index] for microbatch in current.plan.step(step)]
+        return torch.cat(parts) if parts else None
 
     def end_step(self) -> Evidence | None:
         """Evidence of an optimizer step that is over, and of edits; None for a rollout that is not audited."""
+        row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and not self.fields.edited)
         if self._evidence is None:
             return None
         self.fields.look()
         before, after = self._scheduled, _epoch_of(self.module)
-        if self._step is not None and before is not None and after is not None:
-            self._step.scheduler_steps = after - before
+        if self._step is not None:
+            if before is not None and after is not None:
+                self._step.scheduler_steps = after - before
+            self._step.row, self._step.row_figures = row, row_figures
+            self._step.blamed = {**self._step.blamed, **self.fields.state.blamed}
         return replace(self._evidence, step=self._step, edits=self.fields.take())
+
+    def begin_next(self, number: int) -> None:
+        """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
+        self.fields.state.begin(active=number % self._every == 0)
+
+    def release(self) -> None:
+        """Takes everything back that it laid around the run."""
+        self.fields.release()
+        self._row.release()
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.finding import gradient_of
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.step import StepEvidence
+from lightning_rl.audit.step import RecomputedStep, StepEvidence
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request
@@ -206,24 +205,27 @@ class Evidence:
         return TableStep(gradient.parts, torch.zeros_like(table) if table.grad is None else table.grad, sum(totals))
 
 
-def recompute_step(evidence: Evidence, step: StepEvidence) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The gradient that the log-probabilities of a step should have got, [b, T], and the parts of its loss.
+def recompute_step(evidence: Evidence, step: StepEvidence) -> RecomputedStep | None:
+    """A live optimizer step once more, in one piece and with the rows of all ranks in every denominator.
 
-    A live optimizer step once more, in one piece and with the rows of all ranks in every denominator. None for a loss
-    that needs the other ranks' tokens.
+    None for a step without rows on this rank, or a loss that needs the other ranks' tokens.
     """
     algorithm = evidence.algorithm
     if not len(step.rows) or (algorithm.loss.prepares and len(step.masks) > 1):
-        return None, {}
-    leaf = step.outputs.logprobs.detach().requires_grad_()
-    view = loss_view(step.rows, step.outputs._replace(logprobs=leaf), entropy_gradient=algorithm.trains_entropy)
+        return None
+    outputs = {name: value for name, value in step.outputs._asdict().items() if value is not None}
+    leaves = {name: value.detach().requires_grad_() for name, value in outputs.items()}
+    view = loss_view(step.rows, step.outputs._replace(**leaves), entropy_gradient=algorithm.trains_entropy)
     loss = algorithm.microbatch_loss(
-        evidence.prepare(view.sanitize()), lambda reduction: step.weights_over_ranks(reduction).to(leaf.device)
+        evidence.prepare(view.sanitize()), lambda reduction: step.weights_over_ranks(reduction).to(view.logprobs.device)
     )
-    if not loss.total.requires_grad:
-        return torch.zeros_like(leaf), loss.parts
-    parts = {name: part for name, part in loss.parts.items() if name != "loss/total"}
-    return gradient_of(loss.total, leaf), parts
+    gradients = torch.autograd.grad(
+        loss.total + sum(leaf.sum() * 0 for leaf in leaves.values()), list(leaves.values()), materialize_grads=True
+    )
+    by_name = dict(zip(leaves, gradients, strict=True))
+    names = {"entropy": "entropy", "values": "current_values"}
+    further = {names[name]: gradient for name, gradient in by_name.items() if name in names}
+    return RecomputedStep(by_name["logprobs"], further, loss.parts)
 
 
 def pattern_of(rows: Rollout) -> Tensor:

@@ -20,6 +20,7 @@ class RunFacts:
         tolerance: nats by which two ways to compute a log-probability may differ on average.
         group_size: samples of each prompt.
         groups: groups of a rollout on this rank; 0 if unknown.
+        minibatches: optimizer steps of a pass over a rollout.
         max_new_tokens: bound of a response's length.
         max_staleness: how many rollouts old a token's weights may be.
         max_grad_norm: what the gradient norm is clipped to; infinity for no clipping.
@@ -34,6 +35,7 @@ class RunFacts:
     tolerance: float = TOLERANCE[torch.float32]
     group_size: int = 0
     groups: int = 0
+    minibatches: int = 1
     max_new_tokens: int = 2**31
     max_staleness: int = 0
     max_grad_norm: float = float("inf")
@@ -53,6 +55,7 @@ class RunFacts:
             tolerance=COARSE if mixed else TOLERANCE.get(module.required_policy.model.dtype, COARSE),
             group_size=module.group_size,
             groups=module.prompt_stream.prompts_per_rollout // module.parallel.ranks,
+            minibatches=module.minibatches,
             max_new_tokens=sampling.max_new_tokens,
             max_staleness=module.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,

@@ -55,7 +55,7 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
         parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
         values = {"rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
         state["step"] = _fields_of(step) | values
-        del state["step"]["expected"], state["step"]["parts"]  # which are recomputed
+        del state["step"]["recomputed"]  # it is, with what is cured
     state["edits"] = [asdict(finding) for finding in evidence.edits]
     state["findings"] = [asdict(finding) for finding in findings]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def recheck(
     if unknown:
         raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")
     if evidence.step is not None:
-        evidence.step.expected, evidence.step.parts = recompute_step(evidence, evidence.step)
+        evidence.step.recomputed = recompute_step(evidence, evidence.step)
     return run_checks([CHECKS[name] for name in names], evidence)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,37 +16,72 @@ from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 
 
+class RecomputedStep(NamedTuple):
+    """An optimizer step once more, in one piece and from the finished rollout.
+
+    Attributes:
+        gradient: with respect to the log-probabilities, [b, T].
+        further: with respect to ``entropy`` and ``current_values``, as far as something trains them.
+        parts: of the loss.
+    """
+
+    gradient: Tensor
+    further: Mapping[str, Tensor]
+    parts: Mapping[str, Tensor]
+
+
 @dataclass(kw_only=True)
 class StepEvidence:
     """What was seen of one optimizer step.
 
     Attributes:
+        number: of the step in its rollout.
         rows: that this rank trained on in this step, from the finished rollout.
         outputs: what the policy said of them.
         gradient: of the loss with respect to their log-probabilities, [b, T].
+        further: the same with respect to ``entropy`` and ``current_values``, as far as they were trained.
+        planned: identities of the rows that the plan has for this step.
+        passes: identities of the rows of every step so far that was seen, by number of the step.
         masks: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
         rank: of these rows in ``masks``.
         weights: of the rows' tokens by the run's reduction with its sums over ranks, [b, T]; None if unknown.
-        expected: what ``gradient`` should be, from the step in one piece; None if unknown.
-        parts: of the loss, from the step in one piece.
+        recomputed: the step once more in one piece; None if unknown.
         norm: of the gradient that the optimizer got; None on several devices.
         parameters: by name; none on several devices.
+        optimizer: name of its class; empty on several devices.
+        blamed: who changed, or could have changed, ``gradients``, ``weights``, ``optimizer``, ``metrics`` or the
+            ``backward`` from outside of the core, as culprits.
+        idle: in how many audited steps in a row, this one included, no parameter group had a rate above 0.
+        frozen: names of parameters that were trained when the fit began, and now need no gradient.
         scheduler_steps: how often the scheduler stepped; None without one.
         logged: moments by metric, of the rollout, the step and its microbatches.
+        figures: what the metrics should be, of this rollout and step: moments and name of the reduction.
+        row: what reached the loggers and Lightning, by place and metric.
+        row_figures: what that should be; empty if nothing was logged, or if it spans what was not audited.
     """
 
     rows: Rollout
     outputs: Outputs
     gradient: Tensor
     masks: Sequence[tuple[Tensor, ...]]
+    number: int = 0
     rank: int = 0
+    further: Mapping[str, Tensor] = field(default_factory=dict)
+    planned: Tensor | None = None
+    passes: Mapping[int, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
-    expected: Tensor | None = None
-    parts: dict[str, Tensor] = field(default_factory=dict)
+    recomputed: RecomputedStep | None = None
     norm: float | None = None
     parameters: Mapping[str, ParameterTrace] = field(default_factory=dict)
+    optimizer: str = ""
+    blamed: Mapping[str, str] = field(default_factory=dict)
+    idle: int = 0
+    frozen: Sequence[str] = ()
     scheduler_steps: int | None = None
     logged: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    figures: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    row: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    row_figures: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -74,6 +110,12 @@ class StepEvidence:
                 join(values) if values else None,
             ),
             gradient=join([microbatch.gradient / trace.scale for microbatch in microbatches]),
+            further={
+                name: join([microbatch.further[name] / trace.scale for microbatch in microbatches])
+                for name in (microbatches[0].further if microbatches else ())
+            },
+            number=trace.step,
+            optimizer=trace.optimizer,
             masks=collectives.objects(tuple(mask.cpu() for mask in masks)),
             rank=rank,
             weights=reduction(*masks, collectives.sum),

@@ -10,19 +10,12 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
 from lightning_rl.audit.finding import bitwise_equal, differences
+from lightning_rl.audit.hooks import StateWatch, overridden_hooks
 from lightning_rl.corrections import RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 
-HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-)
 SOMEBODY = "a stage of the run, or whoever else writes to it"
 
 
@@ -33,10 +26,13 @@ class HookProfiler:
         profiler: of the run; everything is handed on to it.
         culprits: of the actions that are looked at.
         look: called before, and with the culprit after, unless the action raised.
+        state: looks at the same time, at what is not a field.
     """
 
-    def __init__(self, profiler: Profiler, culprits: Mapping[str, str], look: Callable[..., None]) -> None:
-        self.profiler, self.culprits, self.look = profiler, culprits, look
+    def __init__(
+        self, profiler: Profiler, culprits: Mapping[str, str], look: Callable[..., None], state: StateWatch
+    ) -> None:
+        self.profiler, self.culprits, self.look, self.state = profiler, culprits, look, state
 
     def __getattr__(self, name: str) -> Any:
         """What the run's own has."""
@@ -47,8 +43,12 @@ class HookProfiler:
         """Within the run's own, looked at on either side."""
         if action_name in self.culprits:
             self.look()
+        if action_name in self.state.actions:
+            self.state.enter()
         with self.profiler.profile(action_name):
             yield action_name
+        if action_name in self.state.actions:
+            self.state.leave(self.state.actions[action_name])
         if action_name in self.culprits:
             self.look(self.culprits[action_name])
 
@@ -66,16 +66,12 @@ class FieldWatch:
 
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
-        culprits = dict[str, str]()
-        for callback in callbacks:
-            name = callback.name if isinstance(callback, RLCallback) else type(callback).__name__
-            for hook in HOOKS:
-                if getattr(type(callback), hook) is not getattr(Callback, hook):
-                    culprits[f"[Callback]{callback.state_key}.{hook}"] = f"callback {name}.{hook}"
+        self.callbacks = callbacks = list(callbacks)
+        culprits, self.state = overridden_hooks(callbacks, module), StateWatch(module, callbacks)
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
-        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look)
+        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state)
         self._trainer.profiler = self._profiler
         module.run.corrections.before_each = self._before_contribution
         module.run.corrections.after_each = self._after_contribution
@@ -101,13 +97,16 @@ class FieldWatch:
         self._armed, self._finished, self._raw = False, None, {}
 
     def _before_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
-        del callback
         if method == "observe" and self._armed:
             self.begin(rollout)
         if rollout is self._finished:
             self.look(rollout=rollout)
+        if callback.name in self.state.names:
+            self.state.enter()
 
     def _after_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
+        if callback.name in self.state.names:
+            self.state.leave(f"callback {callback.name}.{method}")
         if rollout is self._finished:
             self.look(f"callback {callback.name}.{method}", rollout)
 
@@ -141,4 +140,4 @@ class FieldWatch:
     def take(self) -> list[Finding]:
         """Edits since the last time."""
         edits, self._edits = self._edits, []
-        return edits
+        return [*edits, *self.state.take()]

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from lightning_rl.advantages import Estimator
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Skip
-from lightning_rl.corrections import RLCallback
+from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.losses import PolicyLoss
 
@@ -95,13 +96,21 @@ def judge(checks: Iterable[Check], evidence: Evidence) -> Verdict:
 
 
 def _raiser(raised: BaseException) -> str:
+    """Whose code was running, or whose contribution was refused: the innermost part of the algorithm on the way."""
     culprit, trace = "a stage of the run", raised.__traceback__
     while trace is not None:
-        part = trace.tb_frame.f_locals.get("self")
+        known, method = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name
+        part = known.get("self")
         if isinstance(part, RLCallback):
-            culprit = f"callback {part.name}.{trace.tb_frame.f_code.co_name}"
+            culprit = f"callback {part.name}.{method}"
         elif isinstance(part, PolicyLoss):
             culprit = f"loss {type(part).__name__}"
+        elif isinstance(part, Estimator):
+            culprit = f"estimator {part.name}"
+        elif isinstance(part, Corrections) and isinstance(known.get("callback"), RLCallback):
+            culprit = f"callback {known['callback'].name}.{known.get('method', method)}"
+        elif method == "_check" and isinstance(known.get("callback"), RLCallback):
+            culprit = f"callback {known['callback'].name}.{known.get('method', '')}"
         trace = trace.tb_next
     return culprit
 

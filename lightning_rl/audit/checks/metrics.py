@@ -3,30 +3,18 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from lightning_rl import algorithm
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.figures import kl_values
 from lightning_rl.audit.finding import NO_ROWS, Skip
+from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.finding import Finding
-from lightning_rl.rollout import Rollout
 
 MIN_ESS = 0.02
 FEW_TOKENS, ALONE = 8, 1.5  # so few tokens cannot fall below the floor: then it is the number that counts
-
-
-def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
-    """What each KL metric is the mean of, from untouched log-probabilities, at every token, float64."""
-    logprobs, values = logprobs.detach().double(), dict[str, Tensor]()
-    if rows.ref_logprobs is not None:
-        values["kl/ref"] = logprobs - rows.ref_logprobs.double()
-    for name, other in (("kl/rollout", rows.rollout_logprobs), ("kl/old", rows.old_logprobs)):
-        if other is not None:
-            gap = logprobs - other.double()
-            values[name] = gap.exp() - 1 - gap
-    return values
 
 
 @check(cure="measure from untouched log-probabilities and valid_tokens, never from a shaped reward")
@@ -46,13 +34,19 @@ def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(cure="Stat.of(values, view.valid_tokens), never a mask that the correction has narrowed")
 def metric_populations(evidence: Evidence) -> Iterator[Finding]:
-    """A correction measures all valid tokens or all trained rows, before anything is rejected, and no masked value."""
+    """A correction measures what was there before it rejected anything, and no masked value; a subset of tokens that it
+    does not reject is its own business.
+    """
     view, poisoned_view = evidence.view().sanitize(), evidence.view(poison(evidence.rows))
-    populations = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
+    whole = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
     for contribution in evidence.contributions("metrics"):
         plain, others = ({name: stat.moments for name, stat in contribution(v).items()} for v in (view, poisoned_view))
-        counts = {name: int(moments[0]) for name, moments in plain.items()}
-        problems = [(name, f"a population of {n}") for name, n in counts.items() if n not in populations]
+        kept = _kept_by(contribution.callback, evidence, view)
+        problems = [
+            (name, f"a population of {count}")
+            for name, count in ((name, int(moments[0])) for name, moments in plain.items())
+            if count not in whole and (count in kept or count > max(whole))
+        ]
         problems += [
             (name, f"a value that moves with {POISON_TEXT}")
             for name, moments in others.items()
@@ -62,6 +56,18 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
             expected = f"{name} over all valid tokens or trained rows, before rejection"
             yield Finding(culprit=str(contribution), expected=expected, observed=observed)
             return
+
+
+def _kept_by(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:
+    """How many tokens and rows the masks of a callback keep, each alone."""
+    numbers = set[int]()
+    for contribution in evidence.contributions("sequence_mask", "token_mask"):
+        if contribution.callback is callback:
+            mask = contribution(view)
+            rows = mask if mask.dim() == 1 else (mask & view.valid_tokens).any(-1)
+            tokens = view.valid_tokens & (mask[:, None] if mask.dim() == 1 else mask)
+            numbers |= {int(tokens.sum()), int((rows & view.trained).sum())}
+    return numbers
 
 
 @check(

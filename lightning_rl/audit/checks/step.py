@@ -1,27 +1,112 @@
-"""Checks of one optimizer step as it was made: denominators over all ranks, gradients, parameters, what was logged."""
+"""Checks of one optimizer step as it was made: rows, forward, gradients, parameters, and what was logged of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.metrics import kl_values
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Skip, differences
+from lightning_rl.audit.figures import figure_of, is_figure
+from lightning_rl.audit.finding import Skip, differences, rounding
+from lightning_rl.audit.optimizers import Move, expected_move
 from lightning_rl.audit.step import StepEvidence
-from lightning_rl.corrections import ParameterTrace
+from lightning_rl.corrections import ParameterTrace, Stat
 from lightning_rl.finding import Finding
 
-MAXIMA = ("length/max", "advantage/max", "policy/ratio_max")
 UNSEEN = "no optimizer step was seen: it had no valid token, its gradient was not finite, or a scaler hides it"
+ONE_DEVICE = "parameters are followed on a single device alone"
 REPRESENTABLE = 100.0  # a step has to be so many units in the last place for a parameter to have to move
+FEW, MANY = 0.02, 0.25  # share of all entries, and of those of one parameter, that may be off without a word
+IDLE_ROLLOUTS = 2  # in a row, at a rate of 0
 
 
 @check(cure="", of_step=True)
 def raw_fields(evidence: Evidence) -> Sequence[Finding]:
     """No field of the finished rollout changes until its last optimizer step, by whatever way it is written."""
-    return evidence.edits
+    return [edit for edit in evidence.edits if edit.check == "raw_fields"]
+
+
+@check(cure="", of_step=True)
+def quiet_hooks(evidence: Evidence) -> Sequence[Finding]:
+    """A hook of a callback or of a module changes no gradient, no weight, no state of the optimizer, no metric, and
+    freezes nothing; the learning rate is its own business.
+    """
+    return [edit for edit in evidence.edits if edit.check == "quiet_hooks"]
+
+
+@check(
+    culprit="stage update, the microbatches of the step",
+    cure="run every microbatch of the plan once, and let the plan hold every trained row once in each pass",
+    of_step=True,
+)
+def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The rows of a step are those that the plan has for it, and those of all steps of a pass are the trained rows of
+    the rollout, each once: no microbatch is left out or comes twice.
+    """
+    step, rollout = evidence.step, evidence.rollout
+    if step is None or step.planned is None:
+        yield Skip(UNSEEN)
+        return
+    ours, theirs = sorted(step.rows.sample_ids.tolist()), sorted(step.planned.tolist())
+    if ours != theirs:
+        yield _row_change(ours, theirs, "the rows of the plan")
+        return
+    size, number = evidence.facts.minibatches, step.number + 1
+    steps = range(number - size, number)
+    if number % size or not all(each in step.passes for each in steps):
+        return  # a pass is judged with its last step
+    ours = sorted(sample for each in steps for sample in step.passes[each].tolist())
+    theirs = sorted(rollout.sample_ids[rollout.trained & rollout.valid_tokens.any(-1)].tolist())
+    idle = set(rollout.sample_ids.tolist()) - set(theirs)  # nothing of them counts
+    ours = [sample for sample in ours if sample not in idle]
+    if ours != theirs:
+        yield _row_change(ours, theirs, "every trained row once in a pass", "stage plan")
+
+
+def _row_change(ours: list[int], theirs: list[int], expected: str, culprit: str = "") -> Finding:
+    missing = [sample for sample in theirs if sample not in ours]
+    others = [sample for sample in ours if ours.count(sample) != theirs.count(sample)]
+    observed = f"{len(ours)} rows in the place of {len(theirs)}, {len(missing)} of them missing"
+    return Finding(culprit=culprit, expected=expected, observed=observed, samples=[*missing, *others][:4])
+
+
+@check(
+    culprit="stage update, the policy's forward in training",
+    cure="run the update with the weights, mode, precision and temperature of the pass that scored the rollout",
+    of_step=True,
+)
+def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """In the first step of a rollout the update's own forward says of every token what was scored before it, and so
+    does the critic.
+    """
+    step, bound = evidence.step, evidence.facts.tolerance / 10
+    if step is None or step.number:
+        yield from [Skip(UNSEEN)] if step is None else []
+        return
+    rows, outputs = step.rows, step.outputs
+    pairs = [("log-probabilities", rows.old_logprobs, outputs.logprobs), ("values", rows.values, outputs.values)]
+    if rows.old_logprobs is None and evidence.outputs is not None:
+        shared = torch.isin(rows.sample_ids, evidence.rows.sample_ids)
+        order = [evidence.rows.sample_ids.tolist().index(sample) for sample in rows.sample_ids[shared].tolist()]
+        width = min(rows.width, evidence.rows.width)
+        scored = torch.zeros_like(outputs.logprobs)
+        scored[shared, :width] = evidence.outputs.logprobs[order, :width].to(scored.dtype)
+        scored = torch.where(shared[:, None], scored, outputs.logprobs)
+        pairs[0] = ("log-probabilities", scored, outputs.logprobs)
+    for what, before, now in pairs:
+        if before is None or now is None:
+            continue
+        gap = torch.where(rows.valid_tokens, now - before, 0.0).abs()
+        scale = 1.0 + (float(torch.where(rows.valid_tokens, before, 0.0).abs().max()) if what == "values" else 0.0)
+        if gap.numel() and float(gap.max()) > bound * scale:
+            yield Finding(
+                expected=f"the {what} that were scored before the first step",
+                observed=f"others, up to {float(gap.max()):.3g} apart",
+                samples=rows.sample_ids[gap.amax(-1) > bound * scale][:4].tolist(),
+                positions=[int(gap.amax(0).argmax())],
+            )
 
 
 @check(
@@ -49,20 +134,32 @@ def rank_denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
     of_step=True,
 )
 def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The gradient that each log-probability of a step got is that of the whole step in one piece, computed from the
-    finished rollout: nothing is scaled, left out, or recomputed between optimizer steps.
+    """The gradient that each log-probability, entropy and value of a step got is that of the whole step in one piece,
+    computed from the finished rollout: nothing is scaled, left out, or recomputed between optimizer steps.
     """
     step = evidence.step
-    if step is None or step.expected is None:
+    if step is None or step.recomputed is None:
         yield Skip(UNSEEN if step is None else "this rank had no rows, or the loss needs those of other ranks")
         return
-    valid, scale = step.rows.valid_tokens, float(step.expected.abs().max()) if step.expected.numel() else 0.0
-    ours, theirs = (torch.where(valid, gradient.double(), 0.0) for gradient in (step.gradient, step.expected))
-    factor = float((ours * theirs).sum() / theirs.square().sum().clamp(min=1e-300))
-    rows = int((ours - theirs).abs().amax(-1).gt(1e-4 * scale).sum())
-    observed = f"another one in {rows} of {len(ours)} rows, {factor:.3g} times as large on the whole"
-    ids, atol = step.rows.sample_ids, 1e-4 * scale + 1e-12
-    yield from differences(ours, theirs, ids, observed=observed, rtol=1e-3, atol=atol)
+    again = step.recomputed
+    pairs = [("log-probability", step.gradient, again.gradient)]
+    pairs += [(name, step.further[name], theirs) for name, theirs in again.further.items() if name in step.further]
+    for what, gradient, expected in pairs:
+        valid, scale = step.rows.valid_tokens, float(expected.abs().max()) if expected.numel() else 0.0
+        ours, theirs = (torch.where(valid, part.double(), 0.0) for part in (gradient, expected))
+        factor = float((ours * theirs).sum() / theirs.square().sum().clamp(min=1e-300))
+        rows = int((ours - theirs).abs().amax(-1).gt(1e-4 * scale).sum())
+        observed = f"another one of the {what} in {rows} of {len(ours)} rows, {factor:.3g} times as large on the whole"
+        atol, rtol = rounding(gradient.dtype, scale, 1024), rounding(gradient.dtype, 1.0, 4096)
+        yield from differences(
+            ours,
+            theirs,
+            step.rows.sample_ids,
+            culprit=step.blamed.get("backward", ""),
+            observed=observed,
+            rtol=rtol,
+            atol=atol,
+        )
 
 
 @check(
@@ -71,45 +168,82 @@ def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     of_step=True,
 )
 def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The optimizer gets the sum over all backward passes of the step, clipped once and as a whole to the bound."""
+    """The optimizer gets the sum over all backward passes of the step, in the precision of the parameters, clipped once
+    and as a whole to the bound; a parameter with a sum has a gradient.
+    """
     step, limit = evidence.step, evidence.facts.max_grad_norm
-    if step is None or step.norm is None:
-        yield Skip(UNSEEN if step is None else "parameters are followed on a single device alone")
+    if step is None or step.norm is None or not step.parameters:
+        yield Skip(UNSEEN if step is None else ONE_DEVICE)
         return
-    pairs = [(trace.summed, trace.gradient) for trace in step.parameters.values() if trace.gradient is not None]
-    summed, gradient = map(torch.cat, zip(*pairs, strict=True)) if pairs else (torch.zeros(0), torch.zeros(0))
-    moving = len(summed) > 0 and float(summed.norm()) > 0
+    culprit = step.blamed.get("gradients", "")
+    lost = [name for name, one in step.parameters.items() if one.gradient is None and bool((one.summed != 0).any())]
+    if lost:
+        expected, observed = f"a gradient of {lost[0]}", f"none, nor of {len(lost) - 1} others, though they had some"
+        yield Finding(culprit=culprit, expected=expected, observed=observed)
+    followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
+    if not followed:
+        return
+    summed, gradient = (_joined(followed, name) for name in ("summed", "gradient"))
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
-    away = float((gradient - factor * summed).norm() / gradient.norm().clamp(min=1e-300))
     norms = [float(moments[1]) for moments in step.logged.get("optim/grad_norm", [])[-1:]]
     clipped = min(1.0, limit / norms[0]) if norms and norms[0] > 0 else None
-    if moving and away > 0.02:
-        observed = f"a gradient that is {away:.2g} of it away"
-        yield Finding(expected="the sum over all microbatches, times one factor", observed=observed)
+    misses = {
+        name: (cast(Tensor, one.gradient) - factor * one.summed).abs() > abs(factor) * _addition_rounding(one)
+        for name, one in followed.items()
+    }
+    if (where := _place_of(misses)) is not None:
+        away = torch.cat(list(misses.values()))
+        observed = f"another one at {int(away.sum())} of {len(away)} entries, {where} for one"
+        yield Finding(culprit=culprit, expected="the sum over all microbatches, times one factor", observed=observed)
     elif step.norm > limit * 1.01:
-        yield Finding(expected=f"a gradient norm of at most {limit:g}", observed=f"{step.norm:.4g}")
-    elif moving and clipped is not None and abs(factor - clipped) > 0.02 * clipped:
+        yield Finding(culprit=culprit, expected=f"a gradient norm of at most {limit:g}", observed=f"{step.norm:.4g}")
+    elif clipped is not None and bool((summed != 0).any()) and abs(factor - clipped) > 1e-3 * clipped:
         expected = f"gradients times {clipped:.3g}, as the logged norm says"
-        yield Finding(expected=expected, observed=f"gradients times {factor:.3g}")
+        yield Finding(culprit=culprit, expected=expected, observed=f"gradients times {factor:.3g}")
+
+
+def _joined(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
+    return torch.cat([getattr(one, name) for one in followed.values()])
+
+
+def _place_of(misses: Mapping[str, Tensor]) -> str | None:
+    """The parameter that is furthest off, if many entries of it are, or some of all; None for nobody."""
+    shares = {name: float(miss.double().mean()) for name, miss in misses.items() if len(miss)}
+    worst = max(shares, key=shares.__getitem__, default=None)
+    everywhere = float(torch.cat(list(misses.values())).double().mean()) if shares else 0.0
+    return worst if worst is not None and (shares[worst] > MANY or everywhere > FEW) else None
+
+
+def _addition_rounding(one: ParameterTrace) -> Tensor:
+    size = one.summed.abs() if one.magnitude is None else one.magnitude
+    return rounding(one.dtype or torch.float32, size, one.passes + 4) + 1e-30
 
 
 @check(
     cure="give the optimizer every parameter that trains, and step the scheduler once per optimizer step", of_step=True
 )
 def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Every parameter that got a gradient moves, and the scheduler steps once for an optimizer step."""
+    """Every parameter that got a gradient moves, none is frozen on the way, and the scheduler steps once for an
+    optimizer step.
+    """
     step = evidence.step
     if step is None:
         yield Skip(UNSEEN)
         return
     if not step.parameters:
-        yield Skip("parameters are followed on a single device alone")
+        yield Skip(ONE_DEVICE)
     stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
     if stuck and any(map(_moves, step.parameters.values())):
         yield Finding(
             culprit=f"optimizer, parameter {stuck[0]}",
             expected="every trained parameter to move",
             observed=stuck[0] + (f" and {len(stuck) - 1} others" if len(stuck) > 1 else "") + " stood still",
+        )
+    if step.frozen:
+        yield Finding(
+            culprit=step.blamed.get("trained parameters", f"parameter {step.frozen[0]}, frozen by somebody"),
+            expected="every parameter to train that did when the fit began",
+            observed=f"{step.frozen[0]} and {len(step.frozen) - 1} others without a gradient",
         )
     if step.scheduler_steps not in (None, 1):
         expected, observed = "one step of the scheduler", f"{step.scheduler_steps}"
@@ -126,60 +260,105 @@ def _is_stuck(parameter: ParameterTrace) -> bool:
     gradient, before = parameter.gradient, parameter.before
     if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64) or _moves(parameter):
         return False
+    if not parameter.held:
+        return bool((gradient != 0).any())
     size, unit = gradient.abs().clamp(max=1.0), torch.finfo(before.dtype).eps * before.abs().double()
-    reachable = (size * max(parameter.lr, 1e-12) > REPRESENTABLE * unit) & (size > 1e-7)
-    return bool(reachable.any()) if parameter.lr else bool((gradient != 0).any())
+    return bool(((size * parameter.lr > REPRESENTABLE * unit) & (size > 1e-7)).any())
+
+
+@check(
+    cure="step once for each optimizer step, at the rate that is logged, in a precision that can hold the step",
+    of_step=True,
+)
+def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Every parameter moves by what the optimizer's own rule makes of its gradient and state, computed in float64: no
+    step is taken twice, left out, at another rate, at a rate of 0 for ever, or lost in the precision of the weights.
+    """
+    step = evidence.step
+    if step is None or not step.parameters:
+        yield Skip(UNSEEN if step is None else ONE_DEVICE)
+        return
+    culprit = step.blamed.get("weights") or step.blamed.get("optimizer") or f"optimizer {step.optimizer}"
+    if step.idle >= IDLE_ROLLOUTS:
+        yield Finding(
+            culprit=culprit,
+            expected="a learning rate above 0",
+            observed=f"0 for every parameter in the last {step.idle} rollouts that were looked at",
+        )
+    moves = {name: expected_move(step.optimizer, one) for name, one in step.parameters.items() if one.held}
+    known = {name: move for name, move in moves.items() if move is not None}
+    if len(known) < len([one for one in moves if step.parameters[one].gradient is not None]):
+        yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is not known here")
+    yield from _rule_findings(step, known, culprit)
+
+
+def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) -> Iterator[Finding]:
+    if not known:
+        return
+    befores, afters = ([getattr(step.parameters[name], when) for name in known] for when in ("before", "after"))
+    before, after = torch.cat([one.double() for one in befores]), torch.cat([one.double() for one in afters])
+    move, slack = (torch.cat([known[name][place] for name in known]) for place in (0, 1))
+    ours, wanted = after - before, move != 0
+    unit = torch.cat([torch.finfo(one.dtype).eps * one.double().abs() for one in befores])
+    lost = wanted & (ours == 0) & (move.abs() < unit)
+    if int(wanted.sum()) and float(lost.sum()) > 0.5 * float(wanted.sum()):
+        dtype = str(befores[0].dtype).removeprefix("torch.")
+        yield Finding(
+            culprit=culprit,
+            expected=f"weights that can hold a step of {float(move[wanted].abs().median()):.2g}",
+            observed=f"{int(lost.sum())} of {int(wanted.sum())} entries that stood still: it is lost in {dtype}",
+        )
+        return
+    away = (ours - move).abs() > slack
+    misses = dict(zip(known, away.split([len(known[name].by) for name in known]), strict=True))
+    if (where := _place_of(misses)) is not None:
+        factor = float((ours * move).sum() / move.square().sum().clamp(min=1e-300))
+        yield Finding(
+            culprit=culprit,
+            expected="the move of the rule from gradient, state and rate",
+            observed=f"{factor:.3g} times as much on the whole, another one at {int(away.sum())} of {len(away)} entries"
+            f", {where} for one",
+        )
 
 
 @check(cure="measure untouched values over the population that the metric is named after", of_step=True)
 def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What the core logs is what it says: recomputed from the finished rollout and from what the policy said in the
-    step, over valid tokens, rewarded rows or real rows.
+    """What is logged is what it says: recomputed from the finished rollout and from what the policy said in the step,
+    over valid tokens, rewarded rows or real rows, in what is handed to the log and in what reaches loggers and
+    Lightning.
     """
     step = evidence.step
     if step is None:
         yield Skip(UNSEEN)
         return
-    for name, values in {**_rollout_populations(evidence), **_step_populations(step)}.items():
-        if name not in step.logged or not values.numel():
+    samples, culprit, wrong = evidence.rollout.sample_ids[:2].tolist(), step.blamed.get("metrics"), set[str]()
+    largest = (
+        float(torch.where(step.rows.valid_tokens, step.outputs.logprobs, 0.0).abs().amax()) if len(step.rows) else 0
+    )
+    for name, stat in _stats(step.figures).items():
+        if name not in step.logged or not float(stat.moments[0]):
             continue
-        counts, means, _, maxima = torch.stack([part.cpu() for part in step.logged[name]]).unbind(-1)
-        count = float(counts.sum())
-        truth, figure = float(values.double().mean()), float((counts * means).sum()) / max(count, 1.0)
-        if name in MAXIMA:
-            truth, figure = float(values.double().max()), float(maxima.max())
-        if count != values.numel() or not abs(figure - truth) <= 1e-3 * max(abs(truth), 1e-2):
+        count, figure = figure_of(step.logged[name], stat.reduction)
+        if count != float(stat.moments[0]) or not is_figure(figure, stat, largest):
+            wrong.add(name)
             yield Finding(
-                culprit=f"metric {name}",
-                expected=f"{truth:.6g} over {values.numel()}",
+                culprit=culprit or f"metric {name}",
+                expected=f"{name} = {stat.value():.6g} over {float(stat.moments[0]):.0f}",
                 observed=f"{figure:.6g} over {count:.0f}",
-                samples=evidence.rollout.sample_ids[:2].tolist(),
+                samples=samples,
             )
+    if not step.row_figures:
+        yield Skip("no row was logged with this step, or it spans ranks or steps that were not looked at")
+    for name, stat in _stats(step.row_figures).items():
+        for place, row in step.row.items():
+            if name in row and name not in wrong and not is_figure(row[name], stat, largest):
+                yield Finding(
+                    culprit=culprit or f"metric {name}",
+                    expected=f"{name} = {stat.value():.6g} in {place}",
+                    observed=f"{row[name]:.6g}",
+                    samples=samples,
+                )
 
 
-def _rollout_populations(evidence: Evidence) -> Mapping[str, Tensor]:
-    rollout = evidence.rollout
-    lengths, rewarded, valid = rollout.response_lengths[rollout.real], rollout.rewarded, rollout.valid_tokens
-    advantages = rollout.require("advantages")[valid]
-    return {
-        "reward/task": rollout.rewards[rewarded],
-        "length/mean": lengths,
-        "length/max": lengths,
-        "length/truncated": (rollout.finish == 1)[rollout.real],
-        "advantage/mean": advantages,
-        "advantage/max": advantages,
-        "staleness/mean": (evidence.number - rollout.policy_version)[valid],
-        **{f"reward/{name}": values[rewarded & ~values.isnan()] for name, values in rollout.task_rewards.items()},
-    }
-
-
-def _step_populations(step: StepEvidence) -> Mapping[str, Tensor]:
-    """The values of each metric of the step, from what the policy said in it."""
-    rows, valid, logprobs = step.rows, step.rows.valid_tokens, step.outputs.logprobs.double()
-    populations = {"policy/entropy": step.outputs.entropy[valid]}
-    populations |= {name: values[valid] for name, values in kl_values(rows, logprobs).items()}
-    if rows.old_logprobs is not None:
-        populations["policy/ratio_max"] = (logprobs - rows.old_logprobs.double())[valid].exp()
-    if step.norm is not None:
-        populations |= {name: part.double().reshape(1) for name, part in step.parts.items()}
-    return populations
+def _stats(figures: Mapping[str, tuple[Tensor, str]]) -> dict[str, Stat]:
+    return {name: Stat(moments, reduction) for name, (moments, reduction) in figures.items()}  # pyright: ignore[reportArgumentType]

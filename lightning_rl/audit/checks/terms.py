@@ -7,26 +7,85 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Contribution, Evidence
-from lightning_rl.audit.finding import gradient_of
-from lightning_rl.corrections import TOKEN_REWARDS
+from lightning_rl.audit.finding import NO_ROWS, Skip, gradient_of
+from lightning_rl.corrections import TOKEN_REWARDS, LossView
 from lightning_rl.finding import Finding
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Finish, Rollout
+
+DEAD, MANY = 0.1, 4  # share of other tokens without a gradient, if so many of a kind have none
 
 
 @check(observed="none: it trains nothing", cure="compute it from view.logprobs without detach() or no_grad")
-def gradient_liveness(evidence: Evidence) -> Iterator[Finding]:
-    """Every term of the loss reaches the policy: it has a gradient, and the logged term is what was differentiated."""
+def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Every term of the loss reaches the policy at every trained token, its end included: it has a gradient, and the
+    logged term is what was differentiated. So does the value loss reach the critic.
+    """
+    if not len(evidence.rows):
+        yield Skip(NO_ROWS)
+        return
     for term in evidence.contributions("loss_term"):
         view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
         leaf = view.entropy if term.callback.trains_entropy else view.logprobs
-        per_token = torch.where(view.valid_tokens, term(view).per_token, 0.0)
-        if len(view) and not (gradient_of(per_token, leaf) != 0).any():
-            yield Finding(culprit=str(term), expected="a term with a gradient")
+        gradient = gradient_of(torch.where(view.valid_tokens, term(view).per_token, 0.0), leaf)
+        yield from _dead_places(gradient, view, view.valid_tokens, str(term), "a term with a gradient")
+    yield from _dead_value_loss(evidence)
     loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # where no clip holds it back
-    if loss.prepares or not bool((view.require("advantages") != 0).any()):
+    trained = view.valid_tokens & (view.require("advantages") != 0)
+    if loss.prepares or not trained.any():
+        yield Skip("the loss chooses its tokens" if loss.prepares else "no row that was looked at has an advantage")
         return
-    if not (gradient_of(loss(view), view.logprobs) != 0).any():
-        yield Finding(culprit=f"loss {evidence.names['loss']}", expected="a loss with a gradient")
+    gradient = torch.where(trained, gradient_of(loss(view), view.logprobs), 0.0)
+    yield from _dead_places(gradient, view, trained, f"loss {evidence.names['loss']}", "a loss with a gradient")
+
+
+def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str, expected: str) -> Iterator[Finding]:
+    """A finding if a gradient is 0 everywhere, or at all tokens of a kind: the first, the last, the end of a response.
+
+    Args:
+        gradient: of what is judged, [b, T].
+        view: of the rows.
+        trained: where there should be one.
+        culprit: who computed it.
+        expected: what there should be. One that picks its tokens is legal, so a kind counts only where hardly any
+            other token is without a gradient.
+    """
+    dead = trained & (gradient == 0)
+    if not dead.any():
+        return
+    if bool((dead == trained).all()):
+        yield Finding(culprit=culprit, expected=expected)
+        return
+    for kind, tokens in _kinds(trained, view).items():
+        others, number = trained & ~tokens, int(tokens.sum())
+        few = DEAD if number >= MANY else 0.0
+        if number > 1 and others.any() and bool(dead[tokens].all()) and float(dead[others].double().mean()) <= few:
+            yield Finding(
+                culprit=culprit,
+                expected=f"{expected} at every trained token",
+                observed=f"none at {kind}",
+                samples=view.sample_ids[tokens.any(-1)][:4].tolist(),
+                positions=tokens.any(0).nonzero()[:4, 0].tolist(),
+            )
+            return
+
+
+def _kinds(trained: Tensor, view: LossView) -> dict[str, Tensor]:
+    """The tokens that are likely to be forgotten together, [b, T] each."""
+    order = trained.cumsum(-1)
+    first, last = trained & (order == 1), trained & (order == order[:, -1:])
+    stopped = (view.finish == Finish.STOP)[:, None]
+    return {"the end of responses that stopped": last & stopped, "the last token": last, "the first token": first}
+
+
+def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
+    """A finding if the value loss trains no critic where the critic misses its target."""
+    view = evidence.view().sanitize()
+    if view.current_values is None or view.values is None or view.returns is None:
+        return
+    leaf = view.current_values.detach().requires_grad_()
+    wrong = view.valid_tokens & ((leaf.detach() - view.returns).abs() > 1e-3)
+    gradient = gradient_of(evidence.algorithm.value_loss(leaf, view.values, view.returns), leaf)
+    yield from _dead_places(gradient, view, wrong, "the value loss", "a value loss with a gradient")
 
 
 @check(

@@ -1,0 +1,198 @@
+"""Hooks: what each hook of a callback or a module changes of gradients, weights, optimizer and metrics."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_rl.audit.finding import bitwise_equal
+from lightning_rl.corrections import RLCallback
+from lightning_rl.finding import Finding
+from lightning_rl.module import RLLightningModule
+
+ENTRIES = 16  # of each tensor; a norm stands for the others
+HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
+OF_MODULE = HOOKS[1:]  # in the first one the core makes a rollout
+OWN = ("lightning", "lightning_rl")
+TUNED, FROZEN = "optimizer's numbers", "trained parameters"
+Snapshot = dict[str, Tensor]
+"""By what it is of, such as ``"weights"``, and for tensors by name behind a space: some numbers that tell a change."""
+
+
+def name_of_callback(callback: Callback) -> str:
+    """How findings call it."""
+    return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
+
+
+def is_own(part: object) -> bool:
+    """Whether a class comes with this library or with Lightning."""
+    return type(part).__module__.split(".")[0] in OWN
+
+
+def overridden_hooks(callbacks: Iterable[Callback], module: RLLightningModule) -> dict[str, str]:
+    """Every hook that somebody overrides: the culprit by the action of the Trainer's profiler."""
+    culprits = dict[str, str]()
+    for callback in callbacks:
+        for hook in HOOKS:
+            if getattr(type(callback), hook) is not getattr(Callback, hook):
+                action = f"[Callback]{callback.state_key}.{hook}"
+                culprits[action] = f"callback {name_of_callback(callback)}.{hook}"
+    kind = type(module)
+    for hook in OF_MODULE:
+        if getattr(kind, hook) is not getattr(RLLightningModule, hook):
+            culprits[f"[LightningModule]{kind.__name__}.{hook}"] = f"module {kind.__name__}.{hook}"
+    return culprits
+
+
+class StateWatch:
+    """Compares the state of a run before and after each hook that is not the library's.
+
+    Args:
+        module: the run.
+        callbacks: whose hooks are looked at.
+
+    Attributes:
+        blamed: who changed gradients, weights, the optimizer or metrics in this rollout, by what it was.
+    """
+
+    def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
+        self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
+        self.actions = overridden_hooks(foreign, module)
+        self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
+        self._before: Snapshot | None = None
+        self._edits: list[Finding] = []
+        self.blamed: dict[str, str] = {}
+        self.active = False
+
+    def begin(self, *, active: bool) -> None:
+        """A rollout is next, which is looked at or not; its hooks may run before it is asked for."""
+        frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # which lasts
+        self.active, self._edits, self.blamed = active, [], frozen
+
+    def enter(self) -> None:
+        """A hook begins."""
+        self._before = dict(_snapshot(self._module)) if self.active else None
+
+    def leave(self, culprit: str) -> None:
+        """A hook is over: what it changed is its own."""
+        if self._before is None:
+            return
+        before, after = self._before, dict(_snapshot(self._module))
+        changed = [
+            key
+            for key in {**before, **after}
+            if key not in before or key not in after or not bitwise_equal(before[key], after[key])
+        ]
+        self._before, places = None, dict[str, str]()
+        for key in changed:
+            what, _, name = key.partition(" of ")
+            places.setdefault(what, name)
+        for what, name in places.items():
+            self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
+            if what != TUNED:  # a schedule of one's own is nobody's fault
+                self._edits.append(
+                    Finding(
+                        check="quiet_hooks",
+                        culprit=culprit,
+                        expected=f"{what} as they were before it",
+                        observed=f"others{f', of {name} for one' if name else ''}",
+                        cure="leave it to the core, or say that it is meant: SignalAudit(deliberate=...)",
+                    )
+                )
+
+    def take(self) -> list[Finding]:
+        """Edits since the last time."""
+        edits, self._edits = self._edits, []
+        return edits
+
+
+def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
+    """What a hook could change, in a few numbers each."""
+    parameters = dict(module.required_policy.named_parameters())
+    gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+    yield from _few("weights", {name: weight.detach() for name, weight in parameters.items()})
+    yield from _few("gradients", gradients)
+    trained = [weight.requires_grad for weight in parameters.values()]
+    yield FROZEN, torch.tensor(trained)
+    for optimizer in module.trainer.optimizers:
+        numbers = [
+            float(value)
+            for group in optimizer.param_groups
+            for name, value in sorted(group.items())
+            if isinstance(value, int | float) and name != "initial_lr"
+        ]
+        yield TUNED, torch.tensor(numbers, dtype=torch.float64)
+        kept = [
+            value
+            for weight in parameters.values()
+            for value in optimizer.state.get(weight, {}).values()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        if kept:
+            yield "optimizer", _norms(kept)
+    for name, group in module.run.metrics.groups.items():
+        if group.keys:
+            yield f"metrics of {name}", group.moments.flatten().clone()
+
+
+def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    if not tensors:
+        return
+    norms = _norms(list(tensors.values()))
+    for name, tensor, norm in zip(tensors, tensors.values(), norms, strict=True):
+        flat = tensor.flatten()
+        entries = flat[:: max(flat.numel() // ENTRIES, 1)][:ENTRIES]
+        yield f"{what} of {name}", torch.cat([entries.double(), norm[None]])
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]).double()
+
+
+def gradient_hooks(policy: nn.Module) -> list[str]:
+    """Functions that somebody hung to the gradients of parameters, as culprits."""
+    return [
+        f"the gradient hook {_label(hook)} of parameter {name}"
+        for name, parameter in policy.named_parameters()
+        for place in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        for hook in (getattr(parameter, place, None) or {}).values()
+    ]
+
+
+def optimizer_hooks(optimizer: Any) -> list[str]:
+    """Functions that somebody hung into the optimizer's step, as culprits."""
+    return [
+        f"optimizer {type(optimizer).__name__}, its hook {_label(hook)}"
+        for place in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        for hook in (getattr(optimizer, place, None) or {}).values()
+    ]
+
+
+def suspects(module: RLLightningModule, callbacks: Iterable[Callback]) -> dict[str, str]:
+    """Who could have changed what a step is made of, where nobody was seen: culprits by what it is."""
+    overriding, kind = overridden_hooks([one for one in callbacks if not is_own(one)], module), type(module)
+    backward = [culprit for culprit in overriding.values() if culprit.endswith(".on_before_backward")]
+    own = {
+        hook: f"module {kind.__name__}.{hook}"
+        for hook in ("training_step", "backward", "manual_backward", "optimizer_step")
+        if getattr(kind, hook) is not getattr(RLLightningModule, hook)
+    }
+    backward += [own[hook] for hook in ("training_step", "backward", "manual_backward") if hook in own]
+    within = [one for optimizer in module.trainer.optimizers for one in optimizer_hooks(optimizer)]
+    within += [own[hook] for hook in ("training_step", "optimizer_step") if hook in own]
+    gradients = [*gradient_hooks(module.required_policy), *backward, *within]
+    hooks = {"backward": backward, "gradients": gradients, "optimizer": within}
+    return {what: ", or ".join(culprits[:3]) for what, culprits in hooks.items() if culprits}
+
+
+def _label(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,146 @@
+"""Rows: what reaches the loggers and Lightning, beside what it should be over the steps since the last row."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.figures import (
+    contributed_figures,
+    measured_figures,
+    merge,
+    population,
+    rollout_figures,
+    step_figures,
+)
+from lightning_rl.audit.step import StepEvidence
+from lightning_rl.corrections import RLCallback, Stat, StepTrace
+from lightning_rl.metrics import rows_every
+from lightning_rl.module import RLLightningModule
+
+
+class RowLogger(Logger):
+    """A logger beside those of the run, which are given the same rows, that keeps the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, dict[str, float]] = {}
+
+    @property
+    @override
+    def name(self) -> str:
+        """Of no folder: nothing is written."""
+        return "signal_audit"
+
+    @property
+    @override
+    def version(self) -> int:
+        """There is one."""
+        return 0
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows[-1 if step is None else step] = dict(metrics)
+
+    @override
+    def log_hyperparams(self, params: Any, *arguments: Any, **keywords: Any) -> None:
+        """Keeps none."""
+
+
+class RowWatch:
+    """Keeps what the next row should be, and sees what it is.
+
+    Args:
+        module: the run; its Trainer has one more logger until :meth:`release`, unless it has none.
+    """
+
+    def __init__(self, module: RLLightningModule) -> None:
+        self._module, self._logger = module, RowLogger()
+        self._rollout: dict[str, Stat] = {}
+        self._rollouts, self._complete = 0, True
+        self._steps: list[dict[str, Stat]] = []
+        if module.trainer.loggers:
+            module.trainer.loggers.append(self._logger)
+
+    def release(self) -> None:
+        """Takes the logger away."""
+        if self._logger in self._module.trainer.loggers:
+            self._module.trainer.loggers.remove(self._logger)
+
+    def note(
+        self, trace: StepTrace, evidence: Evidence, step: StepEvidence, callbacks: Sequence[RLCallback]
+    ) -> dict[str, Stat]:
+        """What the metrics of a rollout and of one of its steps should be; counts towards the next row."""
+        algorithm, outputs = evidence.algorithm, step.outputs
+        if trace.step == 0 or not self._rollout:
+            self._rollouts += trace.step == 0
+            self._rollout = rollout_figures(evidence.rollout, evidence.number, algorithm)
+            self._rollout |= measured_figures(callbacks, evidence.rollout)
+            self._rollout["rollout"] = population(torch.tensor([float(evidence.number)]), "max")
+        parts = {} if step.recomputed is None or step.norm is None else step.recomputed.parts
+        views = [microbatch.view for microbatch in trace.microbatches]
+        figures = contributed_figures(algorithm, views)
+        figures |= step_figures(step.rows, outputs.logprobs, outputs.entropy, outputs.values, parts)
+        figures |= _numbers(trace, step)
+        self._steps.append(figures)
+        return self._rollout | figures
+
+    def end_step(self, ticket: int, *, seen: bool) -> tuple[dict[str, dict[str, float]], dict[str, tuple[Tensor, str]]]:
+        """What was logged with an optimizer step, and what should have been; nothing without a row."""
+        self._complete = self._complete and seen
+        trainer: Any = self._module.trainer
+        every = rows_every(trainer.log_every_n_steps, self._module.steps_per_rollout)
+        if not every or (ticket + 1) % every:
+            return {}, {}
+        whole = self._complete and self._rollouts <= 1 and self._module.parallel.ranks == 1
+        row, expected = dict[str, dict[str, float]](), dict[str, Stat]()
+        if whole:
+            expected = merge(self._steps) | self._rollout
+            places = {"the loggers": self._logger.rows.pop(ticket, {}), "callback_metrics": trainer.callback_metrics}
+            row = {
+                place: {name: float(figure) for name, figure in figures.items() if name in expected}
+                for place, figures in places.items()
+            }
+        self._steps, self._rollouts, self._complete = [], 0, True
+        self._logger.rows.clear()
+        return row, {name: (stat.moments, stat.reduction) for name, stat in expected.items()}
+
+
+def _numbers(trace: StepTrace, step: StepEvidence) -> dict[str, Stat]:
+    """Single numbers of a step: the norm before clipping, and the rate of the first parameter."""
+    numbers = {} if trace.norm is None else {"optim/grad_norm": float(trace.norm)}
+    first = next(iter(step.parameters.values()), None)
+    if first is not None and first.held:
+        numbers["optim/lr"] = first.lr
+    return {name: population(torch.tensor([number], dtype=torch.float64)) for name, number in numbers.items()}
+
+
+class StepRates:
+    """Remembers from audit to audit which parameters train, and at which rates.
+
+    Args:
+        policy: its parameters that need a gradient now have to need one later.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._policy = policy
+        self._trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+        self._idle, self._rollout = 0, -1
+
+    def note(self, trace: StepTrace) -> int:
+        """In how many audited rollouts in a row, this one included, no step had a rate above 0."""
+        if any(parameter.lr > 0 for parameter in trace.parameters.values()) or not trace.parameters:
+            self._idle = 0
+        elif trace.rollout_number != self._rollout:
+            self._idle += 1
+        self._rollout = trace.rollout_number
+        return self._idle
+
+    def frozen(self) -> list[str]:
+        """Names of parameters that needed a gradient and do no more."""
+        needing = {name for name, parameter in self._policy.named_parameters() if parameter.requires_grad}
+        return [name for name in self._trained if name not in needing]

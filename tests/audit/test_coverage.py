@@ -1,0 +1,140 @@
+"""The coverage of metrics: what is said of it is true of every name that a run logs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import Logger
+from typing_extensions import override
+
+from lightning_rl import RLCallback, metrics
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.audit.coverage import COVERAGE, RECOMPUTED, covered_by
+from lightning_rl.callbacks import (
+    OPSM,
+    AdaptiveKL,
+    DynamicSampling,
+    EntropyBonus,
+    IcePop,
+    NoEOSMask,
+    OverlongPenalty,
+    ReferenceKL,
+    RolloutKL,
+    TruncatedIS,
+)
+
+
+class Rows(Logger):
+    """Keeps every row."""
+
+    name, version = "rows", 0  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    @override
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append(dict(metrics))
+
+    @override
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        pass
+
+
+RUNS: dict[str, tuple[dict[str, Any], list[RLCallback]]] = {
+    "many corrections": (
+        {"minibatches": 2, "epochs": 2},
+        [
+            *(OPSM(against="rollout"), IcePop(), TruncatedIS(), RolloutKL(), EntropyBonus(0.001), NoEOSMask()),
+            *(OverlongPenalty(8, 4), DynamicSampling(), ReferenceKL(0.01, as_loss=True), SignalLedger()),
+        ],
+    ),
+    "critic": ({"advantages": "gae", "critic": "shared", "minibatches": 2}, [ReferenceKL(0.1)]),
+    "greedy": ({"advantages": "remax"}, [NoEOSMask("drop_tokens")]),
+    "adaptive": ({"advantages": "reinforce_plus_plus", "policy": tiny_policy}, [AdaptiveKL(0.1)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
+@pytest.mark.parametrize("name", RUNS)
+def test_every_name_that_is_logged_is_listed_and_what_is_listed_as_recomputed_is(name: str) -> None:
+    (options, callbacks), rows, audit = RUNS[name], Rows(), SignalAudit(1, "raise", checks=["logged_metrics"])
+    seen: dict[str, set[str]] = {}
+
+    class Seen(Callback):
+        @override
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            step = vars(vars(audit)["_run"])["_step"]
+            if step is not None:
+                seen.setdefault("handed", set()).update(step.figures)
+                seen.setdefault("logged", set()).update(step.row_figures)
+
+    data = tiny_prompts(8, 4, validation=[[2, 3]])
+    fit(tiny_module(**options), callbacks=[*callbacks, audit, Seen()], data=data, logger=rows, val_check_interval=1.0)
+    names = {name for row in rows.rows for name in row if name != "epoch"}
+    assert {name for name in names if "neither the core" in covered_by(name)} == set()
+    adaptive = {"reward/shaped", "groups/zero_variance", "kl/penalty"} if name == "adaptive" else set()
+    recomputed = {name for name in names if covered_by(name) == RECOMPUTED} - adaptive
+    assert recomputed - seen["handed"] == set() == recomputed - seen["logged"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["reward/task", "kl/ref", "policy/ess", "advantage/std", "loss/policy", "optim/lr", "length/max", "rollout"],
+)
+def test_a_figure_that_is_changed_on_its_way_to_the_logger_is_found(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = vars(metrics)["_write"]
+
+    def write(trainer: Any, row: dict[str, float], ticket: int) -> None:
+        written(trainer, {name: 1.1 * value + 0.01 if name == wrong else value for name, value in row.items()}, ticket)
+
+    monkeypatch.setattr(metrics, "_write", write)
+    audit = SignalAudit(1, checks=["logged_metrics"])
+    with pytest.warns(UserWarning, match="in the loggers"):
+        fit(tiny_module(minibatches=2), callbacks=[ReferenceKL(0.1, as_loss=True), audit], logger=Rows())
+    assert {finding.culprit for finding in audit.findings} == {f"metric {wrong}"}
+
+
+def test_a_figure_that_lightning_shows_is_compared_too() -> None:
+    class Overwriting(Callback):
+        @override
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+            pl_module.log("reward/task", 2.0, on_step=True, on_epoch=False)
+
+    audit = SignalAudit(1, checks=["logged_metrics"])
+    with pytest.warns(UserWarning, match="reward/task = .* in callback_metrics"):
+        fit(tiny_module(), callbacks=[Overwriting(), audit], data=tiny_prompts(4, 4))
+    assert [finding.culprit for finding in audit.findings] == ["metric reward/task"]
+
+
+def test_rows_over_rollouts_that_were_not_looked_at_are_skipped_aloud() -> None:
+    audit = SignalAudit(2, "raise", checks=["logged_metrics"])
+    fit(tiny_module(), callbacks=[audit], logger=Rows(), log_every_n_steps=4)
+    assert audit.skipped == {
+        "logged_metrics": "no row was logged with this step, or it spans ranks or steps that were not looked at"
+    }
+
+
+def test_the_logger_of_the_audit_is_gone_once_a_fit_is_over() -> None:
+    rows = Rows()
+    trainer = fit(tiny_module(), callbacks=[SignalAudit(1, "raise")], logger=rows, data=tiny_prompts(4, 4))
+    assert trainer.loggers == [rows]
+
+
+def test_the_page_prints_the_coverage_and_the_list_of_metrics_is_covered() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page, table = (docs / "audit.md").read_text(), SignalAudit.coverage()
+    for pattern, check in table.items():
+        assert f"| `{pattern}` | {check if ':' in check else f'`{check}`'} |" in page
+    listed = re.findall(r"^\| (`.*?) \|", (docs / "metrics.md").read_text(), re.MULTILINE)
+    names = [name for cell in listed for name in re.findall(r"`([^`]+)`", cell)]
+    for cell in names:
+        if not cell.startswith("/") and cell != "test/...":
+            assert "neither the core" not in covered_by(re.sub(r"<\w+>", "x", cell)), cell
+    assert table == COVERAGE
