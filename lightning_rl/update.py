@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,55 +192,65 @@ class ParameterTracer:
         self.model, self.trace, self.optimizer = model, trace, optimizer
         trace.optimizer = type(optimizer).__name__
         self._handles: list[RemovableHandle] = []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                self._follow(name, parameter)
+        self._parts: dict[str, list[Tensor]] = {}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        befores, states = _copies(trained), _states(optimizer, trained)
+        for name, parameter in trained.items():
+            trace.parameters[name] = ParameterTrace(
+                summed=torch.zeros_like(befores[name], dtype=torch.float64), before=befores[name], state=states[name]
+            )
+            self._follow(name, parameter)
 
     def _follow(self, name: str, parameter: nn.Parameter) -> None:
-        summed = torch.zeros_like(_entries(parameter), dtype=torch.float64)
-        trace = self.trace.parameters[name] = ParameterTrace(
-            summed=summed,
-            magnitude=torch.zeros_like(summed),
-            before=_entries(parameter).clone(),
-            state=_state(self.optimizer, parameter),
-        )
+        parts = self._parts[name] = []
 
         def add(gradient: Tensor) -> None:
-            entries = _entries(gradient).double()
-            summed.add_(entries)
-            cast(Tensor, trace.magnitude).add_(entries.abs())
-            trace.passes += 1
+            parts.append(_entries(gradient).clone())
 
         handle = parameter.register_hook(add)
         hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order, of which ours has to be the first
-        others = {place: hook for place, hook in hooks.items() if place != handle.id}
+        others = [place for place in hooks if place != handle.id]
         for place in others:
             hooks[place] = hooks.pop(place)
         self._handles.append(handle)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Once the gradient is complete, before the optimizer uses it."""
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        norms = []
-        for name, parameter in self.model.named_parameters():
-            if name in self.trace.parameters:
-                trace, group = self.trace.parameters[name], groups.get(id(parameter))
-                trace.options, trace.held = _numbers(group or {}), group is not None
-                trace.lr = trace.options.get("lr", 0.0)
-            if parameter.grad is not None:
-                norms.append(torch.linalg.vector_norm(parameter.grad.double()))
-                if name in self.trace.parameters:
-                    trace = self.trace.parameters[name]
-                    trace.gradient, trace.dtype = _entries(parameter.grad).double(), parameter.grad.dtype
+        numbers = {
+            id(parameter): numbers
+            for group in optimizer.param_groups
+            for numbers in [_numbers(group)]
+            for parameter in group["params"]
+        }
+        parameters = dict(self.model.named_parameters())
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        copies = _copies({name: gradient for name, gradient in gradients.items() if name in self.trace.parameters})
+        for name, trace in self.trace.parameters.items():
+            held = numbers.get(id(parameters[name]))
+            trace.options, trace.held, trace.lr = held or {}, held is not None, (held or {}).get("lr", 0.0)
+            if name in copies:
+                trace.gradient, trace.dtype = copies[name].double(), copies[name].dtype
+        self._add_up()
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
         self.trace.clipped_norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def _add_up(self) -> None:
+        """The gradients of all backward passes so far."""
+        for name, parts in self._parts.items():
+            trace = self.trace.parameters[name]
+            if len(parts) == 1:  # no sum, as in most steps of a small model
+                trace.summed, trace.passes = parts[0].double(), 1
+            elif parts:
+                stacked = torch.stack(parts).double()
+                trace.summed, trace.magnitude, trace.passes = stacked.sum(0), stacked.abs().sum(0), len(parts)
 
     def after_step(self) -> None:
         """Once the optimizer has moved."""
-        for name, parameter in self.model.named_parameters():
-            if name in self.trace.parameters:
-                trace = self.trace.parameters[name]
-                trace.after = _entries(parameter).clone()
-                trace.state_after = _state(self.optimizer, parameter)
+        parameters = {
+            name: parameter for name, parameter in self.model.named_parameters() if name in self.trace.parameters
+        }
+        for name, after in _copies(parameters).items():
+            self.trace.parameters[name].after = after
         self.release()
 
     def release(self) -> None:
@@ -264,11 +274,28 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
     return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
 
 
-def _state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What the optimizer keeps of a parameter: entries of what has its shape, and single numbers."""
-    kept = {name: value for name, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
-    return {
-        name: _entries(value).clone()
-        for name, value in kept.items()
-        if value.shape == parameter.shape or value.numel() == 1
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of some entries of each tensor, made together: one for each is slow where there are many small ones."""
+    copies, by_dtype = dict[str, Tensor](), dict[torch.dtype, dict[str, Tensor]]()
+    for name, tensor in tensors.items():
+        by_dtype.setdefault(tensor.dtype, {})[name] = _entries(tensor)
+    for entries in by_dtype.values():
+        device = next(iter(entries.values())).device
+        whole = torch.cat([part.to(device) for part in entries.values()])
+        copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
+    return copies
+
+
+def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What the optimizer keeps of each parameter: entries of what has its shape, and single numbers."""
+    kept = {
+        f"{key} {name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
     }
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    for place, copied in _copies(kept).items():
+        key, _, name = place.partition(" ")
+        states[name][key] = copied
+    return states

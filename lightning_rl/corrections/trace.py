@@ -16,7 +16,7 @@ class ParameterTrace:
 
     Attributes:
         summed: gradients of all backward passes added up, float64.
-        magnitude: their sizes added up, which is what rounding goes by.
+        magnitude: their sizes added up, which is what rounding goes by; None for that of ``summed``.
         passes: how many there were.
         gradient: what the optimizer got, float64.
         dtype: of the gradient; None without one.
@@ -26,7 +26,6 @@ class ParameterTrace:
         lr: learning rate.
         options: further numbers of its parameter group, such as ``weight_decay``, ``beta1``, ``beta2``.
         state: of the optimizer before the step, by name: entries, and numbers of one element.
-        state_after: the same after it.
     """
 
     summed: Tensor
@@ -40,7 +39,6 @@ class ParameterTrace:
     lr: float = 0.0
     options: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    state_after: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,6 @@
 """Checks of one optimizer step as it was made: rows, forward, gradients, parameters, and what was logged of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.figures import figure_of, is_figure
 from lightning_rl.audit.finding import Skip, differences, rounding
-from lightning_rl.audit.optimizers import Move, expected_move
+from lightning_rl.audit.optimizers import Move, expected_moves
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, Stat
 from lightning_rl.finding import Finding
@@ -187,12 +186,12 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
     norms = [float(moments[1]) for moments in step.logged.get("optim/grad_norm", [])[-1:]]
     clipped = min(1.0, limit / norms[0]) if norms and norms[0] > 0 else None
-    misses = {
-        name: (cast(Tensor, one.gradient) - factor * one.summed).abs() > abs(factor) * _addition_rounding(one)
-        for name, one in followed.items()
-    }
+    slack = torch.cat([one.summed if one.magnitude is None else one.magnitude for one in followed.values()]).abs()
+    passes = max(one.passes for one in followed.values())
+    coarsest = max((one.dtype or torch.float32 for one in followed.values()), key=lambda dtype: torch.finfo(dtype).eps)
+    away = (gradient - factor * summed).abs() > abs(factor) * rounding(coarsest, slack, passes + 4) + 1e-30
+    misses = dict(zip(followed, away.split([len(one.summed) for one in followed.values()]), strict=True))
     if (where := _place_of(misses)) is not None:
-        away = torch.cat(list(misses.values()))
         observed = f"another one at {int(away.sum())} of {len(away)} entries, {where} for one"
         yield Finding(culprit=culprit, expected="the sum over all microbatches, times one factor", observed=observed)
     elif step.norm > limit * 1.01:
@@ -208,15 +207,14 @@ def _joined(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
 
 def _place_of(misses: Mapping[str, Tensor]) -> str | None:
     """The parameter that is furthest off, if many entries of it are, or some of all; None for nobody."""
+    if not any(map(len, misses.values())):
+        return None
+    everywhere = float(torch.cat(list(misses.values())).double().mean())
+    if not everywhere:
+        return None
     shares = {name: float(miss.double().mean()) for name, miss in misses.items() if len(miss)}
     worst = max(shares, key=shares.__getitem__, default=None)
-    everywhere = float(torch.cat(list(misses.values())).double().mean()) if shares else 0.0
     return worst if worst is not None and (shares[worst] > MANY or everywhere > FEW) else None
-
-
-def _addition_rounding(one: ParameterTrace) -> Tensor:
-    size = one.summed.abs() if one.magnitude is None else one.magnitude
-    return rounding(one.dtype or torch.float32, size, one.passes + 4) + 1e-30
 
 
 @check(
@@ -285,9 +283,9 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
             expected="a learning rate above 0",
             observed=f"0 for every parameter in the last {step.idle} rollouts that were looked at",
         )
-    moves = {name: expected_move(step.optimizer, one) for name, one in step.parameters.items() if one.held}
-    known = {name: move for name, move in moves.items() if move is not None}
-    if len(known) < len([one for one in moves if step.parameters[one].gradient is not None]):
+    held = {name: one for name, one in step.parameters.items() if one.held}
+    known = expected_moves(step.optimizer, held)
+    if any(one.gradient is not None and name not in known for name, one in held.items()):
         yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is not known here")
     yield from _rule_findings(step, known, culprit)
 
@@ -296,10 +294,11 @@ def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) 
     if not known:
         return
     befores, afters = ([getattr(step.parameters[name], when) for name in known] for when in ("before", "after"))
-    before, after = torch.cat([one.double() for one in befores]), torch.cat([one.double() for one in afters])
+    before, after = torch.cat(befores).double(), torch.cat(afters).double()
     move, slack = (torch.cat([known[name][place] for name in known]) for place in (0, 1))
     ours, wanted = after - before, move != 0
-    unit = torch.cat([torch.finfo(one.dtype).eps * one.double().abs() for one in befores])
+    units = [torch.finfo(one.dtype).eps for one in befores]
+    unit = before.abs() * before.new_tensor(units).repeat_interleave(torch.tensor([len(one) for one in befores]))
     lost = wanted & (ours == 0) & (move.abs() < unit)
     if int(wanted.sum()) and float(lost.sum()) > 0.5 * float(wanted.sum()):
         dtype = str(befores[0].dtype).removeprefix("torch.")
