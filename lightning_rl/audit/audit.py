@@ -162,6 +162,7 @@ class SignalAudit(RLCallback):
         begin = time.perf_counter()
         if self._run is not None:
             self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
+            self._run.expect_row()
         self._count(begin)
 
     @override
@@ -221,7 +222,8 @@ class _RunWatch:
         self.suffix = f"-rank-{module.global_rank}" if module.trainer.world_size > 1 else ""
         others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
-        self.fields = FieldWatch(module, others)
+        self._row = RowWatch(module)
+        self.fields = FieldWatch(module, others, after_step=self._row.close)
         self.audited, self._turn, self._number = False, 0, 0
         self.batches: list[Sequence[tuple[Request, Completion]]] = []
         self.calls: list[RewardCall] = []
@@ -231,7 +233,6 @@ class _RunWatch:
         self._scheduled: int | None = None
         self._ticket, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
-        self._row = RowWatch(module)
         self.fields.state.begin(active=True)
         self._rates = StepRates(module.required_policy)
 
@@ -302,6 +303,10 @@ class _RunWatch:
         ids = [microbatch.view.sample_ids[microbatch.view.real] for microbatch in trace.microbatches]
         self._passes[trace.step] = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
 
+    def expect_row(self) -> None:
+        """The core has observed a step, and may write a row next."""
+        self._row.open()
+
     def _planned(self, step: int) -> Tensor | None:
         current = self.module.run.current
         if current is None:
@@ -330,7 +335,7 @@ class _RunWatch:
     def release(self) -> None:
         """Takes everything back that it laid around the run."""
         self.fields.release()
-        self._row.release()
+        self._row.close()
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

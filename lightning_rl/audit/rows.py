@@ -55,7 +55,7 @@ class RowWatch:
     """Keeps what the next row should be, and sees what it is.
 
     Args:
-        module: the run; its Trainer has one more logger until :meth:`release`, unless it has none.
+        module: the run; while it writes a row its Trainer has one more logger, unless it has none.
     """
 
     def __init__(self, module: RLLightningModule) -> None:
@@ -63,11 +63,14 @@ class RowWatch:
         self._rollout: dict[str, Stat] = {}
         self._rollouts, self._complete = 0, True
         self._steps: list[dict[str, Stat]] = []
-        if module.trainer.loggers:
-            module.trainer.loggers.append(self._logger)
 
-    def release(self) -> None:
-        """Takes the logger away."""
+    def open(self) -> None:
+        """Stands beside the run's loggers: the core is about to write a row, if it writes one."""
+        if self._module.trainer.loggers and self._logger not in self._module.trainer.loggers:
+            self._module.trainer.loggers.append(self._logger)
+
+    def close(self) -> None:
+        """Leaves them alone: whoever looks through the loggers of a Trainer finds those of the run."""
         if self._logger in self._module.trainer.loggers:
             self._module.trainer.loggers.remove(self._logger)
 

@@ -27,12 +27,19 @@ class HookProfiler:
         culprits: of the actions that are looked at.
         look: called before, and with the culprit after, unless the action raised.
         state: looks at the same time, at what is not a field.
+        after_step: called once a training step is over.
     """
 
     def __init__(
-        self, profiler: Profiler, culprits: Mapping[str, str], look: Callable[..., None], state: StateWatch
+        self,
+        profiler: Profiler,
+        culprits: Mapping[str, str],
+        look: Callable[..., None],
+        state: StateWatch,
+        after_step: Callable[[], None],
     ) -> None:
         self.profiler, self.culprits, self.look, self.state = profiler, culprits, look, state
+        self.after_step = after_step
 
     def __getattr__(self, name: str) -> Any:
         """What the run's own has."""
@@ -47,6 +54,8 @@ class HookProfiler:
             self.state.enter()
         with self.profiler.profile(action_name):
             yield action_name
+        if action_name.endswith(".training_step"):
+            self.after_step()
         if action_name in self.state.actions:
             self.state.leave(self.state.actions[action_name])
         if action_name in self.culprits:
@@ -62,16 +71,19 @@ class FieldWatch:
     Args:
         module: the run; the profiler of its Trainer is another until :meth:`release`.
         callbacks: whose hooks are looked at.
+        after_step: called once a training step is over, whoever is next.
     """
 
-    def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
+    def __init__(
+        self, module: RLLightningModule, callbacks: Iterable[Callback], after_step: Callable[[], None]
+    ) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
         self.callbacks = callbacks = list(callbacks)
         culprits, self.state = overridden_hooks(callbacks, module), StateWatch(module, callbacks)
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
-        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state)
+        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, after_step)
         self._trainer.profiler = self._profiler
         module.run.corrections.before_each = self._before_contribution
         module.run.corrections.after_each = self._after_contribution

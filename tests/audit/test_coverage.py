@@ -121,10 +121,19 @@ def test_rows_over_rollouts_that_were_not_looked_at_are_skipped_aloud() -> None:
     }
 
 
-def test_the_logger_of_the_audit_is_gone_once_a_fit_is_over() -> None:
-    rows = Rows()
-    trainer = fit(tiny_module(), callbacks=[SignalAudit(1, "raise")], logger=rows, data=tiny_prompts(4, 4))
-    assert trainer.loggers == [rows]
+def test_nobody_else_meets_the_logger_of_the_audit() -> None:
+    rows, met = Rows(), list[int]()
+
+    class Looking(Callback):
+        @override
+        def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+            met.append(len(trainer.loggers))
+
+        on_train_batch_end = on_before_backward = on_before_optimizer_step = on_train_batch_start
+
+    audit = SignalAudit(1, "raise")
+    trainer = fit(tiny_module(), callbacks=[Looking(), audit], logger=rows, data=tiny_prompts(8, 4))
+    assert set(met) == {1} and trainer.loggers == [rows] and "logged_metrics" not in audit.skipped
 
 
 def test_the_page_prints_the_coverage_and_the_list_of_metrics_is_covered() -> None:
