@@ -194,10 +194,10 @@ class ParameterTracer:
         self._handles: list[RemovableHandle] = []
         self._parts: dict[str, list[Tensor]] = {}
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        befores, states = _copies(trained), _states(optimizer, trained)
+        earlier, states = _copies(trained), _states(optimizer, trained)
         for name, parameter in trained.items():
             trace.parameters[name] = ParameterTrace(
-                summed=torch.zeros_like(befores[name], dtype=torch.float64), before=befores[name], state=states[name]
+                summed=torch.zeros_like(earlier[name], dtype=torch.float64), before=earlier[name], state=states[name]
             )
             self._follow(name, parameter)
 

@@ -287,7 +287,7 @@ class _RunWatch:
         collectives, rank = module.parallel.collectives, module.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
         self._passes[trace.step] = step.rows.sample_ids
-        step.planned, step.passes = self._planned(trace.step), dict(self._passes)
+        step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         step.recomputed = recompute_step(evidence, step)
         step.idle, step.frozen = self._rates.note(trace), self._rates.frozen()
         step.blamed = {**suspects(module, self.fields.callbacks), **self.fields.state.blamed}
@@ -307,7 +307,7 @@ class _RunWatch:
         """The core has observed a step, and may write a row next."""
         self._row.open()
 
-    def _planned(self, step: int) -> Tensor | None:
+    def _rows_of_plan(self, step: int) -> Tensor | None:
         current = self.module.run.current
         if current is None:
             return None

@@ -40,11 +40,11 @@ COVERAGE: Mapping[str, str] = {
 """For each metric its check, or why it is not covered; the first pattern that fits counts."""
 
 
-def covered_by(metric: str) -> str:
+def check_of_metric(metric: str) -> str:
     """The check that recomputes a metric, or ``"not covered: ..."``.
 
     Example:
-        >>> covered_by("kl/ref"), covered_by("time/sync")
+        >>> check_of_metric("kl/ref"), check_of_metric("time/sync")
         ('logged_metrics', 'not covered: seconds cannot be measured again')
     """
     return next(

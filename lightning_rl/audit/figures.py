@@ -41,11 +41,11 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
     """
     merged: dict[str, Stat] = {}
     for name, stat in (item for part in parts for item in part.items()):
-        merged[name] = _joined(merged[name], stat) if name in merged else Stat(stat.moments.cpu(), stat.reduction)
+        merged[name] = _join(merged[name], stat) if name in merged else Stat(stat.moments.cpu(), stat.reduction)
     return merged
 
 
-def _joined(one: Stat, other: Stat) -> Stat:
+def _join(one: Stat, other: Stat) -> Stat:
     (n, mean, squares, high), (m, further, others, higher) = one.moments.tolist(), other.moments.tolist()
     total = n + m
     if not total:
@@ -87,12 +87,12 @@ def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict
     }
     if GREEDY_SCORE in rollout.extras:
         values["reward/greedy"] = rollout.extras[GREEDY_SCORE][rewarded]
-    return {name: population(one, REDUCTIONS.get(name, "mean")) for name, one in values.items()} | _shaped(
+    return {name: population(one, REDUCTIONS.get(name, "mean")) for name, one in values.items()} | _reward_figures(
         rollout, algorithm
     )
 
 
-def _shaped(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
+def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
     """What needs bonuses and token rewards; nothing if one of them comes from a callback that adapts itself."""
     corrections, rollout = algorithm.corrections, rollout.sanitize()
     giving = corrections.contributors("reward_bonus", *TOKEN_REWARDS)
@@ -136,7 +136,7 @@ def step_figures(
     return {name: population(one, REDUCTIONS.get(name, "mean")) for name, one in named.items()}
 
 
-def contributed_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict[str, Stat]:
+def microbatch_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict[str, Stat]:
     """What corrections and loss measure of each microbatch, asked once more."""
     parts = list[dict[str, Stat]]()
     for view in (view.sanitize() for view in views):
@@ -146,7 +146,7 @@ def contributed_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict
     return merge(parts)
 
 
-def measured_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[str, Stat]:
+def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[str, Stat]:
     """What callbacks measure of a finished rollout, asked once more on copies."""
     corrections = Corrections(list(callbacks)).alone()
     excluded = {

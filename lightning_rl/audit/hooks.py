@@ -38,7 +38,7 @@ def is_own(part: object) -> bool:
     return type(part).__module__.split(".")[0] in OWN
 
 
-def overridden_hooks(callbacks: Iterable[Callback], module: RLLightningModule) -> dict[str, str]:
+def hooks_by_action(callbacks: Iterable[Callback], module: RLLightningModule) -> dict[str, str]:
     """Every hook that somebody overrides: the culprit by the action of the Trainer's profiler."""
     culprits = dict[str, str]()
     for callback in callbacks:
@@ -66,7 +66,7 @@ class StateWatch:
 
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
         self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
-        self.actions = overridden_hooks(foreign, module)
+        self.actions = hooks_by_action(foreign, module)
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
         self._before: Snapshot | None = None
         self._edits: list[Finding] = []
@@ -179,7 +179,7 @@ def optimizer_hooks(optimizer: Any) -> list[str]:
 
 def suspects(module: RLLightningModule, callbacks: Iterable[Callback]) -> dict[str, str]:
     """Who could have changed what a step is made of, where nobody was seen: culprits by what it is."""
-    overriding, kind = overridden_hooks([one for one in callbacks if not is_own(one)], module), type(module)
+    overriding, kind = hooks_by_action([one for one in callbacks if not is_own(one)], module), type(module)
     backward = [culprit for culprit in overriding.values() if culprit.endswith(".on_before_backward")]
     own = {
         hook: f"module {kind.__name__}.{hook}"

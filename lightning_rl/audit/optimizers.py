@@ -19,7 +19,7 @@ class Move(NamedTuple):
     slack: Tensor
 
 
-def expected_move(optimizer: str, parameter: ParameterTrace) -> Move | None:
+def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
     """What the rule of an optimizer makes of the gradient and state of a parameter; None for a rule not known here.
 
     Source: Kingma and Ba 2015, algorithm 1 (Adam); Loshchilov and Hutter 2019, algorithm 2 (AdamW); SGD with momentum
@@ -47,7 +47,7 @@ def expected_move(optimizer: str, parameter: ParameterTrace) -> Move | None:
     return Move(by, move.slack + rounding_of(before.dtype, exact.abs() + after.double().abs()))
 
 
-def expected_moves(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
+def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
     """The moves of all parameters whose rule is known, by name; those that share every option are computed together."""
     alike = dict[object, dict[str, ParameterTrace]]()
     for name, one in parameters.items():
@@ -63,7 +63,7 @@ def expected_moves(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> 
         alike.setdefault(key, {})[name] = one
     moves = dict[str, Move]()
     for together in alike.values():
-        move = expected_move(optimizer, _joint(list(together.values())))
+        move = move_by_rule(optimizer, _joint(list(together.values())))
         if move is not None:
             sizes = [len(one.summed) for one in together.values()]
             parts = zip(move.by.split(sizes), move.slack.split(sizes), strict=True)

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.figures import (
-    contributed_figures,
-    measured_figures,
+    callback_figures,
     merge,
+    microbatch_figures,
     population,
     rollout_figures,
     step_figures,
@@ -82,11 +82,11 @@ class RowWatch:
         if trace.step == 0 or not self._rollout:
             self._rollouts += trace.step == 0
             self._rollout = rollout_figures(evidence.rollout, evidence.number, algorithm)
-            self._rollout |= measured_figures(callbacks, evidence.rollout)
+            self._rollout |= callback_figures(callbacks, evidence.rollout)
             self._rollout["rollout"] = population(torch.tensor([float(evidence.number)]), "max")
         parts = {} if step.recomputed is None or step.norm is None else step.recomputed.parts
         views = [microbatch.view for microbatch in trace.microbatches]
-        figures = contributed_figures(algorithm, views)
+        figures = microbatch_figures(algorithm, views)
         figures |= step_figures(step.rows, outputs.logprobs, outputs.entropy, outputs.values, parts)
         figures |= _numbers(trace, step)
         self._steps.append(figures)

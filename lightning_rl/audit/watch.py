@@ -10,7 +10,7 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
 from lightning_rl.audit.finding import bitwise_equal, differences
-from lightning_rl.audit.hooks import StateWatch, overridden_hooks
+from lightning_rl.audit.hooks import StateWatch, hooks_by_action
 from lightning_rl.corrections import RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
@@ -79,7 +79,7 @@ class FieldWatch:
     ) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
         self.callbacks = callbacks = list(callbacks)
-        culprits, self.state = overridden_hooks(callbacks, module), StateWatch(module, callbacks)
+        culprits, self.state = hooks_by_action(callbacks, module), StateWatch(module, callbacks)
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_rl import RLCallback, metrics
 from lightning_rl.audit import SignalAudit, SignalLedger
-from lightning_rl.audit.coverage import COVERAGE, RECOMPUTED, covered_by
+from lightning_rl.audit.coverage import COVERAGE, RECOMPUTED, check_of_metric
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -76,9 +76,9 @@ def test_every_name_that_is_logged_is_listed_and_what_is_listed_as_recomputed_is
     data = tiny_prompts(8, 4, validation=[[2, 3]])
     fit(tiny_module(**options), callbacks=[*callbacks, audit, Seen()], data=data, logger=rows, val_check_interval=1.0)
     names = {name for row in rows.rows for name in row if name != "epoch"}
-    assert {name for name in names if "neither the core" in covered_by(name)} == set()
+    assert {name for name in names if "neither the core" in check_of_metric(name)} == set()
     adaptive = {"reward/shaped", "groups/zero_variance", "kl/penalty"} if name == "adaptive" else set()
-    recomputed = {name for name in names if covered_by(name) == RECOMPUTED} - adaptive
+    recomputed = {name for name in names if check_of_metric(name) == RECOMPUTED} - adaptive
     assert recomputed - seen["handed"] == set() == recomputed - seen["logged"]
 
 
@@ -145,5 +145,5 @@ def test_the_page_prints_the_coverage_and_the_list_of_metrics_is_covered() -> No
     names = [name for cell in listed for name in re.findall(r"`([^`]+)`", cell)]
     for cell in names:
         if not cell.startswith("/") and cell != "test/...":
-            assert "neither the core" not in covered_by(re.sub(r"<\w+>", "x", cell)), cell
+            assert "neither the core" not in check_of_metric(re.sub(r"<\w+>", "x", cell)), cell
     assert table == COVERAGE

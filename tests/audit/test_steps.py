@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_rl import LossTerm, LossView, RLCallback, RLLightningModule, ValueLoss
 from lightning_rl.audit import SignalAudit
-from lightning_rl.audit.optimizers import expected_move
+from lightning_rl.audit.optimizers import move_by_rule
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import ParameterTrace
 from lightning_rl.optimizers import fused_adamw
@@ -238,7 +238,7 @@ def test_a_move_of_adamw_is_that_of_a_hand_computation() -> None:
     trace = ParameterTrace(
         summed=one, gradient=-3 * one, before=2 * one, after=2 * one, lr=0.1, options=options, state=state
     )
-    move = expected_move("AdamW", trace)
+    move = move_by_rule("AdamW", trace)
     assert move is not None and float(move.by) == pytest.approx(0.1 - 0.1 * 0.5 * 2)  # the first step is the rate
 
 

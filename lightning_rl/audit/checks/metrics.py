@@ -41,7 +41,7 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
     whole = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
     for contribution in evidence.contributions("metrics"):
         plain, others = ({name: stat.moments for name, stat in contribution(v).items()} for v in (view, poisoned_view))
-        kept = _kept_by(contribution.callback, evidence, view)
+        kept = _sizes_after_masks(contribution.callback, evidence, view)
         problems = [
             (name, f"a population of {count}")
             for name, count in ((name, int(moments[0])) for name, moments in plain.items())
@@ -58,7 +58,7 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-def _kept_by(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:
+def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:
     """How many tokens and rows the masks of a callback keep, each alone."""
     numbers = set[int]()
     for contribution in evidence.contributions("sequence_mask", "token_mask"):

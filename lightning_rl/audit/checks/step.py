@@ -9,7 +9,7 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.figures import figure_of, is_figure
 from lightning_rl.audit.finding import Skip, differences, rounding
-from lightning_rl.audit.optimizers import Move, expected_moves
+from lightning_rl.audit.optimizers import Move, moves_by_rule
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, Stat
 from lightning_rl.finding import Finding
@@ -182,7 +182,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
     if not followed:
         return
-    summed, gradient = (_joined(followed, name) for name in ("summed", "gradient"))
+    summed, gradient = (_join(followed, name) for name in ("summed", "gradient"))
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
     norms = [float(moments[1]) for moments in step.logged.get("optim/grad_norm", [])[-1:]]
     clipped = min(1.0, limit / norms[0]) if norms and norms[0] > 0 else None
@@ -201,7 +201,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit, expected=expected, observed=f"gradients times {factor:.3g}")
 
 
-def _joined(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
+def _join(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
     return torch.cat([getattr(one, name) for one in followed.values()])
 
 
@@ -284,7 +284,7 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
             observed=f"0 for every parameter in the last {step.idle} rollouts that were looked at",
         )
     held = {name: one for name, one in step.parameters.items() if one.held}
-    known = expected_moves(step.optimizer, held)
+    known = moves_by_rule(step.optimizer, held)
     if any(one.gradient is not None and name not in known for name, one in held.items()):
         yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is not known here")
     yield from _rule_findings(step, known, culprit)
@@ -293,15 +293,15 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
 def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) -> Iterator[Finding]:
     if not known:
         return
-    befores, afters = ([getattr(step.parameters[name], when) for name in known] for when in ("before", "after"))
-    before, after = torch.cat(befores).double(), torch.cat(afters).double()
+    earlier, later = ([getattr(step.parameters[name], when) for name in known] for when in ("before", "after"))
+    before, after = torch.cat(earlier).double(), torch.cat(later).double()
     move, slack = (torch.cat([known[name][place] for name in known]) for place in (0, 1))
     ours, wanted = after - before, move != 0
-    units = [torch.finfo(one.dtype).eps for one in befores]
-    unit = before.abs() * before.new_tensor(units).repeat_interleave(torch.tensor([len(one) for one in befores]))
+    units = [torch.finfo(one.dtype).eps for one in earlier]
+    unit = before.abs() * before.new_tensor(units).repeat_interleave(torch.tensor([len(one) for one in earlier]))
     lost = wanted & (ours == 0) & (move.abs() < unit)
     if int(wanted.sum()) and float(lost.sum()) > 0.5 * float(wanted.sum()):
-        dtype = str(befores[0].dtype).removeprefix("torch.")
+        dtype = str(earlier[0].dtype).removeprefix("torch.")
         yield Finding(
             culprit=culprit,
             expected=f"weights that can hold a step of {float(move[wanted].abs().median()):.2g}",
