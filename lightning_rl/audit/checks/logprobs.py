@@ -134,6 +134,9 @@ def on_policy_identity(evidence: Evidence) -> Iterator[Finding | Skip]:
     critic says what it said.
     """
     rows, outputs, bound = evidence.rows, evidence.outputs, evidence.facts.tolerance / 10
+    if not len(rows):
+        yield Skip(NO_ROWS)
+        return
     if outputs is None or (rows.old_logprobs is None and rows.values is None):
         yield Skip("there is no policy" if outputs is None else "nobody reads an old policy, so none is scored")
         return
@@ -142,7 +145,7 @@ def on_policy_identity(evidence: Evidence) -> Iterator[Finding | Skip]:
         ("the same values of the critic", "a difference", rows.values, outputs.values),
     ]
     for expected, observed, before, now in pairs:
-        if before is None or now is None:
+        if before is None or now is None or not before.numel():
             continue
         gap, scale = torch.where(rows.valid_tokens, now - before, 0.0).abs(), 1.0
         if now is outputs.values:

@@ -95,7 +95,7 @@ def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
         scored = torch.where(shared[:, None], scored, outputs.logprobs)
         pairs[0] = ("log-probabilities", scored, outputs.logprobs)
     for what, before, now in pairs:
-        if before is None or now is None:
+        if before is None or now is None or not before.numel():
             continue
         gap = torch.where(rows.valid_tokens, now - before, 0.0).abs()
         scale = 1.0 + (float(torch.where(rows.valid_tokens, before, 0.0).abs().max()) if what == "values" else 0.0)
