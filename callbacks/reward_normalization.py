@@ -62,6 +62,7 @@ class RewardNormalization(RLCallback):
         self.epsilon = epsilon
         self.clip = clip
         self.compares_groups = self._estimator.compares
+        self.batch_statistics = not self._estimator.within_groups
 
     @override
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:

@@ -23,12 +23,16 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.audit.checks import CHECKS, Check, judge
+from lightning_rl.audit.checks.rewards import samples_of
 from lightning_rl.audit.coverage import COVERAGE
+from lightning_rl.audit.draws import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
 from lightning_rl.audit.hooks import suspects
+from lightning_rl.audit.prompts import PromptWatch
+from lightning_rl.audit.replies import RewardWatch
 from lightning_rl.audit.rows import RowWatch, StepRates
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.step import StepEvidence
@@ -43,6 +47,7 @@ from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
+from lightning_rl.seeding import keep_generators
 
 FOLDER = "audit"
 
@@ -150,7 +155,8 @@ class SignalAudit(RLCallback):
     def observe(self, rollout: Rollout) -> None:
         begin, self.seconds = time.perf_counter(), 0.0
         if self._run is not None and self._run.audited:
-            self._report(self._run.look_at(rollout), begin, of_step=False)
+            with keep_generators(rollout.groups.device):
+                self._report(self._run.look_at(rollout), begin, of_step=False)
         self._since_last, self._spent = self._spent, 0.0
 
     @override
@@ -161,7 +167,8 @@ class SignalAudit(RLCallback):
     def observe_step(self, trace: StepTrace) -> None:
         begin = time.perf_counter()
         if self._run is not None:
-            self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
+            with keep_generators(self._run.module.device):
+                self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
             self._run.expect_row()
         self._count(begin)
 
@@ -173,11 +180,12 @@ class SignalAudit(RLCallback):
         run = self._run
         if run is None:
             return
-        evidence = run.end_step()
+        evidence = run.end_step(batch)
         if batch.step == run.module.steps_per_rollout - 1:
             run.begin_next(batch.rollout + 1)
         if evidence is not None:
-            self._report(evidence, begin, of_step=True)
+            with keep_generators(run.module.device):
+                self._report(evidence, begin, of_step=True)
 
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
@@ -235,6 +243,7 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.begin(active=True)
         self._rates = StepRates(module.required_policy)
+        self._rewards, self._prompts, self._earlier = RewardWatch(), PromptWatch(module), list[Earlier]()
 
     def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
@@ -253,9 +262,11 @@ class _RunWatch:
         rows = some_rows(groups, self._turn)
         self._turn += 1
         critic, weights = module.required_policy.value_head is not None, reference_weights(module)
+        facts, samples = RunFacts.of(module), [samples_of(self.batches, call) for call in self.calls]
+        draws = score_draws(module, self.batches, self._number, facts.tolerance)
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),
-            facts=RunFacts.of(module),
+            facts=facts,
             rollout=rollout,
             groups=groups,
             rows=rows,
@@ -265,11 +276,18 @@ class _RunWatch:
             double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
             batches=self.batches,
             calls=self.calls,
+            draws=draws,
+            earlier=self._earlier,
+            stream_prompts=self._prompts.of_stream(rollout),
+            reward_prompts=self._prompts.of_rewards(self.calls, samples),
+            held_out=self._prompts.held_out(rollout),
             text=module.sampler.text,
             plain=plain_forwards(module, rows),
             reference_weights=(weights if self._reference is None else self._reference, weights),
         )
         self._reference = weights
+        self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
+        self._rewards.ask(self.calls, samples)
         return self._evidence
 
     def traces_step(self) -> bool:
@@ -314,7 +332,7 @@ class _RunWatch:
         parts = [current.rollout.sample_ids[microbatch.index] for microbatch in current.plan.step(step)]
         return torch.cat(parts) if parts else None
 
-    def end_step(self) -> Evidence | None:
+    def end_step(self, ticket: Ticket) -> Evidence | None:
         """Evidence of an optimizer step that is over, and of edits; None for a rollout that is not audited."""
         row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and not self.fields.edited)
         if self._evidence is None:
@@ -326,7 +344,8 @@ class _RunWatch:
                 self._step.scheduler_steps = after - before
             self._step.row, self._step.row_figures = row, row_figures
             self._step.blamed = {**self._step.blamed, **self.fields.state.blamed}
-        return replace(self._evidence, step=self._step, edits=self.fields.take())
+        replies = self._rewards.take_replies() if ticket.step == self.module.steps_per_rollout - 1 else []
+        return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies)
 
     def begin_next(self, number: int) -> None:
         """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
@@ -336,6 +355,7 @@ class _RunWatch:
         """Takes everything back that it laid around the run."""
         self.fields.release()
         self._row.close()
+        self._rewards.close()
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

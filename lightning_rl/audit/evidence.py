@@ -1,7 +1,7 @@
 """Evidence: what the checks look at, and the stages of the run repeated on changed copies of a small slice."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit.copies import copy_state
+from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.audit.prompts import HeldOut
+from lightning_rl.audit.replies import RewardReply
 from lightning_rl.audit.step import RecomputedStep, StepEvidence
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
 from lightning_rl.finding import Finding
@@ -35,13 +39,23 @@ SHOWN_A_VIEW = tuple(
 
 
 def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorithm:
-    """The same with copies of its corrections that wait for no other rank, without those that only look on."""
-    repeated = [
-        callback
-        for callback in callbacks
-        if any(CONTRIBUTIONS[method].bends or method == "metrics" for method in callback.contributes)
-    ]
-    return algorithm.replace(corrections=ReplayCorrections(repeated).alone())
+    """The same in copies with a state of their own, without corrections that only look on and waiting for no rank."""
+    repeated = [copy_state(callback) for callback in callbacks if _follows_rows(callback)]
+    return algorithm.replace(
+        loss=copy_state(algorithm.loss),
+        advantages=copy_state(algorithm.advantages),
+        corrections=ReplayCorrections(repeated).alone(),
+    )
+
+
+def _follows_rows(callback: RLCallback) -> bool:
+    """Whether anything that a correction contributes follows from the rows that it is shown."""
+    watches = any(CONTRIBUTIONS[method].when == "watch" for method in callback.contributes)
+    return (
+        callback.bends
+        or "metrics" in callback.contributes
+        or ("rollout_metrics" in callback.contributes and not watches)
+    )
 
 
 class Contribution(NamedTuple):
@@ -83,6 +97,12 @@ class Evidence:
         double_temperature: the same at twice the temperature; None without a critic.
         batches: what the engine was asked for this rollout and returned, batch by batch.
         calls: what the reward functions were given and returned.
+        replies: what copies of the reward functions said when they were asked again.
+        draws: a few samples as the engine returned them, under the policy's own forward.
+        earlier: what is kept of earlier audited rollouts.
+        stream_prompts: what the training data has for a few samples at their places of the stream, by identity.
+        reward_prompts: the token ids of what the rewards see of a few prompts, by sample.
+        held_out: what trains of the validation set; None without one.
         text: a completion as the rewards see it, from its token ids; None if unknown.
         plain: some of ``rows`` by a model's own plain forward.
         reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
@@ -101,6 +121,12 @@ class Evidence:
     double_temperature: Outputs | None = None
     batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()
+    replies: Sequence[RewardReply] = ()
+    draws: Sequence[Draw] = ()
+    earlier: Sequence[Earlier] = ()
+    stream_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    reward_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held_out: HeldOut | None = None
     text: Callable[[Sequence[int]], str] | None = None
     plain: Sequence[PlainForward] = ()
     reference_weights: tuple[Tensor, ...] = ()

@@ -21,6 +21,7 @@ class RunFacts:
         group_size: samples of each prompt.
         groups: groups of a rollout on this rank; 0 if unknown.
         minibatches: optimizer steps of a pass over a rollout.
+        ranks: whose rows differ.
         max_new_tokens: bound of a response's length.
         max_staleness: how many rollouts old a token's weights may be.
         max_grad_norm: what the gradient norm is clipped to; infinity for no clipping.
@@ -36,6 +37,7 @@ class RunFacts:
     group_size: int = 0
     groups: int = 0
     minibatches: int = 1
+    ranks: int = 1
     max_new_tokens: int = 2**31
     max_staleness: int = 0
     max_grad_norm: float = float("inf")
@@ -56,6 +58,7 @@ class RunFacts:
             group_size=module.group_size,
             groups=module.prompt_stream.prompts_per_rollout // module.parallel.ranks,
             minibatches=module.minibatches,
+            ranks=module.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,
             max_staleness=module.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,

@@ -10,9 +10,12 @@ import torch
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.archive import load_archive
 from lightning_rl.audit.checks import CHECKS, run_checks
+from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.audit.prompts import HeldOut
+from lightning_rl.audit.replies import RewardReply
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, RLCallback
 from lightning_rl.finding import Finding
@@ -23,6 +26,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
+SAMPLED = ("draws", "earlier", "replies")
 
 
 def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
@@ -51,6 +55,10 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
         (call.name, [list(ids) for ids in call.completion_ids], list(call.values), call.seconds)
         for call in evidence.calls
     ]
+    for name in SAMPLED:
+        state[name] = [tuple(value) for value in getattr(evidence, name)]
+    state |= {"stream_prompts": dict(evidence.stream_prompts), "reward_prompts": dict(evidence.reward_prompts)}
+    state["held_out"] = None if evidence.held_out is None else tuple(evidence.held_out)
     if (step := evidence.step) is not None:
         parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
         values = {"rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
@@ -111,6 +119,12 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         **outputs,
         batches=[[_sample(*sample) for sample in batch] for batch in state["batches"]],
         calls=[RewardCall(*call) for call in state["calls"]],
+        draws=[Draw(*draw) for draw in state["draws"]],
+        earlier=[Earlier(*earlier) for earlier in state["earlier"]],
+        stream_prompts=state["stream_prompts"],
+        reward_prompts=state["reward_prompts"],
+        held_out=None if state["held_out"] is None else HeldOut(*state["held_out"]),
+        replies=[RewardReply(*reply) for reply in state["replies"]],
         plain=[PlainForward(*plain) for plain in state["plain"]],
         reference_weights=tuple(state["reference_weights"]),
         step=None if state["step"] is None else _step(state["step"]),

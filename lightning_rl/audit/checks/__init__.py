@@ -2,19 +2,24 @@
 
 from lightning_rl.audit.checks import (
     contributions,
+    draws,
     knobs,
     logprobs,
     loss,
     metrics,
+    ratios,
+    returns,
     rewards,
     sampling,
     signal,
+    stages,
     step,
     terms,
 )
 from lightning_rl.audit.checks.check import Check, Verdict, check, judge, run_checks
 
-MODULES = (sampling, rewards, logprobs, signal, loss, terms, contributions, knobs, metrics, step)
+GENERATED = (sampling, draws, rewards, stages)
+MODULES = (*GENERATED, logprobs, signal, returns, loss, terms, ratios, contributions, knobs, metrics, step)
 CHECKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Check)}
 """Every check by its name, in the order in which a rollout is made."""
 

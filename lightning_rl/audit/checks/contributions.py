@@ -27,6 +27,8 @@ def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
     for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # what the core makes of them, which refuses what does not fit
         getattr(evidence.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        if contribution.method == "rollout_metrics" and not contribution.callback.bends:
+            continue  # it may measure what is not in the rollout, such as time
         shown = early if contribution.method in SHOWN_A_ROLLOUT else late
         first, second = (_tensors(contribution(shown)) for _ in range(2))
         if len(first) != len(second) or not all(map(bitwise_equal, first, second)):

@@ -4,16 +4,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import isclose, isnan
 
-import torch
-
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.finding import Skip
+from lightning_rl.audit.replies import equal_values, same_value
 from lightning_rl.finding import Finding
+from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rewards.call import completion_form
 from lightning_rl.rewards.scoring import call_alone
 
-MAX_ROWS, MAX_SECONDS = 8, 0.1
+MAX_ROWS = 8
+Batches = Sequence[Sequence[tuple[Request, Completion]]]
+"""What the engine was asked and answered, batch by batch."""
 
 
 @check(cure="call with all rows, in their order, and join by sample id")
@@ -50,71 +53,101 @@ def _weighted_sums(evidence: Evidence) -> dict[int, float]:
     weights, functions = evidence.facts.reward_weights, len({call.name for call in evidence.calls})
     totals, counts = defaultdict[int, float](float), Counter[int]()
     for call in evidence.calls:
-        for sample, value in zip(_samples_of(evidence, call), call.values, strict=False):
+        for sample, value in zip(samples_of(evidence.batches, call), call.values, strict=False):
             counts[sample] += 1
             totals[sample] += 0.0 if value is None else value * weights.get(call.name, 0.0)
     return {sample: total for sample, total in totals.items() if counts[sample] == functions and not isnan(total)}
 
 
-def _batches(evidence: Evidence, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
     """What the engine drew at once, in parts of the size of a call: samples with their token ids."""
-    for batch in evidence.batches:
+    for batch in batches:
         sampled = [(request.sample_id, tuple(completion.token_ids)) for request, completion in batch]
         if len(sampled) >= size:
             yield sampled[:size]
             yield sampled[len(sampled) - size :]
 
 
-def _samples_of(evidence: Evidence, call: RewardCall) -> list[int]:
-    """The samples that a call was about, in its order; empty if it was about something else."""
-    asked = [tuple(ids) for ids in call.completion_ids]
-    for batch in _batches(evidence, len(asked)):
-        if [ids for _, ids in batch] == asked:
-            return [sample for sample, _ in batch]
-    return []
-
-
 def _samples_of_others(evidence: Evidence, call: RewardCall) -> list[int]:
     """Samples whose function was given another row's completion."""
     asked, text = [tuple(ids) for ids in call.completion_ids], evidence.text
-    samples = _samples_of(evidence, call)
+    samples = samples_of(evidence.batches, call)
     if samples and text is not None:
         rows = zip(samples[:MAX_ROWS], asked, call.prompts, call.completions, strict=False)
         return [sample for sample, ids, prompt, completion in rows if completion_form(prompt, text(ids)) != completion]
-    for batch in [] if samples else _batches(evidence, len(asked)):
+    for batch in [] if samples else _batches(evidence.batches, len(asked)):
         if Counter(ids for _, ids in batch) == Counter(asked):
             return [sample for (sample, ids), other in zip(batch, asked, strict=True) if ids != other]
     return []
 
 
-@check(expected="the same value for a completion, whoever stands beside it", cure="score each row by itself")
-def reward_order(evidence: Evidence) -> Iterator[Finding]:
-    """The reward of a completion depends on neither the order of the rows nor on its neighbours, where the function is
-    deterministic and quick enough to be asked again.
+@check(
+    expected="the same value for a completion, whoever stands beside it", cure="score each row by itself", of_step=True
+)
+def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The reward of a completion depends on neither the order of the rows nor on its neighbours: a copy of the process
+    asks the function again, where it is deterministic and quick.
     """
-    for call in evidence.calls:
-        number = len(call.completions)
-        if number < 2 or call.seconds > MAX_SECONDS or call.function is None or call.failures:
-            continue
-        wrong = rows_valued_otherwise(call, range(min(number, MAX_ROWS))[::-1])
-        if wrong and not rows_valued_otherwise(call, range(number)):  # else it differs by itself
+    for reply in evidence.replies:
+        if reply.reason or (reply.repeated is not None and not reply.own):
+            yield Skip(reply.reason or f"reward {reply.name} does not repeat itself")
+        elif not equal_values(reply.alone, reply.recorded):
+            pairs = zip(reply.alone, reply.recorded, strict=True)
+            places = [place for place, pair in enumerate(pairs) if not same_value(*pair)]
             yield Finding(
-                culprit=f"reward {call.name}",
-                observed=f"other values for rows {wrong[:4]} of a call with fewer rows, in reverse order",
-                samples=_samples_of(evidence, call)[: len(wrong)],
+                culprit=f"reward {reply.name}",
+                observed=f"other values for rows {[reply.rows[place] for place in places[:4]]} of a call with fewer "
+                "rows, in reverse order",
+                samples=[reply.samples[place] for place in places[:4]] if reply.samples else (),
             )
-            return
+
+
+@check(
+    expected="the same value for a completion, whatever was scored before",
+    observed="other values after a call about other rows",
+    cure="keep nothing from call to call but what depends on no row, or say that it is meant: reward.remembers = True",
+    of_step=True,
+)
+def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The reward of a completion does not depend on the rows of earlier calls: on two copies of the process, which were
+    asked about other rows first, it is the same.
+    """
+    for reply in evidence.replies:
+        if reply.reason:
+            yield Skip(reply.reason)
+        elif reply.after is None:
+            yield Skip(f"reward {reply.name} does not repeat itself, or remembers on purpose")
+        elif not equal_values(*reply.after):
+            yield Finding(culprit=f"reward {reply.name}", samples=reply.samples[:4])
+
+
+@check(
+    expected="arguments as they were",
+    cure="work on copies: other rewards, and later rollouts, are given the same prompts",
+    of_step=True,
+)
+def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """A reward edits nothing that it is given: a prompt that it edits is another one for whoever is given it next."""
+    for reply in evidence.replies:
+        if reply.reason:
+            yield Skip(reply.reason)
+        elif reply.edited:
+            observed = f"edits of {', '.join(reply.edited)}"
+            yield Finding(culprit=f"reward {reply.name}", observed=observed, samples=reply.samples[:4])
+
+
+def samples_of(batches: Batches, call: RewardCall) -> list[int]:
+    """The samples that a call was about, in its order; empty if it was about something else."""
+    asked = [tuple(ids) for ids in call.completion_ids]
+    for batch in _batches(batches, len(asked)):
+        if [ids for _, ids in batch] == asked:
+            return [sample for sample, _ in batch]
+    return []
 
 
 def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
-    """The rows whose values are others when the function is asked for ``rows`` alone, in that order."""
+    """The rows whose values are others when the function is asked for ``rows`` alone, in that order, here and now."""
     if call.function is None:
         return []
     values = call_alone(call.name, call.function, call.rows.select(rows)).values
-    return [row for row, value in zip(rows, values, strict=True) if not _same_value(value, call.values[row])]
-
-
-def _same_value(value: float | None, other: float | None) -> bool:
-    if value is None or other is None:
-        return value is other
-    return bool(torch.isclose(torch.tensor(float(value)), torch.tensor(float(other)), equal_nan=True))
+    return [row for row, value in zip(rows, values, strict=True) if not same_value(value, call.values[row])]

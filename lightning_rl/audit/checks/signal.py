@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.stages import Change, compares_prompts, moved_rows, repeats_itself
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
-from lightning_rl.audit.finding import bitwise_equal, differences, rounding
+from lightning_rl.audit.finding import Skip, bitwise_equal, differences, rounding
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout
@@ -21,9 +22,9 @@ POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
 
 def looks_within_groups(evidence: Evidence) -> bool:
-    """Whether estimator and bonuses look at one group at a time."""
-    bonuses = evidence.contributions("reward_bonus")
-    return evidence.algorithm.advantages.within_groups and not any(bonus.callback.compares_rows for bonus in bonuses)
+    """Whether estimator and rewards of corrections look at one group at a time."""
+    rewards = evidence.contributions(*REWARDS)
+    return evidence.algorithm.advantages.within_groups and not any(map(compares_prompts, rewards))
 
 
 def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
@@ -47,20 +48,32 @@ def poison(rollout: Rollout) -> Rollout:
     return rollout.map(at_invalid)
 
 
-def advantage_changes(evidence: Evidence, changed: Rollout, rows: Tensor | None = None) -> Iterator[Finding]:
-    """A finding if a changed copy of the groups has other advantages at some rows [B], by default at all."""
+def advantage_changes(
+    evidence: Evidence, changed: Rollout, rows: Tensor | None = None, order: Tensor | None = None
+) -> Iterator[Finding]:
+    """A finding if a changed copy of the groups has other advantages.
+
+    Args:
+        evidence: with the groups.
+        changed: their copy.
+        rows: of the groups that count, [B] bool; None for all.
+        order: places of the copy's rows in the groups, [B]; None for their own.
+    """
     plain, ours = evidence.groups, evidence.advantages
+    order = torch.arange(len(plain), device=plain.groups.device) if order is None else order
+    change = Change("", changed, order)
     try:
-        theirs = evidence.advantages_of(changed)
+        theirs = evidence.advantages_of(changed)[order.argsort(), : plain.width]
     except ValueError as refused:  # what must not count was not finite, and somebody read it
-        culprit, samples = _culprit_of(evidence, changed), plain.sample_ids[:4].tolist()
+        culprit, samples = _culprit_of(evidence, change), plain.sample_ids[:4].tolist()
         yield Finding(culprit=culprit, observed=str(refused), samples=samples)
         return
     kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[:, None]
-    pair, atol = (torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0)), signal_rounding(plain, changed, ours)
+    pair = torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0)
+    atol = signal_rounding(plain, changed.select(order.argsort()), ours)
     for finding in differences(*pair, plain.sample_ids, atol=atol):
         observed = f"advantages that moved by up to {float((ours - theirs).abs().max()):.3g}"
-        yield replace(finding, culprit=_culprit_of(evidence, changed), observed=observed)
+        yield replace(finding, culprit=_culprit_of(evidence, change), observed=observed)
 
 
 def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Tensor:
@@ -83,13 +96,13 @@ def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Ten
     return rounding(plain.rewards.dtype, scale)[:, None]
 
 
-def _culprit_of(evidence: Evidence, changed: Rollout) -> str:
+def _culprit_of(evidence: Evidence, change: Change) -> str:
     """Who made the signal differ: a correction whose own part differs, or the estimator."""
-    plain = evidence.groups
+    plain = evidence.groups.sanitize()
+    clean = change._replace(rollout=change.rollout.sanitize())
     for contribution in evidence.contributions(*REWARDS):
-        ours, theirs = contribution(plain.sanitize()), contribution(changed.sanitize())
-        kept = plain.valid_tokens if ours.dim() == 2 else plain.rewarded
-        if not torch.allclose(ours[kept].double(), theirs[kept].double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+        moved = moved_rows(contribution, plain, clean)
+        if (moved & (plain.rewarded | (contribution.method in TOKEN_REWARDS))[change.rows]).any():
             return str(contribution)
     return ESTIMATOR.format(**evidence.names)
 
@@ -134,15 +147,12 @@ def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    culprit=ESTIMATOR,
     expected="the same advantages with three more positions of padding",
     cure="count `valid_tokens`, never columns, and take the last valid token for the end",
 )
 def padding_width(evidence: Evidence) -> Iterator[Finding]:
     """More padding behind the responses changes no advantage."""
-    rollout = evidence.groups
-    theirs = evidence.advantages_of(rollout.fit_width(rollout.width + 3))[:, : rollout.width]
-    yield from differences(evidence.advantages, theirs, rollout.sample_ids)
+    yield from advantage_changes(evidence, evidence.groups.fit_width(evidence.groups.width + 3))
 
 
 @check(
@@ -169,16 +179,12 @@ def reward_shift(evidence: Evidence) -> Iterator[Finding]:
         yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
 
 
-@check(
-    culprit=ESTIMATOR, expected="the same advantages for rows in another order", cure="join by sample_ids and groups"
-)
+@check(expected="the same advantages for rows in another order", cure="join by sample_ids and groups")
 def row_order(evidence: Evidence) -> Iterator[Finding]:
     """Rows in another order have the same advantages: nothing is joined by position."""
     rollout = evidence.groups
     order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
-    theirs = evidence.advantages_of(rollout.select(order))[order.argsort()]
-    atol = signal_rounding(rollout, rollout, evidence.advantages)
-    yield from differences(evidence.advantages, theirs, rollout.sample_ids, atol=atol)
+    yield from advantage_changes(evidence, rollout.select(order), order=order)
 
 
 @check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
@@ -215,15 +221,30 @@ def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    culprit="stage signal, or whoever edited its result",
     expected="the advantages of the raw rewards",
     cure="return new tensors from every contribution, and keep no reference to edit later",
 )
-def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding]:
+def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
-    if looks_within_groups(evidence):
-        trained = evidence.groups.require("advantages")
-        yield from differences(trained, evidence.advantages, evidence.groups.sample_ids)
+    if not looks_within_groups(evidence):
+        yield Skip("estimator or corrections compare prompts, of which only a few are looked at")
+        return
+    trained = evidence.groups.require("advantages")
+    for finding in differences(trained, evidence.advantages, evidence.groups.sample_ids):
+        yield replace(finding, culprit=_culprit_of_others(evidence))
+
+
+def _culprit_of_others(evidence: Evidence) -> str:
+    """Who made the signal depend on what else is in the rollout: a correction, the estimator, or nobody of them."""
+    rollout, groups = evidence.rollout.sanitize(), evidence.groups.sanitize()
+    places = (groups.sample_ids[:, None] == rollout.sample_ids).int().argmax(-1)
+    for contribution in evidence.contributions(*REWARDS):
+        strays = moved_rows(contribution, rollout, Change("", groups, places)).any()
+        if strays or not repeats_itself(contribution, groups):
+            return str(contribution)
+    whole = evidence.advantages_of(evidence.rollout)[places, : groups.width]
+    unlike = next(differences(whole, evidence.advantages, groups.sample_ids), None)
+    return "stage signal, or whoever edited its result" if unlike is None else ESTIMATOR.format(**evidence.names)
 
 
 @check(

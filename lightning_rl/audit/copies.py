@@ -1,0 +1,125 @@
+"""Copies: losses, estimators and corrections with a state of their own, so that repeating them leaves no trace.
+
+Values, tensors and generators are copied however deep they lie, and so is what a user's function keeps in its closure
+and in the globals that it names. Models, engines, trainers and tokenizers are shared, and classes and modules are what
+they are.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Mapping
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rl.distributed import Collectives
+from lightning_rl.generation import Engine
+
+Thing = TypeVar("Thing")
+
+SHARED = (
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    nn.Module,
+    Trainer,
+    LightningDataModule,
+    Engine,
+    Collectives,
+    PreTrainedTokenizerBase,
+)
+STATELESS = ("lightning_rl", "torch", "lightning", "transformers", "numpy", "builtins")
+"""Packages whose functions keep nothing from call to call."""
+
+
+def copy_state(thing: Thing) -> Thing:
+    """A copy that shares no state; one level deep if it holds what cannot be copied, such as a lock or a socket."""
+    try:
+        return cast(Thing, _Copier().copy(thing))
+    except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+        return copy.copy(thing)
+
+
+class _Copier:
+    """Copies through pickle, which knows how everything is taken apart; what pickle cannot take goes around it."""
+
+    def __init__(self) -> None:
+        self.around = list[Any]()
+        self._functions = dict[int, FunctionType]()
+
+    def copy(self, thing: Any) -> Any:
+        """A copy of anything."""
+        stream = io.BytesIO()
+        _Pickler(stream, self).dump(thing)
+        stream.seek(0)
+        return _Unpickler(stream, self).load()
+
+    def put_around(self, thing: Any) -> int | None:
+        """A number for what does not go through pickle; None for what does."""
+        if not isinstance(thing, (*SHARED, Tensor, torch.Generator, FunctionType)):
+            return None
+        self.around.append(thing)
+        return len(self.around) - 1
+
+    def arrive(self, number: int) -> Any:
+        """What went around pickle, shared or copied."""
+        thing = self.around[number]
+        if isinstance(thing, SHARED):
+            return thing
+        if isinstance(thing, Tensor):
+            return thing.detach().clone().requires_grad_(thing.requires_grad)
+        if isinstance(thing, torch.Generator):
+            return torch.Generator(thing.device).set_state(thing.get_state())
+        return self._function(thing)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """A function with a closure and with globals of its own, as far as it names them."""
+        if function.__module__.partition(".")[0] in STATELESS:
+            return function
+        if id(function) not in self._functions:
+            code, scope = function.__code__, dict(function.__globals__)
+            cells = tuple(CellType() for _ in function.__closure__ or ())
+            twin = FunctionType(code, scope, function.__name__, function.__defaults__, cells)
+            twin.__kwdefaults__, twin.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+            self._functions[id(function)] = twin
+            scope |= self._values({name: scope[name] for name in code.co_names if name in scope})
+            for cell, original in zip(cells, function.__closure__ or (), strict=True):
+                cell.cell_contents = self._value(original.cell_contents)
+        return self._functions[id(function)]
+
+    def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._value(value) for name, value in values.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, SHARED):
+            return value
+        try:
+            return self.copy(value)
+        except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+            return value
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, copier: _Copier) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._copier = copier
+
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        return self._copier.put_around(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, copier: _Copier) -> None:
+        super().__init__(stream)
+        self._copier = copier
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        return self._copier.arrive(pid)

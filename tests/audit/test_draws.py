@@ -1,0 +1,172 @@
+"""Samples as samples: what chance cannot explain is found, and what it can is not."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kit.evidence import culprits, evidence_of
+from torch import Tensor
+
+from lightning_rl import Finish, Sampling
+from lightning_rl.audit import CHECKS
+from lightning_rl.audit.checks.draws import surprising_repeats
+from lightning_rl.audit.draws import Draw, Earlier, Pair, moments_of
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.prompts import HeldOut
+from lightning_rl.generation import Completion, Request
+
+SAMPLING = Sampling(eos_token_ids=())
+
+
+def pair(sample: int, tokens: Sequence[int], nats: float, *, prompt: int = 2, seed: int | None = None) -> Pair:
+    """A request with its completion, whose tokens are equally likely and have so many nats together."""
+    seed = 1000 + sample if seed is None else seed
+    request = Request(prefix_ids=(prompt,), sample_id=sample, seed=seed, sampling=SAMPLING)
+    logprobs = torch.full((len(tokens),), -nats / len(tokens))
+    return request, Completion(token_ids=tuple(tokens), logprobs=logprobs, finish=Finish.STOP, version=0)
+
+
+def with_batch(*pairs: Pair, **fields: Any) -> Evidence:
+    return replace(evidence_of(), batches=[list(pairs)], **fields)
+
+
+def test_equal_seeds_in_a_group_are_found_and_in_different_groups_not() -> None:
+    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, seed=7) for row in range(2)))) == [
+        "stage draw, the seeds of the requests"
+    ]
+    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, prompt=row, seed=7) for row in range(4)))) == []
+
+
+def test_one_equal_seed_among_many_samples_is_chance() -> None:
+    """64 prompts of 64 samples have 129,024 pairs: one in 16,644 such rollouts has an equal pair, which is no proof."""
+    pairs = [
+        pair(64 * g + row, [row], 1.0, prompt=g, seed=5 if g == row == 0 else row)
+        for g in range(64)
+        for row in range(64)
+    ]
+    assert culprits("seeds", with_batch(*pairs)) == []
+
+
+@pytest.mark.parametrize(
+    ("nats", "copies", "others", "found"),
+    [(40.0, 2, 6, True), (0.5, 6, 0, False), (3.0, 2, 60, False), (10.0, 5, 11, True), (20.0, 2, 2, False)],
+)
+def test_a_repeated_sample_counts_by_its_probability(nats: float, copies: int, others: int, found: bool) -> None:
+    rows = [pair(row, [5] * 4, nats) for row in range(copies)]
+    rows += [pair(copies + row, [6, row], nats) for row in range(others)]
+    assert bool(culprits("repeated_samples", with_batch(*rows))) is found
+
+
+def test_a_rollout_of_an_earlier_one_s_answers_is_found_whatever_the_prompts() -> None:
+    earlier = Earlier(0, [0, 1], [(5, 6, 7), (5, 8, 9)], moments_of([]))
+    new = [pair(10 + row, tokens, 18.0, prompt=9) for row, tokens in enumerate([(5, 6, 7), (5, 8, 9)])]
+    (finding,) = CHECKS["repeated_samples"](with_batch(*new, earlier=[earlier]))
+    assert finding.culprit.startswith("engine") and "2 of 2 that repeat one of an earlier rollout" in finding.observed
+    short = [pair(10 + row, (5,), 0.1) for row in range(8)]  # an answer that everybody gives
+    earlier = earlier._replace(responses=[(5,)] * 4)
+    assert culprits("repeated_samples", with_batch(*short, earlier=[earlier])) == []
+
+
+def surprises_of(probabilities: Tensor, assumed: Tensor, number: int, seed: int) -> list[Draw]:
+    """Draws of single tokens from one distribution, seen by another."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.multinomial(probabilities, number, replacement=True, generator=generator)
+    entropy = -(assumed * assumed.log()).sum()
+    cut = entropy + 2.0
+    surprise = (-assumed.log()).minimum(cut)
+    mean = (assumed * surprise).sum()
+    variance = (assumed * (surprise - mean).square()).sum().expand(number)
+    reach = torch.stack([mean, cut - mean])[:, None].expand(2, number)
+    return [Draw(0, 0.0, surprise[tokens] - mean, variance, reach, {})]
+
+
+def test_tokens_of_another_distribution_are_found_over_a_few_rollouts() -> None:
+    scores = torch.linspace(0.0, 3.0, 16, dtype=torch.float64)
+    assumed = scores.softmax(-1)
+    filtered = torch.where(scores > scores[8], assumed, 0.0)
+    for drawn_from, word in (
+        (filtered / filtered.sum(), "likelier"),
+        ((scores / 0.5).softmax(-1), "likelier"),
+        ((scores / 3.0).softmax(-1), "less likely"),
+    ):
+        evidence = replace(evidence_of(), draws=surprises_of(drawn_from, assumed, 800, seed=0))
+        (finding,) = CHECKS["sample_likelihood"](evidence)
+        assert f" nats {word} than that" in finding.observed
+
+
+def test_two_thousand_sound_rollouts_give_no_alarm() -> None:
+    assumed = torch.linspace(0.0, 4.0, 16, dtype=torch.float64).softmax(-1)
+    draws = surprises_of(assumed, assumed, 2000 * 64, seed=1)[0]
+    rollouts = [
+        draws._replace(surprise=part, variance=draws.variance[:64], reach=draws.reach[:, :64])
+        for part in draws.surprise.split(64)
+    ]
+    moments = [moments_of([part]) for part in rollouts]
+    empty = evidence_of()
+    for place in range(8, len(rollouts)):
+        earlier = [Earlier(place - 8 + back, [], [], moments[place - 8 + back]) for back in range(8)]
+        assert not CHECKS["sample_likelihood"](replace(empty, draws=[rollouts[place]], earlier=earlier))
+
+
+def draw(gap: float | None, others: dict[int, float]) -> Draw:
+    nothing = torch.zeros(1, dtype=torch.float64)
+    return Draw(3, gap, nothing, nothing, torch.zeros(2, 1), others)
+
+
+@pytest.mark.parametrize(
+    ("gap", "others", "found"),
+    [
+        (0.0, {}, False),
+        (1.5, {8: 1e-6, 9: 1.0}, True),  # what the engine said fits another prompt
+        (1.5, {8: 1.2}, False),  # it fits none: another fault, which weight_sync reports
+        (None, {8: 30.0, 9: 2.0}, True),
+        (None, {8: 5.0}, False),  # one in e^5 sound samples
+    ],
+)
+def test_a_completion_of_another_request_is_found(gap: float | None, others: dict[int, float], found: bool) -> None:
+    assert bool(culprits("request_order", replace(evidence_of(), draws=[draw(gap, others)]))) is found
+
+
+def test_a_cut_prompt_and_one_of_other_data_are_found() -> None:
+    asked = pair(0, [5], 1.0, prompt=2)
+    whole = with_batch(asked, stream_prompts={0: (2,)}, reward_prompts={0: (2,)})
+    assert culprits("prompt_source", whole) == []
+    assert culprits("prompt_source", replace(whole, stream_prompts={0: (7, 2)})) == [
+        "stage draw, the prompts of the requests"
+    ]
+    (finding,) = CHECKS["prompt_source"](replace(whole, reward_prompts={0: (7, 2)}))
+    assert finding.observed == "1 others, 1 of which are shorter"
+    (finding,) = CHECKS["prompt_source"](with_batch(pair(0, [5], 1.0, prompt=9)))
+    assert finding.culprit == "stage draw, the prompts of its rows"
+
+
+def test_a_cursor_that_never_moves_is_found() -> None:
+    evidence = replace(evidence_of(), number=1)
+    again, fresh = Earlier(0, [7, 8], [], ()), Earlier(0, [100], [], ())
+    assert culprits("prompt_cursor", replace(evidence, earlier=[fresh])) == []
+    assert culprits("prompt_cursor", replace(evidence, earlier=[again])) == ["stage draw, the cursor of the prompts"]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "found"),
+    [
+        (None, False),
+        (HeldOut(10, 0, 0, []), False),
+        (HeldOut(10, 1, 3, [4]), False),  # short prompts meet by accident
+        (HeldOut(10, 1, 40, [4]), True),
+        (HeldOut(10, 10, 3, [4]), True),
+    ],
+)
+def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: bool) -> None:
+    assert bool(culprits("held_out_prompts", replace(evidence_of(), held_out=held_out))) is found
+
+
+def test_the_bound_of_repeats_is_that_of_its_docstring() -> None:
+    """Two of four rows, each like one of three before: 2 (s - log 3) nats against binomial(4, 2) and 4."""
+    needed = (-math.log(1e-9) + math.log(6) + math.log(4)) / 2 + math.log(3)
+    for nats, found in ((needed + 0.01, 2), (needed - 0.01, 0)):
+        repeats = [(nats - math.log(3), sample) for sample in range(2)]
+        assert len(surprising_repeats(repeats, 4)) == found

@@ -1,0 +1,90 @@
+"""Returns and advantages of single tokens, against their definition."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from kit.evidence import culprits, evidence_of
+from typing_extensions import override
+
+from lightning_rl import GAE
+from lightning_rl.advantages import Advantages, Estimator, ReinforcePlusPlus, RewardSignal
+from lightning_rl.audit.checks.returns import token_advantages
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.signal.masked import whiten
+from lightning_rl.signal.returns import gae
+
+
+def trained_by(estimator: Estimator) -> Evidence:
+    """Evidence of a rollout whose signal an estimator has made, with values of a critic."""
+    evidence = evidence_of()
+    rollout = evidence.rollout
+    values = torch.where(
+        rollout.valid_tokens, torch.sin(1.0 + torch.arange(rollout.width) + rollout.sample_ids[:, None]), 0
+    )
+    rollout = rollout.replace(values=values, advantages=None)
+    evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
+    rollout = evidence.signal(rollout)[0]
+    return replace(evidence, rollout=rollout, groups=rollout, rows=rollout)
+
+
+def test_the_definition_by_hand() -> None:
+    """Gamma = lam = 1/2 on valid tokens 0 and 2: delta_2 = 4 - 2, delta_0 = 0 + 2/2 - 1, A_0 = 0 + 2/4."""
+    valid = torch.tensor([[True, False, True, False]])
+    rewards, values = torch.tensor([[0.0, 9.0, 4.0, 9.0]]), torch.tensor([[1.0, 7.0, 2.0, 7.0]])
+    assert token_advantages(rewards, values, valid, 0.5, 0.5).tolist() == [[0.5, 0.0, 2.0, 0.0]]
+
+
+@dataclass(frozen=True)
+class Bootstrapped(GAE):
+    """Adds the last value once more behind the end."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        assert signal.values is not None
+        last = signal.values.gather(1, (signal.valid_tokens.sum(-1, keepdim=True) - 1).clamp(min=0))[:, 0]
+        raw = gae(signal.shaped, signal.values, signal.valid_tokens, gamma=self.gamma, lam=self.lam, bootstrap=last)
+        return Advantages(whiten(raw, signal.valid_tokens), raw + signal.values * signal.valid_tokens)
+
+
+@dataclass(frozen=True)
+class WhitenedByRow(GAE):
+    """Whitens the batch and then every row."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        advantages, returns = super().__call__(signal)
+        pairs = zip(advantages, signal.valid_tokens, strict=True)
+        return Advantages(torch.cat([whiten(row[None], mask[None]) for row, mask in pairs]), returns)
+
+
+@dataclass(frozen=True)
+class Doubled(GAE):
+    """Twice the advantages."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        advantages, returns = super().__call__(signal)
+        return Advantages(advantages * 2, returns)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "checks"),
+    [
+        (GAE(), []),
+        (GAE(gamma=0.9, lam=0.8), []),
+        (GAE(gamma=0.9, lam=0.8, whitened=False), []),
+        (ReinforcePlusPlus(gamma=0.9), []),
+        (Bootstrapped(gamma=0.9, lam=0.8), ["returns_end_with_the_reward", "token_returns"]),
+        (WhitenedByRow(), ["token_returns"]),
+        (Doubled(), ["token_returns"]),
+        (Doubled(whitened=False), ["token_returns"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_trains_is_that_of_the_definition(estimator: Any, checks: list[str]) -> None:
+    evidence = trained_by(estimator)
+    found = {name: culprits(name, evidence) for name in ("returns_end_with_the_reward", "token_returns")}
+    assert [name for name, named in found.items() if named] == checks
+    assert {culprit for named in found.values() for culprit in named} <= {f"estimator {estimator.name}"}
