@@ -6,6 +6,7 @@ from collections.abc import Mapping
 RECOMPUTED = "logged_metrics"
 
 COVERAGE: Mapping[str, str] = {
+    "rollout/aborted": "not covered: groups that a filter replaced, aborted rows among them, are not in the rollout",
     "reward/failed": "not covered: counted where rewards are called, whose failures do not reach the rollout",
     "reward/task": RECOMPUTED,
     "reward/<function>": RECOMPUTED,

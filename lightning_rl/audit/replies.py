@@ -17,7 +17,7 @@ MIN_ROWS, MAX_ROWS = 4, 8  # of a call that some are left out of; that are asked
 MAX_SECONDS = 0.1  # that a call may have taken in the run
 PATIENCE = 2.0  # seconds for all functions of a run together
 
-EARLY_TURNS, TURNS = (2,), 16  # audits at which rewards are asked again
+EARLY_TURNS, TURNS = (1, 2, 4, 8), 16  # audits at which rewards are asked again
 
 Values = Sequence[float | None]
 
