@@ -17,7 +17,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-oldest test-newest lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-mutations: $(INSTALLED) ## Put known silent bugs into a copy, one at a time
 
 test-faults: $(INSTALLED) ## Put quiet faults into a fit, one at a time; the audit has to name each
 	$(BIN)/python -m tests.faults
+
+soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and see what grows
+	$(BIN)/python -m tests.soak
 
 test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
 	$(BIN)/python -m tests.goldens tests/data/goldens

@@ -5,7 +5,7 @@ They use constructor arguments alone, so every rank raises alike, before the fir
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -388,6 +388,19 @@ def check_names(**given: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(one, str) for one in names):
         raise ValueError(f'expected {name} to be a list of names, such as ["optimizer"], got {names!r}')
     return tuple(names)
+
+
+def check_rollouts(**given: Any) -> frozenset[int]:
+    """The numbers of rollouts in one argument.
+
+    Raises:
+        ValueError: if it is a single number, or holds something else.
+    """
+    ((name, numbers),) = given.items()
+    whole = isinstance(numbers, Collection) and not isinstance(numbers, str)
+    if not whole or not all(type(one) is int and one >= 0 for one in numbers):
+        raise ValueError(f"expected {name} to be a list of numbers of rollouts, such as [7], got {numbers!r}")
+    return frozenset(numbers)
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

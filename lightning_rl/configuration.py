@@ -23,6 +23,7 @@ ABSENT = "nothing"
 FIXED = ("minibatches", "epochs")  # a checkpoint counts tickets in their product
 FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing", "max_staleness", "lr_scheduler"}
 FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
+FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 SHOWN = (Interrupts, ModelSummary, ProgressBar)  # change nothing of a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PART = ".part"
+BEFORE = ".before" + PART  # what is being replaced, for a moment
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -20,11 +21,45 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + PART)
     try:
         write(part)
-        for file in sorted(part.rglob("*")) if part.is_dir() else [part]:
-            if file.is_file():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
+        flush(part)
         part.rename(path) if part.is_dir() else part.replace(path)
     except BaseException:
-        shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+        remove(part)
         raise
+
+
+def move_over(part: Path, path: Path) -> None:
+    """Puts a file or a folder on the disk and in the place of another one, which goes away once the new one is there.
+
+    Args:
+        part: what was written, in the folder of the target.
+        path: the target.
+    """
+    flush(part)
+    if not part.is_dir() and not path.is_dir():
+        part.replace(path)
+        return
+    before = path.with_name(path.name + BEFORE)
+    remove(before)
+    if path.exists():
+        path.rename(before)
+    try:
+        part.rename(path)
+    except BaseException:
+        if before.exists():
+            before.rename(path)
+        raise
+    remove(before)
+
+
+def flush(path: Path) -> None:
+    """Puts a file, or every file of a folder, on the disk."""
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -21,12 +22,18 @@ from typing_extensions import override
 from lightning_rl import compatibility
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.arguments import check_bools, check_counts, check_numbers
-from lightning_rl.checkpointing import Interrupts, read_checkpoint, restore_options, write_pretrained
+from lightning_rl.arguments import check_bools, check_choices, check_counts, check_numbers
+from lightning_rl.checkpointing import (
+    Interrupts,
+    protect_checkpoints,
+    read_checkpoint,
+    restore_options,
+    write_pretrained,
+)
 from lightning_rl.configuration import check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
-from lightning_rl.distributed import Parallel, parallel_of, process_count
+from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
@@ -47,7 +54,7 @@ from lightning_rl.metrics import (
     rows_every,
 )
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
-from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
+from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
@@ -60,17 +67,20 @@ from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.progress import show_phase
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.failures import FOLDER
+from lightning_rl.rewards.limit import CLOCK
 from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.idle import census
 from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state, writers_among
+from lightning_rl.rollouts.undo import Mark, settle
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
-from lightning_rl.update import ParameterTracer, StepGradient, accumulate_gradient
+from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
 
 VALIDATION_BATCH_SIZE = 256  # without a data module, which says otherwise
 
@@ -119,6 +129,9 @@ class RLLightningModule(LightningModule):
             checkpoint; None for never.
         max_idle_rollouts: how many rollouts in a row may go by without a gradient before the run ends, with a
             checkpoint; None for any number.
+        skip_rollouts: rollouts that are left out, by number: one that fails at every resume.
+        checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` lets it go on; either
+            way the last one that is whole stays.
         allow_changes: what may differ from the checkpoint that is resumed, such as ``["optimizer", "corrections"]``;
             the error of a resume under another configuration names them.
         seed: of the run; every random number follows from it.
@@ -159,6 +172,8 @@ class RLLightningModule(LightningModule):
         reward_seconds: float | None = REWARD_SECONDS,
         max_failed_rewards: float | None = 1.0,
         max_idle_rollouts: int | None = 10,
+        skip_rollouts: Sequence[int] = (),
+        checkpoint_errors: str = "raise",
         allow_changes: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
@@ -186,6 +201,9 @@ class RLLightningModule(LightningModule):
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
         self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
         self.evaluations = evaluations_of(evaluation)
+        self.skip_rollouts = compatibility.check_rollouts(skip_rollouts=skip_rollouts)
+        check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
+        self.checkpoint_errors = checkpoint_errors
         self.allow_changes = compatibility.check_names(allow_changes=allow_changes)
         self.tokenizer = build_tokenizer(tokenizer, policy)
         self.policy: PolicyModel | None = None
@@ -243,6 +261,11 @@ class RLLightningModule(LightningModule):
         return self.policy
 
     @property
+    def _folder(self) -> Path:
+        """Where a run writes what somebody should look at."""
+        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+
+    @property
     def sampler(self) -> Sampler:
         """What turns prompts into scored samples, with the options of this run."""
         return Sampler(
@@ -271,12 +294,14 @@ class RLLightningModule(LightningModule):
         stop_in_inspection(self)
         compatibility.check_flags(self.trainer)
         present = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
-        return [] if present else [Interrupts(close=RLLightningModule.close_engine)]
+        close, settle = RLLightningModule.close_engine, RLLightningModule.settle
+        return [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
 
     @override
     def setup(self, stage: str) -> None:
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
         self.parallel.check(self.max_grad_norm)
+        protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
         critic = self.sources["critic"] is not None
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
@@ -298,7 +323,7 @@ class RLLightningModule(LightningModule):
                 minibatches=self.minibatches,
                 world_size=self.parallel.ranks,
             )
-        self.run.failed_folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / FOLDER
+        self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)
 
@@ -388,28 +413,56 @@ class RLLightningModule(LightningModule):
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
         """Makes the rollout that the ticket belongs to, unless it is the current one."""
         self.run.times.start()
+        if batch.rollout in self.skip_rollouts:
+            self._skip_rollout(batch)
+            return
         if self.run.current is not None and self.run.current.number == batch.rollout:
             return
         if batch.step != 0:
             where = f"step {batch.step} of rollout {batch.rollout}"
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
-        stream, cursor, ahead = self.prompt_stream, self.prompt_stream.cursor, self.run.prefetcher.numbers()
-        try:
+        with self._undoing():
             self.run.idle.check(self.max_idle_rollouts)
             rollout, sampled, noted = self._sample(batch, batch_idx)
             self.run.current, stats = self._finish(rollout, batch.rollout)
-        except Exception:  # nothing has been trained, so a checkpoint written from here on begins with this rollout
-            stream.give_back(batch, cursor)
-            self.run.prefetcher.drop(*(self.run.prefetcher.numbers() - ahead))
-            raise
-        self.run.prefetcher.drop(batch.rollout)
-        self.rest()
-        stats = self.run.rollout_stats = {**sampled, **stats, **stream.stats(), **self.run.times.take()}
+            self.rest()
+            stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **self.run.times.take()}
+            shown = {**stats, **noted, **census(self.run.current.rollout)}
+            self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
+            log_for_monitors(self, self.run.idle.figures)
         self.run.metrics.add("rollout", stats)
         self.run.metrics.add("noted", noted)
-        shown = {**stats, **noted, **census(self.run.current.rollout)}
-        self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
-        log_for_monitors(self, self.run.idle.figures)
+        self.run.prefetcher.drop(batch.rollout)
+
+    def begin_ticket(self, ticket: Ticket) -> None:
+        """Notes where the run stands, before any hook of the batch, and keys the global generators to the ticket."""
+        self.run.mark = Mark.of(self.run, ticket, self.prompt_stream.cursor)
+        self.seed_generators(ticket)
+
+    @contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Whatever is raised inside, a checkpoint that is written from here on begins after the last optimizer step."""
+        try:
+            yield
+        except BaseException as error:
+            self.settle(error)
+            raise
+
+    def settle(self, error: BaseException) -> str | None:
+        """Puts the run back to its last optimizer step after an error; returns why it cannot be, or None."""
+        if self.policy is not None:
+            self.policy.zero_grad()  # or half a gradient would enter a later fit
+        return settle(self.run, error, self.prompt_stream, self.trainer, self.steps_per_rollout)
+
+    def _skip_rollout(self, ticket: Ticket) -> None:
+        """Takes the prompts of a rollout that is left out, so that the others keep theirs."""
+        number, known = ticket.rollout, self.run.current is not None or ticket.rollout in self.run.prefetcher
+        self.run.current = None
+        self.run.prefetcher.drop(number)
+        if ticket.step == 0:
+            rank_zero_info(f"rollout {number} is left out (skip_rollouts)")
+            if not known:
+                self._next_prompts()
 
     def _sample(self, ticket: Ticket, batch_idx: int) -> ScoredGroups:
         """The samples of a rollout with their rewards, generated now or ahead."""
@@ -437,9 +490,9 @@ class RLLightningModule(LightningModule):
             plan = make_plan(
                 rollout,
                 minibatches=self.minibatches,
-                token_budget=self.token_budget,
+                token_budget=self.run.token_budget(self.token_budget),
                 packed=self.packing,
-                max_over_ranks=lambda counts: collectives.maximum(counts, self.device),
+                max_over_ranks=self._max_over_ranks,
             )
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             rollout = add_logprobs(
@@ -471,7 +524,11 @@ class RLLightningModule(LightningModule):
         """Has the next rollouts generated in the background, as far as the run is sure to go, unless they are."""
         end = ticket.index + remaining_tickets(self.trainer, batch_idx)
         for number in range(ticket.rollout + 1, ticket.rollout + 1 + self.max_staleness):
-            if number not in self.run.prefetcher and number * self.steps_per_rollout < end:
+            if number in self.run.prefetcher or number * self.steps_per_rollout >= end:
+                continue
+            if number in self.skip_rollouts:
+                self.run.prefetcher.hold(number, self._next_prompts())
+            else:
                 self.run.prefetcher.submit(number, self._next_prompts(), sampler, self.device)
 
     @contextmanager
@@ -487,37 +544,66 @@ class RLLightningModule(LightningModule):
     @override
     def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
         """Makes exactly one optimizer step, or skips it on all ranks; returns what callbacks may want to know."""
+        if batch.rollout in self.skip_rollouts:
+            self._leave_out(batch)
+            return {}
+        self.run.mark = Mark.of(self.run, batch, self.prompt_stream.cursor)
+        with self._undoing():
+            step = self._make_step(batch)
+            try:
+                self._show_step(batch, step)
+            except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
+                self.run.late_error = error
+            finally:
+                self.run.end_step(batch, last=batch.step == self.steps_per_rollout - 1)
+        return step.outputs()
+
+    def _make_step(self, batch: Ticket) -> MadeStep:
+        """Makes the optimizer step of a ticket; there is no gradient without a token to train on."""
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
         current.check_edits("between optimizer steps", self._writers)
         self.seed_generators(batch)
-        microbatches = current.plan.step(batch.step)
-        tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
+        tokens = sum(len(microbatch.layout.targets) for microbatch in current.plan.step(batch.step))
         tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
         trace = self._trace(batch, with_parameters=tokens > 0)
-        outputs: dict[str, Tensor] = {}
-        if tokens:
-            with self._phase("update"):
-                gradient = self._accumulate(current.rollout, microbatches, trace)
-                norm, rate = self._optimizer_step()
-            self.run.idle.note(norm)
-            self._measure(gradient, norm, rate, tokens, trace)
-            outputs |= {**gradient.parts, "optim/grad_norm": norm}
-            outputs |= {"policy/entropy": gradient.joint("policy/entropy")} if torch.isfinite(norm) else {}
-            if batch.step == self.steps_per_rollout - 1:  # the start of the next step looks at the others
-                current.check_edits("during its last optimizer step", self._writers)
-        else:
+        if not tokens:
             self.run.skipped += 1
-        self.run.count(current.number)
-        if trace is not None:
-            self.run.corrections.observe_step(trace)
+            self.run.note_step()
+            return MadeStep(trace=trace)
+        with self._phase("update"):
+            gradient, trace = self._gradient(batch, trace)
+            norm, rate = self._optimizer_step(gradient, batch)
+        return MadeStep(trace=trace, gradient=gradient, norm=norm, rate=rate, tokens=tokens)
+
+    def _show_step(self, batch: Ticket, step: MadeStep) -> None:
+        """Measures an optimizer step that was made and shows it to everyone who looks."""
+        if step.gradient is not None:
+            self.run.idle.note(step.norm)
+            self._measure(step.gradient, step.norm, step.rate, step.tokens, step.trace)
+            if batch.step == self.steps_per_rollout - 1:  # the start of the next step looks at the others
+                cast(CurrentRollout, self.run.current).check_edits("during its last optimizer step", self._writers)
+        self.run.count(batch.rollout)
+        if step.trace is not None:
+            self.run.corrections.observe_step(step.trace)
         if batch.step == self.steps_per_rollout - 1:
-            self.run.current = None  # before on_train_batch_end, where checkpoints are written
             self.run.idle.end_rollout(batch.rollout, self.run.corrections, self.max_idle_rollouts)
-        self.run.ticket = batch.index
         log_row(self, self.run.metrics, batch.index, self._rows_every)
-        return outputs
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Ticket, batch_idx: int) -> None:
+        """Raises what was raised after the optimizer step, now that all that belongs to the step is done."""
+        error, self.run.late_error = self.run.late_error, None
+        if error is not None:
+            raise error
+
+    def _leave_out(self, ticket: Ticket) -> None:
+        """Counts an optimizer step of a rollout that is left out."""
+        self.run.mark = None
+        self.run.skipped += 1
+        self.run.count(ticket.rollout)
+        self.run.ticket = ticket.index
 
     @override
     def on_train_end(self) -> None:
@@ -552,13 +638,34 @@ class RLLightningModule(LightningModule):
             self.run.tracer = ParameterTracer(self.required_policy, trace, optimizer)
         return trace
 
-    def _accumulate(
-        self, rollout: Rollout, microbatches: tuple[Microbatch, ...], trace: StepTrace | None
-    ) -> StepGradient:
-        parallel, policy = self.parallel, self.required_policy
+    def _gradient(self, ticket: Ticket, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
+        """The gradient of a step; if memory runs out on any rank, anew and in microbatches of half the size."""
+        repeats = self.parallel.repeats_steps
+        gradient = self._accumulate(ticket, trace, notices_exhaustion=repeats)
+        if not repeats or not process_maximum(int(gradient.exhausted)):
+            return gradient, trace
+        current = cast(CurrentRollout, self.run.current)
+        self.run.drop_tracer()
+        self.required_policy.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self.run.mark is not None:
+            self.run.mark.restore_corrections(self.run)
+        budget = self.run.halve(self.token_budget)
+        self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
+        rank_zero_warn(
+            f"memory ran out in step {ticket.step} of rollout {ticket.rollout}, which is made again; from now on the "
+            f"token budget is {budget}: pass token_budget={budget} to RLLightningModule"
+        )
+        self.seed_generators(ticket)
+        trace = self._trace(ticket, with_parameters=True)
+        return self._accumulate(ticket, trace), trace
+
+    def _accumulate(self, ticket: Ticket, trace: StepTrace | None, *, notices_exhaustion: bool = False) -> StepGradient:
+        parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
         return accumulate_gradient(
-            rollout,
-            microbatches,
+            current.rollout,
+            current.plan.step(ticket.step),
             lambda microbatch: policy(microbatch.layout),
             self.algorithm,
             backward=lambda loss: self.manual_backward(
@@ -567,15 +674,21 @@ class RLLightningModule(LightningModule):
             around=lambda last: parallel.accumulating(policy, last=last),
             collectives=parallel.collectives,
             trace=trace,
+            notices_exhaustion=notices_exhaustion,
         )
+
+    def _max_over_ranks(self, counts: Sequence[int]) -> list[int]:
+        return self.parallel.collectives.maximum(counts, self.device)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Shows the finished gradient to whoever follows the parameters."""
+        """Notes that weights move from here on, and shows the gradient to whoever follows the parameters."""
+        if self.run.mark is not None:
+            self.run.mark.stepping = True
         if self.run.tracer is not None:
             self.run.tracer.before_step(optimizer)
 
-    def _optimizer_step(self) -> tuple[Tensor, float]:
+    def _optimizer_step(self, gradient: StepGradient, ticket: Ticket) -> tuple[Tensor, float]:
         """Steps optimizer and scheduler, or neither if the gradient is not finite.
 
         Returns:
@@ -584,9 +697,15 @@ class RLLightningModule(LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         rate = optimizer.param_groups[0]["lr"]
         scheduler, skipped = cast(LRScheduler | None, self.lr_schedulers()), self.run.skipped
-        norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
+        try:
+            norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
+        except FloatingPointError as stop:
+            current = cast(CurrentRollout, self.run.current)
+            where = record_nonfinite(self._folder / NONFINITE, current, ticket.step, gradient, self.parallel.rank)
+            raise FloatingPointError(f"{stop}; {where}") from stop
         if scheduler is not None and skipped == self.run.skipped:
             scheduler.step()
+        self.run.note_step()
         return norm, rate
 
     def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
@@ -662,7 +781,7 @@ class RLLightningModule(LightningModule):
             questions.rewards.close()
         self.rewards.close()
         self.engine.close()
-        self.run.engine_started = False
+        self.run.engine_started, self.run.settled = False, None
 
     @override
     def teardown(self, stage: str) -> None:
@@ -774,7 +893,7 @@ class RLLightningModule(LightningModule):
         for name, value in run.figures().items():
             self.log(name, value, prog_bar=name.endswith(("/reward/task", "/pass@1")), batch_size=1)
         if self.trainer.loggers and not self.trainer.sanity_checking:
-            folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+            folder = self._folder
             fitting = self.trainer.state.fn == TrainerFn.FITTING
             file = f"step_{self.trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
             run.write(folder / "evaluations", file, writing=self.trainer.is_global_zero)
@@ -797,7 +916,7 @@ class RLLightningModule(LightningModule):
     @override
     def on_predict_epoch_end(self) -> None:
         """Writes ``completions.jsonl`` into the folder of the logger, or into ``default_root_dir`` without one."""
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        folder = self._folder
         if self.trainer.is_global_zero:
             write_records(folder / "completions.jsonl", self._predictions)
         self._predictions = []
@@ -907,12 +1026,13 @@ class RLLightningModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds every rank's rollout in progress, those generated ahead, counters and unlogged metrics."""
-        self.run.prefetcher.drain()
+        self.run.prefetcher.drain(hurried=self.run.settled is not None or bool(CLOCK.stopped_by))
         reference = self.run.reference
         hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # LightningCLI takes them for arguments
         for name in self.run.configuration.keys() & hparams.keys():
             del hparams[name]
         checkpoint["lightning_rl"] = {
+            "run": self.run.name,
             "configuration": self.run.configuration,
             "ranks": self.parallel.collectives.objects(self.run.state()),
             "reference_hash": None if reference is None else reference.fingerprint,

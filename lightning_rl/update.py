@@ -1,7 +1,7 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.edits import EditWatch
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.model import check_finite
+from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
@@ -67,14 +68,24 @@ class StepWeights:
 
 @dataclass(slots=True)
 class StepGradient:
-    """What accumulating one optimizer step found out."""
+    """What accumulating one optimizer step found out.
+
+    Attributes:
+        parts: of the loss, summed over microbatches.
+        stats: of each microbatch.
+        losses: of each microbatch.
+        exhausted: whether memory ran out on this rank, so that rows are missing.
+    """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
     stats: list[dict[str, Stat]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    exhausted: bool = False
 
     def add(self, loss: LossParts) -> None:
         """Adds a microbatch's share."""
         self.stats.append(loss.stats)
+        self.losses.append(loss.total.detach())
         for name, part in loss.parts.items():
             self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
 
@@ -95,6 +106,32 @@ class StepGradient:
         return Stat.singles(values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeStep:
+    """An optimizer step that was made or left out.
+
+    Args:
+        trace: for those who observe it.
+        gradient: that it was made with; None if nothing trained.
+        norm: of the gradient before clipping.
+        rate: of learning.
+        tokens: of all ranks that trained.
+    """
+
+    trace: StepTrace | None
+    gradient: StepGradient | None = None
+    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
+    rate: float = 0.0
+    tokens: int = 0
+
+    def outputs(self) -> dict[str, Tensor]:
+        """What callbacks may want to know at the end of the batch."""
+        if self.gradient is None:
+            return {}
+        entropy = {"policy/entropy": self.gradient.joint("policy/entropy")} if torch.isfinite(self.norm) else {}
+        return {**self.gradient.parts, "optim/grad_norm": self.norm, **entropy}
+
+
 def accumulate_gradient(
     rollout: Rollout,
     microbatches: tuple[Microbatch, ...],
@@ -105,8 +142,12 @@ def accumulate_gradient(
     around: Callable[[bool], AbstractContextManager[object]] = lambda _last: nullcontext(),
     collectives: Collectives = ALONE,
     trace: StepTrace | None = None,
+    notices_exhaustion: bool = False,
 ) -> StepGradient:
     """Runs forward, loss and backward of every microbatch.
+
+    If memory runs out on one of several ranks, this rank goes on with its other microbatches, so that nobody waits for
+    it in a sum over ranks; only in the backward of the last one, where gradients are exchanged, that cannot be.
 
     Args:
         rollout: with its signal.
@@ -117,9 +158,13 @@ def accumulate_gradient(
         around: context for a microbatch, told whether it is the last.
         collectives: what the ranks do together.
         trace: keeps outputs, gradients and parts of the loss; None for nobody.
+        notices_exhaustion: note that memory ran out, instead of raising.
+
+    Raises:
+        torch.OutOfMemoryError: if memory runs out and nobody asked to have it noted, or the ranks exchange gradients.
     """
     weights, gradient = StepWeights(rollout, microbatches, collectives.sum), StepGradient()
-    entropy_gradient, prepared = algorithm.trains_entropy, None
+    entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
 
     def view_of(microbatch: Microbatch) -> LossView:
         rows = microbatch.rows_of(rollout)
@@ -129,20 +174,33 @@ def accumulate_gradient(
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:
+        notices_exhaustion = notices_exhaustion and alone  # what is prepared for a microbatch fits no other
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
             prepared = _prepare(algorithm, views, collectives)
+
+    def loss_of(microbatch: Microbatch, number: int) -> LossParts:
+        view = view_of(microbatch)
+        if prepared is not None:
+            view = view.replace(prepared=prepared[number])
+        traced = None if trace is None else trace.follow(view)
+        loss = algorithm.microbatch_loss(view, lambda reduction: weights.of(reduction, microbatch))
+        if traced is not None:
+            traced.parts = loss.parts
+        return loss
+
     for number, microbatch in enumerate(microbatches):
-        with around(number == len(microbatches) - 1):
-            view = view_of(microbatch)
-            if prepared is not None:
-                view = view.replace(prepared=prepared[number])
-            traced = None if trace is None else trace.follow(view)
-            loss = algorithm.microbatch_loss(view, lambda reduction, at=microbatch: weights.of(reduction, at))
-            if traced is not None:
-                traced.parts = loss.parts
-            backward(loss.total)
-        gradient.add(loss)
+        last = number == len(microbatches) - 1
+        with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
+            loss = None
+            with _noting_exhaustion(gradient, noted=notices_exhaustion):
+                loss = loss_of(microbatch, number)
+            loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
+            if loss is not None:
+                backward(loss.total)
+                gradient.add(loss)
+        if gradient.exhausted and alone:
+            break
     return gradient
 
 
@@ -154,6 +212,22 @@ def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectiv
         watch.after(f"prepare of the loss {algorithm.loss.name}", NEW_TENSOR)
         watch.close()
     return prepared
+
+
+@contextmanager
+def _noting_exhaustion(gradient: StepGradient, *, noted: bool) -> Iterator[None]:
+    """Notes that memory ran out inside, instead of raising."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if not noted:
+            raise
+        gradient.exhausted = True
+
+
+def _empty(rollout: Rollout) -> Microbatch:
+    """A microbatch without rows, in the place of one that does not fit."""
+    return plan_of_rows(rollout, [[[]]]).to(rollout.response_ids.device).microbatches()[0]
 
 
 def from_table(outputs: Outputs) -> Forward:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -12,65 +11,93 @@ from typing import Any
 import pytest
 import torch
 from kit import killed_run
+from kit.ranks import free_port
+
+LIMIT = 240.0  # seconds for a run; no test waits without one
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Starts the run; no test waits for it without a limit."""
-    folder.mkdir(exist_ok=True)
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
-    command = [sys.executable, killed_run.__file__, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+class Run:
+    """The processes of a run, all of which are killed together."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "started").unlink(missing_ok=True)
+        self.folder, self.ranks, tests = folder, killed_run.RANKS[kind], Path(__file__).parent
+        shared = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
+        if self.ranks > 1:
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "tests"}
+            shared |= {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, killed_run.__file__, str(folder), kind],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**shared, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {})},
+            )
+            for rank in range(self.ranks)
+        ]
+
+    def wait_for_start(self) -> None:
+        """Waits until training begins."""
+        end = time.monotonic() + LIMIT
+        while not (self.folder / "started").exists():
+            assert all(process.poll() is None for process in self.processes) and time.monotonic() < end
+            time.sleep(0.01)
+
+    def finish(self) -> list[Any]:
+        """Waits for its end; what each rank wrote."""
+        end = time.monotonic() + LIMIT
+        try:
+            assert [process.wait(max(end - time.monotonic(), 1)) for process in self.processes] == [0] * self.ranks
+        finally:
+            self.kill()
+        return [torch.load(self.folder / f"result-{rank}") for rank in range(self.ranks)]
+
+    def kill(self) -> None:
+        """Kill -9."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait(30)
 
 
-def seconds_of_training(process: subprocess.Popen[bytes], folder: Path) -> float:
-    """Waits for the beginning and the end of training."""
-    wait_for_start(process, folder)
-    begin = time.monotonic()
-    assert process.wait(timeout=120) == 0
-    return time.monotonic() - begin
-
-
-def wait_for_start(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Waits until training begins."""
-    end = time.monotonic() + 120
-    while not (folder / "started").exists():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.01)
-
-
-def killed_and_finished(folder: Path, delay: float) -> Any:
-    """Kills a run some time after training began, then runs it to its end."""
-    process = start(folder)
-    try:
-        wait_for_start(process, folder)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
-        again = start(folder)
-        assert again.wait(timeout=120) == 0
-    finally:
-        process.kill()
-    return torch.load(folder / "result")
-
-
-def check(folder: Path, moments: int) -> None:
+def check(folder: Path, kind: str, moments: int) -> None:
     """Kills at random moments, each in a folder of its own."""
-    seconds = seconds_of_training(start(folder / "whole"), folder / "whole")
-    expected, draw = torch.load(folder / "whole" / "result"), random.Random(0)
-    assert expected["steps"] == 48
+    whole = Run(folder / "whole", kind)
+    whole.wait_for_start()
+    begin = time.monotonic()
+    expected = whole.finish()
+    seconds, draw = time.monotonic() - begin, random.Random(0)
+    assert [result["steps"] for result in expected] == [48] * len(expected)
     for number in range(moments):
-        found = killed_and_finished(folder / str(number), draw.random() * seconds)
-        assert found["steps"] == expected["steps"] and found["states"] == expected["states"]
-        for name, weight in expected["weights"].items():
-            assert torch.equal(found["weights"][name], weight), name
+        killed = Run(folder / str(number), kind)
+        try:
+            killed.wait_for_start()
+            time.sleep(draw.random() * seconds)
+        finally:
+            killed.kill()
+        for rank, result in enumerate(Run(folder / str(number), kind).finish()):
+            assert result["steps"] == 48 and result["states"] == expected[rank]["states"]
+            for name, weight in expected[rank]["weights"].items():
+                assert torch.equal(result["weights"][name], weight), name
 
 
 @pytest.mark.slow
 def test_a_run_killed_at_three_moments_ends_bitwise_equal(tmp_path: Path) -> None:
-    check(tmp_path, 3)
+    check(tmp_path, "plain", 3)
+
+
+@pytest.mark.slow
+def test_a_run_that_generates_ahead_and_is_killed_ends_bitwise_equal(tmp_path: Path) -> None:
+    check(tmp_path, "ahead", 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_are_killed_end_bitwise_equal(tmp_path: Path) -> None:
+    check(tmp_path, "fsdp2", 1)
 
 
 @pytest.mark.long
-def test_a_run_killed_at_twenty_moments_ends_bitwise_equal(tmp_path: Path) -> None:
-    check(tmp_path, 20)
+@pytest.mark.parametrize("kind", killed_run.RANKS)
+def test_a_run_killed_at_twenty_moments_ends_bitwise_equal(kind: str, tmp_path: Path) -> None:
+    check(tmp_path, kind, 20)

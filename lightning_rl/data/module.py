@@ -207,9 +207,9 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Keys the global generators to the ticket: after the loader and before every other hook of the batch."""
+        """Has the module note where it stands: after the loader and before every other hook of the batch."""
         if isinstance(batch, Ticket):
-            self._module.seed_generators(batch)  # pyright: ignore[reportCallIssue]
+            self._module.begin_ticket(batch)  # pyright: ignore[reportCallIssue]
         return batch
 
     @override

@@ -2,18 +2,25 @@
 
 Ranks that split a layer between them (tensor parallelism) work on the same rows, which count once: a
 :class:`Collectives` runs over the ranks whose rows differ. The plain functions run over every process.
+
+Objects, and every wait for what may take a rank minutes (an engine, rewards, a disk), go through groups of gloo beside
+those of the strategy, whose own patience is half an hour or less: nobody stands in one of the strategy's collectives
+while another rank waits for a server.
 """
 
 import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Anything = TypeVar("Anything")
+
+PATIENCE = timedelta(hours=6)  # longer than every wait of ours; a process that dies is noticed at once
 
 
 class RunEndError(RuntimeError):
@@ -75,7 +82,7 @@ class Collectives:
         if self.layers is None:
             return value
         shared = [value]
-        dist.broadcast_object_list(shared, group=self.layers, group_src=0)
+        dist.broadcast_object_list(shared, group=_waiting(self.layers), group_src=0)
         return shared[0]
 
 
@@ -101,12 +108,31 @@ def process_objects(value: Anything) -> list[Anything]:
     return _gather_objects(value, process_count(), None)
 
 
-def process_maximum(number: int, device: torch.device) -> int:
+def process_maximum(number: int) -> int:
     """The largest number over every process, those that work on the same rows included."""
-    largest = torch.tensor(number, device=device)
+    largest = torch.tensor(number)
     if process_count() > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=_waiting(None))
     return int(largest)
+
+
+def meet(seconds: float, value: Anything = None) -> list[Anything] | None:
+    """One object of every process, if all of them come here within some seconds, wherever they come from.
+
+    It has a group of its own, so a process that waits in another collective is no harm; a first call has to be made by
+    all of them together.
+
+    Returns:
+        The objects in rank order, or None if somebody did not come.
+    """
+    if process_count() == 1:
+        return [value]
+    group = _groups("meeting", None)
+    try:
+        dist.monitored_barrier(group=group, timeout=timedelta(seconds=seconds))
+        return _gather_objects(value, process_count(), group)
+    except RuntimeError:
+        return None
 
 
 @contextmanager
@@ -153,5 +179,31 @@ def _gather_objects(value: Anything, number: int, group: dist.ProcessGroup | Non
     if number == 1:
         return [value]
     everyone: list[Anything] = [value] * number
-    dist.all_gather_object(everyone, value, group=group)
+    dist.all_gather_object(everyone, value, group=_waiting(group))
     return everyone
+
+
+_made: dict[tuple[str, Any], tuple[Any, dist.ProcessGroup]] = {}
+
+
+def _waiting(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of gloo beside a group, for objects and long waits."""
+    return _groups("waiting", group)
+
+
+def _groups(purpose: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of gloo with the processes of another one; made by all of them when they first need it."""
+    if any(group is made for _, made in _made.values()):
+        return group  # pyright: ignore[reportReturnType]
+    whole, ranks = dist.group.WORLD, None if group is None else dist.get_process_group_ranks(group)
+    key = purpose, None if ranks is None else tuple(ranks)
+    if key not in _made or _made[key][0] is not whole:  # the strategy's groups of an earlier fit are gone
+        try:
+            made = dist.new_group(ranks, PATIENCE, backend="gloo", use_local_synchronization=ranks is not None)
+        except RuntimeError as failure:
+            raise RuntimeError(
+                "expected a group of gloo beside the strategy's own, for waits that may be long, got "
+                f"{failure}: set GLOO_SOCKET_IFNAME to the network interface that reaches the other nodes"
+            ) from failure
+        _made[key] = whole, cast(dist.ProcessGroup, made)
+    return _made[key][1]

@@ -24,6 +24,7 @@ class FullyShardedDataParallel1(Parallel):
     """FSDPStrategy."""
 
     sharded = True
+    repeats_steps = False
 
     @override
     def check(self, max_grad_norm: float | None) -> None:

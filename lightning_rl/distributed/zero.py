@@ -21,6 +21,8 @@ CASTS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # what become
 class ZeRO(Parallel):
     """DeepSpeedStrategy, any stage."""
 
+    repeats_steps = False
+
     @property
     def sharded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether weights are split: in stage 3."""

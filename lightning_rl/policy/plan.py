@@ -77,6 +77,29 @@ def make_plan(
         chosen = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
         rows = (rollout.trained & torch.isin(rollout.groups, chosen)).nonzero()[:, 0]
         plan.append(_microbatch_rows(rollout, rows, token_budget, packed=packed))
+    return _fill(rollout, plan, packed=packed, max_over_ranks=max_over_ranks)
+
+
+def divide_plan(
+    rollout: Rollout,
+    plan: RowLists,
+    *,
+    token_budget: int,
+    packed: bool = True,
+    max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
+) -> Plan:
+    """The minibatches of a plan in microbatches of another budget; arguments as for :func:`make_plan`."""
+    divided: RowLists = []
+    for minibatch in plan:
+        rows = torch.tensor(sorted(row for microbatch in minibatch for row in microbatch), dtype=torch.int64)
+        divided.append(_microbatch_rows(rollout, rows, token_budget, packed=packed))
+    return _fill(rollout, divided, packed=packed, max_over_ranks=max_over_ranks)
+
+
+def _fill(
+    rollout: Rollout, plan: RowLists, *, packed: bool, max_over_ranks: Callable[[Sequence[int]], list[int]]
+) -> Plan:
+    """Adds empty microbatches, until every rank has as many."""
     for minibatch, number in zip(plan, max_over_ranks([len(minibatch) for minibatch in plan]), strict=True):
         minibatch.extend([] for _ in range(number - len(minibatch)))
     return plan_of_rows(rollout, plan, packed=packed)

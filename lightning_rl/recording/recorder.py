@@ -5,6 +5,7 @@ it wrote, on any machine and without the model.
 """
 
 import platform
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from inspect import signature
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from safetensors import SafetensorError
 from torch import Tensor
 from typing_extensions import override
 
@@ -114,7 +116,13 @@ class RolloutRecorder(RLCallback):
         draft, self._draft = self._draft, None
         if draft is None or draft.rollout is None or not draft.tensors or not self.collectives.generates:
             return  # of the processes that work on the same rows one is enough
-        self.written.append(draft.recording().save(self.folder))
+        number = draft.header["rollout"]
+        try:
+            self.written.append(draft.recording().save(self.folder))
+        except (OSError, SafetensorError) as failure:  # a full disk is no reason to end a run
+            text = f"expected to write a recording of rollout {number} to {self.folder}, got {failure}; the run goes on"
+            warnings.warn(text, stacklevel=2)
+            return
         while self.keep is not None and len(self.written) > self.keep:
             oldest = self.written.pop(0)
             oldest.unlink(missing_ok=True)

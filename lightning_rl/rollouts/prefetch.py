@@ -20,6 +20,7 @@ from lightning_rl.generation import EngineError
 from lightning_rl.rollouts.sample import Sampler, Samples
 
 PATIENCE = 3600.0  # seconds that anything waits for a rollout that is being generated
+HURRY = 12.0  # seconds that a checkpoint waits for them when the run ends at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +84,22 @@ class Prefetcher:
         for number in numbers:
             self._pending.pop(number, None)
 
-    def drain(self) -> None:
+    def hold(self, number: int, prompts: Sequence[Prompt]) -> None:
+        """Keeps the prompts of a rollout that is not generated ahead."""
+        self._pending[number] = Pending(prompts=prompts, samples=None)
+
+    def drain(self, *, hurried: bool = False) -> None:
         """Waits for all rollouts that are being generated, which stay, failed or not. Every rank takes part.
 
+        Args:
+            hurried: wait :data:`HURRY` seconds in all; of what is not done by then the prompts are kept.
+
         Raises:
-            TimeoutError: after :data:`PATIENCE` seconds for one of them.
+            TimeoutError: after :data:`PATIENCE` seconds for one of them, unless hurried.
         """
-        if self._pending:
+        if hurried:
+            wait([pending.samples for pending in self._pending.values() if pending.samples is not None], HURRY)
+        elif self._pending:
             with failing_together("generation"):
                 for number in self._pending:
                     self._wait(number)
@@ -120,8 +130,9 @@ class Prefetcher:
         """
         states = []
         for number, pending in self._pending.items():
-            done = pending.samples is not None and not pending.samples.exception()
-            samples = pending.samples.result().state() if pending.samples is not None and done else None
+            future = pending.samples
+            done = future is not None and future.done() and not future.cancelled() and not future.exception()
+            samples = future.result().state() if future is not None and done else None
             places = [prompt.index for prompt in pending.prompts]
             states.append({"rollout": number, "places": places, "samples": samples})
         return states

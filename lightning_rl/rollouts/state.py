@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,20 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerState
 
+from lightning_rl.checkpointing import new_run
 from lightning_rl.compatibility import Needs
 from lightning_rl.corrections import Corrections, RLCallback, Stat
-from lightning_rl.data import Prompt
+from lightning_rl.data import Prompt, Ticket
 from lightning_rl.distributed import Collectives
 from lightning_rl.edits import EditError, Seal
 from lightning_rl.generation import Sampling
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import Plan, Scorer
-from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.idle import IdleRollouts
 from lightning_rl.rollouts.prefetch import Prefetcher
+from lightning_rl.rollouts.undo import Failure, Mark
 from lightning_rl.update import ParameterTracer
 
 MAX_NONFINITE_IN_A_ROW = 3
@@ -35,6 +37,9 @@ STEP_HOOKS = (
     "on_before_optimizer_step",
 )
 OURS = ("lightning", "lightning_rl")
+
+MaxOverRanks = Callable[[Sequence[int]], list[int]]
+"""The element-wise maximum of a list over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,14 @@ class CurrentRollout:
                 "and edits it"
             )
 
+    def divide(self, token_budget: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
+        """The same rows in smaller microbatches; every rank takes part."""
+        device, rollout = self.rollout.response_ids.device, self.rollout.to("cpu")
+        plan = divide_plan(
+            rollout, self.plan.rows(), token_budget=token_budget, packed=packed, max_over_ranks=max_over_ranks
+        )
+        return replace(self, plan=plan.to(device))
+
     def state(self) -> dict[str, Any]:
         """Plain values and tensors that load under ``weights_only=True``."""
         return {"number": self.number, "rollout": self.rollout.to("cpu").state(), "rows": self.plan.rows()}
@@ -116,6 +129,13 @@ class RunState:
         idle: how many rollouts in a row taught the policy nothing.
         nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
         loaded: this rank's part of a checkpoint, until fit starts.
+        name: of the run, by which its checkpoints are told from those of others; a resumed run keeps it.
+        mark: where the run stood when the current ticket, or its optimizer step, began.
+        late_error: what was raised after an optimizer step, until everything that belongs to the step is done.
+        settled: the error that the run was put back after.
+        unsettled: why it could not be.
+        failure: the rollout that the last error came in.
+        budget: of tokens, since memory ran out, with what was asked for; None for what was asked for.
     """
 
     corrections: Corrections = field(default_factory=Corrections)
@@ -139,6 +159,39 @@ class RunState:
     nonfinite_in_a_row: int = 0
     idle: IdleRollouts = field(default_factory=IdleRollouts)
     loaded: Mapping[str, Any] | None = None
+    name: str = ""
+    mark: Mark | None = None
+    late_error: Exception | None = None
+    settled: BaseException | None = None
+    unsettled: str | None = None
+    failure: Failure | None = None
+    budget: tuple[int, int] | None = None
+
+    def note_step(self) -> None:
+        """Notes that the optimizer step of the current ticket was made or left out."""
+        if self.mark is not None:
+            self.mark.stepping, self.mark.made = False, True
+
+    def end_step(self, ticket: Ticket, *, last: bool) -> None:
+        """Leaves everything as a checkpoint after the step of a ticket should find it, in on_train_batch_end."""
+        self.mark, self.ticket = None, ticket.index
+        if last:
+            self.current = None
+
+    def drop_tracer(self) -> None:
+        """Ends what follows the parameters of a step that broke off."""
+        if self.tracer is not None:
+            self.tracer.release()
+            self.tracer = None
+
+    def token_budget(self, asked: int) -> int:
+        """Most tokens of a microbatch: what was asked for, unless memory ran out with it."""
+        return self.budget[1] if self.budget is not None and self.budget[0] == asked else asked
+
+    def halve(self, asked: int) -> int:
+        """Half of the token budget from now on; returns it."""
+        self.budget = asked, max(1, self.token_budget(asked) // 2)
+        return self.budget[1]
 
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
         """Whether a step with this gradient norm is made; counts those that are not.
@@ -177,6 +230,8 @@ class RunState:
             "skipped": self.skipped,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "idle": self.idle.state(),
+            "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
+            "budget": self.budget,
         }
 
     def begin(
@@ -201,7 +256,10 @@ class RunState:
             ValueError: if the checkpoint has more of them.
         """
         loaded, self.loaded, self.current = self.loaded, None, None
+        if loaded is None or not self.name:
+            self.name = new_run()
         self.rollout_stats, self.tracer, self.ticket, self.idle = {}, None, None, IdleRollouts()
+        self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
         self.prefetcher.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
         if self.reference is not None:
@@ -211,6 +269,8 @@ class RunState:
         self.metrics.load(loaded["metrics"])
         self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
         self.idle = IdleRollouts.from_state(loaded["idle"])
+        self.failure = None if loaded["failure"] is None else Failure(*loaded["failure"])
+        self.budget = None if loaded["budget"] is None else tuple(loaded["budget"])
         if len(loaded["prefetched"]) > max_staleness:
             raise ValueError(
                 f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "
@@ -238,7 +298,7 @@ class RunState:
                 f"expected the reference of the checkpoint ({reference}), got another one ({mine}): pass the "
                 "reference= and policy= that the run began with"
             )
-        self.loaded = ranks[rank]
+        self.loaded, self.name = ranks[rank], checkpoint["run"]
 
 
 def writers_among(callbacks: Iterable[Callback]) -> list[str]:

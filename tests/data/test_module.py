@@ -38,7 +38,7 @@ def connected(
 def held_by_a_trainer(data: PromptDataModule, steps: int) -> PromptDataModule:
     """Stands in for a Trainer, which tickets ask for the steps of a rollout."""
     seen: list[Ticket] = []
-    module = SimpleNamespace(steps_per_rollout=steps, seed_generators=seen.append, seen=seen)
+    module = SimpleNamespace(steps_per_rollout=steps, begin_ticket=seen.append, seen=seen)
     data.trainer = SimpleNamespace(lightning_module=module)  # pyright: ignore[reportAttributeAccessIssue]
     return data
 

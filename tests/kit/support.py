@@ -1,9 +1,11 @@
 """What tests share: tiny policies, ragged rollouts, views from plain lists, one optimizer step, a short fit."""
 
+import atexit
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -359,10 +361,19 @@ def fit(
         "devices": 1,
         "max_epochs": 1,
         "log_every_n_steps": 1,
+        "default_root_dir": scratch(),
     }
     trainer = Trainer(**{**quiet, **options}, callbacks=list(callbacks))
     trainer.fit(module, data or tiny_prompts(), ckpt_path=ckpt_path)
     return trainer
+
+
+@cache
+def scratch() -> Path:
+    """A folder for what a run leaves that nobody gave a folder, such as the checkpoint of one that fails."""
+    folder = tempfile.TemporaryDirectory(prefix="lightning-rl-tests-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def weights_of(module: RLLightningModule) -> dict[str, Tensor]:

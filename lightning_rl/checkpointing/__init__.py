@@ -1,0 +1,19 @@
+"""Checkpoints: whole or not at all, sealed against flipped bits, the newest of a folder, interrupts, and the export."""
+
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
+from lightning_rl.checkpointing.export import read_checkpoint, restore_options, write_pretrained
+from lightning_rl.checkpointing.folder import latest_checkpoint, new_run
+from lightning_rl.checkpointing.interrupts import INTERRUPTED, Interrupts
+
+__all__ = [
+    "INTERRUPTED",
+    "AtomicCheckpointIO",
+    "CheckpointError",
+    "Interrupts",
+    "latest_checkpoint",
+    "new_run",
+    "protect_checkpoints",
+    "read_checkpoint",
+    "restore_options",
+    "write_pretrained",
+]

@@ -1,0 +1,117 @@
+"""Export: a checkpoint becomes the arguments of a module, and a policy a Hugging Face folder."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.archive import load_archive
+from lightning_rl.checkpointing.seal import check_seal
+from lightning_rl.description import restore
+from lightning_rl.policy.build import ModelSource, build_model
+from lightning_rl.policy.lora import base_model_of, merge_adapters
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """A checkpoint of this library, in values that load under ``weights_only=True``.
+
+    Raises:
+        ValueError: for the folder of a sharded strategy, saying how to make one file of it, for other checkpoints, and
+            for one that is empty, cut off or damaged.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"expected a checkpoint of one file, got the folder {path}: {_consolidation(Path(path))}")
+    check_seal(Path(path))
+    checkpoint = load_archive(path, map_location)
+    if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
+        raise ValueError(
+            f"expected a checkpoint of an RLLightningModule, got {path}, which holds none of its state: pass a file "
+            "that trainer.save_checkpoint or ModelCheckpoint wrote"
+        )
+    if "model" in checkpoint:  # what was a folder of FSDP1
+        checkpoint["state_dict"] = checkpoint.pop("model")
+    return checkpoint
+
+
+def _consolidation(folder: Path) -> str:
+    if (folder / ".metadata").exists():
+        command = f"python -m lightning.fabric.utilities.consolidate_checkpoint {folder}"
+        return f"a sharded strategy wrote it, and {command!r} makes one file of it, {folder}.consolidated"
+    if (folder / "checkpoint").is_dir():
+        return "DeepSpeed wrote it: resume with its strategy, and call module.save_pretrained on every rank"
+    return "pass a file"
+
+
+def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's constructor, from its configuration and from what is given.
+
+    Args:
+        described: every argument as :func:`lightning_rl.description.describe` says it.
+        arguments: what is given again, which comes first.
+
+    Raises:
+        ValueError: naming every argument that is code of somebody's own and is not given again.
+    """
+    options, lost = dict(arguments), dict[str, str]()
+    for name, description in described.items():
+        if name in options:
+            continue
+        if name == "tokenizer" and isinstance(description, Mapping) and description.get("path"):
+            options[name] = description["path"]
+            continue
+        try:
+            options[name] = restore(description)
+        except ValueError as named:
+            lost[name] = str(named)
+    if lost:
+        names = " and ".join(f"{name}=" for name in lost)
+        was = "; ".join(f"{name} was {what}" for name, what in lost.items())
+        raise ValueError(f"expected {names} to be given again, because a checkpoint keeps no code: {was}")
+    rewards = options.get("rewards")
+    if "rewards" not in arguments and isinstance(rewards, Mapping):
+        options["rewards"] = {name: tuple(pair) for name, pair in rewards.items()}
+    return options
+
+
+def write_pretrained(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    sources: Mapping[str, ModelSource],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    writing: bool,
+) -> None:
+    """Writes a policy as a Hugging Face folder, and a critic of its own, with its value head, to ``folder/critic``.
+
+    Args:
+        folder: where to.
+        weights: of a :class:`PolicyModel`, whole; every rank has to go through them.
+        sources: what ``"policy"`` and ``"critic"`` are built from.
+        tokenizer: lies beside them.
+        writing: whether this is the one rank that writes.
+    """
+    whole = {name: weight.cpu().clone() for name, weight in weights if writing}
+    if not writing:
+        return
+    for prefix, source, place in (("model.", "policy", folder), ("critic.", "critic", folder / "critic")):
+        part = {name.removeprefix(prefix): weight for name, weight in whole.items() if name.startswith(prefix)}
+        if part:
+            model = build_model(sources[source])
+            _load(base_model_of(model) if source == "policy" else model.base_model, part)
+            merge_adapters(model).save_pretrained(place)
+    if "value_head.weight" in whole:
+        (folder / "critic").mkdir(parents=True, exist_ok=True)
+        save_file({"weight": whole["value_head.weight"]}, folder / "critic" / "value_head.safetensors")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)

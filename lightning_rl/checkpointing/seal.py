@@ -1,0 +1,183 @@
+"""Seal: run, step and SHA-256 at the end of a checkpoint's file, or in a list beside the files of its folder.
+
+A file of ``torch.save`` is a zip archive, which may end with a comment: the seal is one, so ``torch.load`` reads the
+file as before. The digest covers every byte before it, the seal's own words included.
+"""
+
+import hashlib
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SUMS = "SHA256SUMS"
+WORDS = (b"lightning-rl run ", b" step ", b" sha256 ")
+RUN, STEP, DIGEST = 8, 12, 64  # characters of each value
+LENGTH = sum(map(len, WORDS)) + RUN + STEP + DIGEST
+ALIKE = 24  # bits of the words that may differ in a seal that is damaged; of other bytes about half of 248 do
+NO_COMMENT = b"\0\0"
+
+
+class Seal(NamedTuple):
+    """What a checkpoint says of itself.
+
+    Attributes:
+        run: that wrote it; runs that go on from a checkpoint keep its name.
+        step: how many optimizer steps were made.
+    """
+
+    run: str
+    step: int
+
+
+def seal_of(checkpoint: Any) -> Seal:
+    """The seal of what is about to be written."""
+    ours = checkpoint.get("lightning_rl", {}) if isinstance(checkpoint, dict) else {}
+    step = checkpoint.get("global_step", -1) if isinstance(checkpoint, dict) else -1
+    return Seal(str(ours.get("run", "")), int(step))
+
+
+def seal_file(path: Path, seal: Seal) -> None:
+    """Puts the seal at the end of a file that ``torch.save`` wrote."""
+    head = b"".join([WORDS[0], seal.run[:RUN].rjust(RUN, "-").encode(), WORDS[1], _digits(seal.step), WORDS[2]])
+    with path.open("r+b") as file:
+        file.seek(-len(NO_COMMENT), os.SEEK_END)
+        if file.read() != NO_COMMENT:
+            return  # no archive of ours to seal
+        file.seek(-len(NO_COMMENT), os.SEEK_END)
+        file.write(LENGTH.to_bytes(2, "little") + head)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0, os.SEEK_END)
+        file.write(digest.encode())
+
+
+def seal_folder(folder: Path, seal: Seal) -> None:
+    """Writes the list of digests into a folder."""
+    lines = [f"{_digest(folder / name)}  {name}" for name in _files(folder)]
+    text = "\n".join([f"# run {seal.run or '-'} step {seal.step}", *lines, ""])
+    (folder / SUMS).write_text(text + hashlib.sha256(text.encode()).hexdigest(), encoding="utf-8")
+
+
+def read_seal(path: Path) -> Seal | None:
+    """The seal of a checkpoint, or None of one without; nothing is checked."""
+    if path.is_dir():
+        lines = (path / SUMS).read_text("utf-8", errors="replace").split("\n") if (path / SUMS).exists() else [""]
+        words = lines[0].split()
+        return Seal("" if words[2] == "-" else words[2], int(words[4])) if len(words) == 5 else None
+    tail = _tail(path)
+    if tail is None:
+        return None
+    run, step = tail[len(WORDS[0]) :][:RUN], tail[len(WORDS[0]) + RUN + len(WORDS[1]) :][:STEP]
+    name = run.decode("ascii", errors="replace").lstrip("-")
+    return Seal(name, int(step) if step.strip().lstrip(b"-").isdigit() else -1)
+
+
+def check_seal(path: Path) -> None:
+    """Refuses what is no whole checkpoint; one without a seal only has to be an archive.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is empty, cut off, something else, or any bit of it is not as it was written.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"expected a checkpoint, got {path}, which does not exist")
+    if path.is_dir():
+        _check_folder(path)
+        return
+    if not path.stat().st_size:
+        raise ValueError(f"expected a checkpoint, got the empty file {path}: {_cure(path)}")
+    if _tail(path) is None:
+        if not zipfile.is_zipfile(path):
+            raise ValueError(
+                f"expected a checkpoint, got {path}, which is cut off or was written by something else: {_cure(path)}"
+            )
+        return
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        left = path.stat().st_size - DIGEST
+        while left > 0:
+            block = file.read(min(left, 2**22))
+            digest.update(block)
+            left -= len(block)
+        whole = digest.hexdigest().encode() == file.read()
+    if not whole:
+        raise ValueError(_damage(path))
+
+
+def load_file(path: Path, **options: Any) -> Any:
+    """``torch.load`` of a file whose seal was checked.
+
+    Raises:
+        ValueError: if it cannot be read, in one sentence.
+    """
+    check_seal(path)
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as failure:
+        raise ValueError(unreadable(path, failure)) from failure
+
+
+def unreadable(path: Path, failure: BaseException) -> str:
+    """What to say of a file that ``torch.load`` cannot read."""
+    reason = str(failure).strip().split("\n")[0][:200] or type(failure).__name__
+    return f"expected a checkpoint of an RLLightningModule, got {path}, which cannot be read ({reason}): {_cure(path)}"
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / SUMS).exists():
+        return
+    text, _, last = (folder / SUMS).read_text("utf-8", errors="replace").rpartition("\n")
+    text += "\n"
+    if hashlib.sha256(text.encode()).hexdigest() != last:
+        raise ValueError(_damage(folder / SUMS))
+    sums = {line[DIGEST + 2 :]: line[:DIGEST] for line in text.splitlines()[1:]}
+    missing = sorted(sums.keys() - set(_files(folder)))
+    if missing:
+        raise ValueError(f"expected a whole checkpoint, got {folder} without {missing[0]}: {_cure(folder)}")
+    for name, digest in sums.items():
+        if _digest(folder / name) != digest:
+            raise ValueError(_damage(folder / name))
+
+
+def _damage(path: Path) -> str:
+    return f"expected {path} as it was written, got other bytes (SHA-256 differs): the disk damaged it; {_cure(path)}"
+
+
+def _cure(path: Path) -> str:
+    others = [other.name for other in path.parent.glob("*.ckpt") if other != path]
+    if not others:
+        return "resume from another checkpoint, or begin anew"
+    return f"resume from another checkpoint, such as one of {', '.join(sorted(others)[-3:])} beside it"
+
+
+def _tail(path: Path) -> bytes | None:
+    """The seal's bytes; a few flipped bits do not hide it."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) < LENGTH:
+            return None
+        file.seek(-LENGTH, os.SEEK_END)
+        tail = file.read()
+    skips = (0, RUN, STEP)
+    differing, at = 0, 0
+    for word, skip in zip(WORDS, skips, strict=True):
+        at += skip
+        differing += sum((one ^ other).bit_count() for one, other in zip(word, tail[at:], strict=False))
+        at += len(word)
+    return tail if differing <= ALIKE else None
+
+
+def _digits(step: int) -> bytes:
+    return str(step).rjust(STEP).encode()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SUMS)

@@ -1,0 +1,77 @@
+"""Non-finite: the rollout whose gradient ended a run, in a file, with the rows that are to blame."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.files import write_atomically
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.state import CurrentRollout
+from lightning_rl.update import StepGradient
+
+NONFINITE = "nonfinite"
+SHOWN = 8  # rows that a message names
+
+
+def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient: StepGradient, rank: int) -> str:
+    """Writes a rollout to ``folder/rollout-N-rank-R.pt``, and says which of its rows are to blame.
+
+    Those are the rows with a number that is not finite among their own; without one, those of the microbatches whose
+    loss is not finite; without such a loss, all rows of the step.
+
+    Args:
+        folder: is made if there is none.
+        current: the rollout.
+        step: of the rollout.
+        gradient: of the step.
+        rank: of this process.
+
+    Returns:
+        A part of a sentence that names file and rows.
+    """
+    rows, why = _suspects(current, step, gradient)
+    samples = current.rollout.sample_ids[torch.tensor(rows, dtype=torch.int64)].tolist()
+    content: dict[str, Any] = {**current.state(), "step": step, "suspects": rows, "losses": _losses(gradient)}
+    path, named = folder / f"rollout-{current.number}-rank-{rank}.pt", ", ".join(map(str, rows[:SHOWN]))
+    rest = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    which = f"of rollout {current.number} rows {named}{rest} (samples {', '.join(map(str, samples[:SHOWN]))}) {why}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda part: torch.save(content, part))
+    except (OSError, RuntimeError) as failure:
+        return f"{which}; it could not be written to {path}: {failure}"
+    return f"{which}; the rollout is in {path}, which torch.load reads"
+
+
+def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tuple[list[int], str]:
+    microbatches, rollout = current.plan.step(step), current.rollout
+    step_rows = sorted(row for microbatch in microbatches for row in microbatch.index.tolist())
+    own = [row for row in step_rows if row in set(_nonfinite_rows(rollout))]
+    if own:
+        return own, "hold a number that is not finite"
+    pairs = zip(microbatches, gradient.losses, strict=False)
+    lost = sorted(row for microbatch, loss in pairs if not torch.isfinite(loss) for row in microbatch.index.tolist())
+    return (lost, "have a loss that is not finite") if lost else (step_rows, "were trained in this step")
+
+
+def _nonfinite_rows(rollout: Rollout) -> list[int]:
+    bad = torch.zeros(len(rollout), dtype=torch.bool, device=rollout.response_ids.device)
+    for _, tensor in rollout.tensors():
+        if not tensor.is_floating_point() or tensor.shape[0] != len(rollout):
+            continue
+        bad |= _wrong(tensor, rollout.valid_tokens)
+    return bad.nonzero()[:, 0].tolist()
+
+
+def _wrong(tensor: Tensor, valid: Tensor) -> Tensor:
+    """Rows with a number that is not finite, padding aside."""
+    wrong = ~torch.isfinite(tensor)
+    if tensor.shape[:2] == valid.shape:
+        wrong &= valid.reshape(*valid.shape, *[1] * (tensor.dim() - 2))
+    return wrong.flatten(1).any(1) if tensor.dim() > 1 else wrong
+
+
+def _losses(gradient: StepGradient) -> list[float]:
+    return [float(loss) for loss in gradient.losses]

@@ -1,0 +1,171 @@
+"""Disks: full, folders that nobody can write to, several runs in one folder, and which checkpoint is the newest."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_rl import RLLightningModule
+from lightning_rl.checkpointing import AtomicCheckpointIO, CheckpointError, latest_checkpoint
+from lightning_rl.checkpointing.folder import LOCK, clear_parts
+from lightning_rl.checkpointing.seal import check_seal
+from lightning_rl.recording import RolloutRecorder
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory .* exists and is not empty", "ignore:Using ModelCheckpoint with manual optimization"
+)
+
+STEPS = 4
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from pathlib import Path
+from lightning_rl.checkpointing import AtomicCheckpointIO
+import torch
+folder = Path(sys.argv[1])
+AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(10)}, folder / "good.ckpt")
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+try:
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(10**6)}, folder / "large.ckpt")
+except (OSError, RuntimeError) as failure:
+    print(type(failure).__name__)
+"""
+
+
+class FullDisk:
+    """``torch.save`` on a disk that is full from the n-th checkpoint on."""
+
+    def __init__(self, save: Callable[..., None], at: int) -> None:
+        self.save, self.left = save, at
+
+    def __call__(self, content: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
+        """Saves, or breaks off."""
+        self.left -= 1
+        if self.left <= 0:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+        self.save(content, file, *arguments, **keywords)
+
+
+def run(folder: Path, *, ckpt_path: Path | None = None, top: int = -1, steps: int = STEPS, **options: Any) -> Any:
+    """A checkpoint after each step."""
+    module = tiny_module(**options)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=top)
+    fit(module, callbacks=[saving], data=tiny_prompts(16, 4), ckpt_path=ckpt_path, max_steps=steps,
+        enable_checkpointing=True)  # fmt: skip
+    return module
+
+
+def test_a_full_disk_ends_the_run_and_the_message_names_the_last_checkpoint_which_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", FullDisk(torch.save, 3))
+        with pytest.raises(
+            CheckpointError, match=r"No space left on device.*the last whole checkpoint is .*step=2.ckpt"
+        ):
+            run(tmp_path / "full")
+    assert [path.name for path in sorted((tmp_path / "full").iterdir())] == ["step=1.ckpt", "step=2.ckpt"], "no parts"
+    resumed = run(tmp_path / "full", ckpt_path=latest_checkpoint(tmp_path / "full"))
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_a_full_disk_lets_the_run_go_on_if_that_is_wanted_and_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole")
+    monkeypatch.setattr(torch, "save", FullDisk(torch.save, 3))
+    with pytest.warns(UserWarning, match="the run goes on without"):
+        module = run(tmp_path / "full", top=1, checkpoint_errors="warn")
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(module).items())
+    newest = latest_checkpoint(tmp_path / "full")
+    assert newest is not None and newest.name == "step=2.ckpt", "though ModelCheckpoint wanted to replace it"
+    check_seal(newest)
+
+
+def test_a_limit_of_the_file_system_leaves_no_part(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() in ("OSError", "RuntimeError"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["good.ckpt"]
+    check_seal(tmp_path / "good.ckpt")
+
+
+def test_the_newest_checkpoint_goes_by_step_and_not_by_the_clock(tmp_path: Path) -> None:
+    for step, age in ((2, 0), (10, 100), (9, 50)):
+        path = tmp_path / f"{step}.ckpt"
+        AtomicCheckpointIO().save_checkpoint({"global_step": step}, path)
+        os.utime(path, (time.time() - age, time.time() - age))
+    assert latest_checkpoint(tmp_path) == tmp_path / "10.ckpt"
+    torch.save({"global_step": 11}, tmp_path / "unsealed.ckpt")
+    (tmp_path / "99.ckpt").write_bytes(b"cut off")
+    (tmp_path / "98.ckpt.part").write_bytes(b"being written")
+    assert latest_checkpoint(tmp_path) == tmp_path / "unsealed.ckpt"
+
+
+def test_two_runs_in_one_folder_are_told_at_the_start_of_the_second_and_of_a_third(tmp_path: Path) -> None:
+    run(tmp_path, steps=3)
+    with pytest.warns(
+        UserWarning, match=r"holds checkpoints of another run \(step=\d.ckpt of run [0-9a-f]{8}; this is"
+    ):
+        run(tmp_path, steps=1)
+    with pytest.raises(ValueError, match="expected the checkpoints of one run in"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
+    run(tmp_path, steps=2)
+    run(tmp_path, steps=4, ckpt_path=tmp_path / "step=2.ckpt")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step=4.ckpt"
+
+
+def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.folder import RunFolder;"
+        "folder = RunFolder(Path(sys.argv[1])); folder.claim('0123abcd'); print('there', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "there\n"
+            assert json.loads((tmp_path / LOCK).read_text())["run"] == "0123abcd"
+            with pytest.raises(ValueError, match=r"where another run is writing .*0123abcd"):
+                run(tmp_path)
+        finally:
+            other.kill()
+    run(tmp_path, steps=1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_first_step() -> None:
+    with pytest.raises(
+        ValueError, match="expected a folder for checkpoints that can be written to, got /proc/check"
+    ):
+        run(Path("/proc/checkpoints"))
+
+
+def test_what_a_dying_run_left_is_cleared_away_and_what_it_was_replacing_put_back(tmp_path: Path) -> None:
+    run(tmp_path, steps=1)
+    (tmp_path / "step=1.ckpt").rename(tmp_path / "step=1.ckpt.before.part")
+    (tmp_path / "step=2.ckpt.part").write_bytes(b"half")
+    (tmp_path / "sharded.ckpt.part").mkdir()
+    (tmp_path / "sharded.ckpt.part" / "shard").write_bytes(b"half")
+    clear_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step=1.ckpt"]
+
+
+def test_a_recorder_that_cannot_write_says_so_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "recorded").write_text("in the way")
+    module = tiny_module()
+    with pytest.warns(UserWarning, match=r"expected to write a recording of rollout \d to .*, got .*; the run goes on"):
+        trainer = fit(module, callbacks=[RolloutRecorder(tmp_path / "recorded")], max_steps=3)
+    assert trainer.global_step == 3 and isinstance(module, RLLightningModule)

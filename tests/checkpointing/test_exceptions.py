@@ -1,0 +1,308 @@
+"""Whatever is raised between two optimizer steps: the checkpoint goes on from the last one, bit for bit."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import Engine, LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
+from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus
+from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.generation import Completion, Request
+
+
+def alternating(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float]:
+    return [float(number % 2) for number in range(len(prompts))]
+
+
+class SomeError(Exception):
+    """What nobody expects."""
+
+
+class Fails(RLCallback):
+    """Raises in one of its hooks, at a call of it; asked for nothing, it changes nothing."""
+
+    name = "fails"
+
+    def __init__(self, hook: str = "", at: int = 0, error: BaseException | None = None) -> None:
+        self.hook, self.left, self.error = hook, at, error or SomeError("at " + hook)
+
+    @property
+    @override
+    def bends(self) -> bool:
+        return False
+
+    def come(self, hook: str) -> None:
+        """Raises if it is time."""
+        if hook == self.hook:
+            self.left -= 1
+            if not self.left:
+                raise self.error
+
+    @override
+    def observe_generated(self, pairs: Any) -> None:
+        self.come("observe_generated")
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.come("observe")
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        self.come("token_mask")
+        return torch.ones_like(view.valid_tokens)
+
+    @override
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        return self.hook == "observe_step"
+
+    @override
+    def observe_step(self, trace: Any) -> None:
+        self.come("observe_step")
+
+    @override
+    def on_train_batch_start(self, *arguments: Any, **keywords: Any) -> None:
+        self.come("on_train_batch_start")
+
+    @override
+    def on_after_backward(self, *arguments: Any, **keywords: Any) -> None:
+        self.come("on_after_backward")
+
+    @override
+    def on_before_optimizer_step(self, *arguments: Any, **keywords: Any) -> None:
+        self.come("on_before_optimizer_step")
+
+    @override
+    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
+        self.come("on_train_batch_end")
+
+    @override
+    def on_validation_start(self, *arguments: Any, **keywords: Any) -> None:
+        self.come("on_validation_start")
+
+
+class Breaks(TransformersEngine):
+    """Raises at its n-th call."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        super().__init__()
+        self.left, self.error = at, error
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return super()._draw(requests, logprobs=logprobs)
+
+
+def run(
+    folder: Path, fault: Callback | None = None, *, engine: Engine | None = None, ckpt_path: Path | None = None,
+    **options: Any,
+) -> tuple[RLLightningModule, Trainer]:  # fmt: skip
+    """Two epochs of two rollouts with four steps each, under corrections that have a state and refills."""
+    module = tiny_module(minibatches=2, epochs=2, engine=engine, **options)
+    fails = fault if isinstance(fault, Fails) else Fails()
+    adapting = [AdaptiveKL(0.05, as_loss=True, horizon=20), EntropyBonus(0.02, target=2.2, step=0.01)]
+    data = tiny_prompts(8, 4, validation=[[2, 3]])
+    trainer = fit(
+        module, callbacks=[DynamicSampling(), *adapting, fails], data=data, max_epochs=2, default_root_dir=folder,
+        ckpt_path=ckpt_path, num_sanity_val_steps=0, val_check_interval=2, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    return module, trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RLLightningModule:
+    """The run that was never interrupted."""
+    return run(tmp_path_factory.mktemp("whole"))[0]
+
+
+def assert_equal(resumed: RLLightningModule, whole: RLLightningModule) -> None:
+    differing = [
+        name for name, weight in weights_of(whole).items() if not torch.equal(weight, weights_of(resumed)[name])
+    ]
+    assert differing == []
+    one, other = (module.run.corrections.callbacks for module in (resumed, whole))
+    assert [callback.state_dict() for callback in one] == [callback.state_dict() for callback in other]
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "steps"),
+    [
+        ("on_train_batch_start", 6, 5),
+        ("observe_generated", 3, 4),
+        ("observe", 2, 4),
+        ("token_mask", 7, 6),
+        ("on_after_backward", 8, 7),
+        ("on_before_optimizer_step", 3, 2),
+        ("observe_step", 6, 6),
+        ("observe_step", 8, 8),
+        ("on_train_batch_end", 7, 7),
+        ("on_validation_start", 2, 4),
+    ],
+)
+def test_an_error_at_any_place_leaves_the_last_step(
+    hook: str, at: int, steps: int, whole: RLLightningModule, tmp_path: Path
+) -> None:
+    with pytest.raises(SomeError):
+        run(tmp_path, Fails(hook, at))
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == steps
+    resumed, trainer = run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)
+    assert trainer.global_step == 16
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (torch.OutOfMemoryError("no room for 8 GiB"), torch.OutOfMemoryError),
+        (RuntimeError("the engine has no idea"), RuntimeError),
+        (KeyboardInterrupt(), SystemExit),
+        (SystemExit(3), SystemExit),
+    ],
+    ids=["out-of-memory", "RuntimeError", "KeyboardInterrupt", "SystemExit"],
+)
+def test_whatever_the_engine_raises_leaves_the_last_step(
+    error: BaseException, raised: type[BaseException], whole: RLLightningModule, tmp_path: Path
+) -> None:
+    with pytest.raises(raised):
+        run(tmp_path, engine=Breaks(6, error))
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] in (4, 8)
+    assert_equal(run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)[0], whole)
+
+
+def test_an_error_inside_the_optimizer_step_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    class Half(torch.optim.AdamW):
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            if self.state and len(next(iter(self.state.values()))) and float(self.steps()) >= 3:
+                assert closure is not None
+                closure()
+                next(iter(self.param_groups[0]["params"])).data.add_(1.0)
+                raise SomeError("half a step")
+            return super().step(closure)
+
+        def steps(self) -> Tensor:
+            return next(iter(self.state.values()))["step"]
+
+    with pytest.raises(SomeError, match="half a step") as raised:
+        run(tmp_path, optimizer=lambda groups: Half(groups, lr=1e-2))
+    note = (
+        "no interrupted.ckpt was written: the error came in the middle of an optimizer step; go on from the last check"
+    )
+    assert raised.value.__notes__[-1].startswith(note)
+    assert not (tmp_path / INTERRUPTED).exists()
+
+
+def test_a_rollout_that_somebody_edited_is_not_saved(tmp_path: Path) -> None:
+    class Edits(RLCallback):
+        name = "edits"
+
+        def observe(self, rollout: Rollout) -> None:
+            self.kept = rollout
+
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            if trainer.global_step == 2:
+                self.kept.rewards.add_(1.0)
+
+    with pytest.raises(RuntimeError, match="was written to in place") as raised:
+        fit(tiny_module(minibatches=2, epochs=2), callbacks=[Edits()], default_root_dir=tmp_path)
+    assert raised.value.__notes__[-1].startswith("no interrupted.ckpt was written: the held rollout was written to in")
+    assert not (tmp_path / INTERRUPTED).exists()
+
+
+def test_half_a_gradient_does_not_enter_a_later_fit(whole: RLLightningModule, tmp_path: Path) -> None:
+    module = tiny_module(minibatches=2, epochs=2)
+    with pytest.raises(SomeError):
+        fit(module, callbacks=[Fails("on_after_backward", 1)], default_root_dir=tmp_path)
+    assert all(parameter.grad is None for parameter in module.required_policy.parameters())
+
+
+def test_a_rollout_that_fails_at_every_resume_is_named_and_can_be_skipped(tmp_path: Path) -> None:
+    class Poison(RLCallback):
+        """Cannot stand the second rollout."""
+
+        name = "poison"
+
+        @property
+        @override
+        def bends(self) -> bool:
+            return False
+
+        @override
+        def observe(self, rollout: Rollout) -> None:
+            if 4 in rollout.groups:
+                raise SomeError("rollout 1 is bad")
+
+    seen: list[list[int]] = []
+
+    class Sees(RLCallback):
+        name = "sees"
+
+        @override
+        def observe(self, rollout: Rollout) -> None:
+            seen.append(sorted(set(rollout.groups.tolist())))
+
+    def start(ckpt_path: Path | None = None, **options: Any) -> Trainer:
+        return fit(
+            tiny_module(minibatches=2, **options), callbacks=[Sees(), Poison()], data=tiny_prompts(12, 4),
+            default_root_dir=tmp_path, ckpt_path=ckpt_path,
+        )  # fmt: skip
+
+    again = "seen 1 of 1 times", "seen 2 of 2 times"
+    for number, ckpt_path in enumerate((None, tmp_path / INTERRUPTED)):
+        with pytest.raises(SomeError) as raised:
+            start(ckpt_path)
+        said = "".join(traceback.format_exception(raised.value))
+        assert again[number] in said and "skip_rollouts=[1]" in said
+    seen.clear()
+    trainer = start(tmp_path / INTERRUPTED, skip_rollouts=[1])
+    assert seen == [[8, 9, 10, 11]] and trainer.global_step == 4, (
+        "the rollout after it has the prompts that it always had"
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_skipped_rollout_leaves_the_prompts_of_the_others_alone(staleness: int) -> None:
+    seen: list[list[int]] = []
+
+    class Sees(RLCallback):
+        name = "sees"
+
+        @override
+        def observe(self, rollout: Rollout) -> None:
+            seen.append(sorted(set(rollout.groups.tolist())))
+
+    options: dict[str, Any] = {"max_staleness": staleness, "loss": "reinforce"} if staleness else {}
+    with pytest.warns(UserWarning, match="nothing corrects") if staleness else nullcontext():
+        fit(tiny_module(skip_rollouts=[0, 2], **options), callbacks=[Sees()], data=tiny_prompts(16, 4))
+    assert seen == [[4, 5, 6, 7], [12, 13, 14, 15]]
+
+
+def test_gradients_that_are_not_finite_end_the_run_with_the_rollout_in_a_file(tmp_path: Path) -> None:
+    class Poison(RLCallback):
+        """Gives one row's tokens an infinite weight, from the second rollout on."""
+
+        name = "poison"
+
+        @override
+        def token_weight(self, view: LossView) -> Tensor:
+            bad = (view.groups == 5) & (view.sample_ids % 4 == 2)
+            return torch.where(bad[:, None], torch.inf, 1.0).expand(view.logprobs.shape)
+
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row") as raised:
+        fit(tiny_module(epochs=4, rewards=alternating), callbacks=[Poison()], data=tiny_prompts(8, 4),
+            default_root_dir=tmp_path)  # fmt: skip
+    path = tmp_path / "nonfinite" / "rollout-1-rank-0.pt"
+    assert str(path) in str(raised.value) and "of rollout 1 rows" in str(raised.value)
+    recorded = torch.load(path, weights_only=True)
+    assert recorded["number"] == 1 and 6 in recorded["suspects"]
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["lightning_rl"]["ranks"][0]["nonfinite_in_a_row"] == 2

@@ -1,0 +1,91 @@
+"""Signals of schedulers: SLURM's before a requeue, and SIGTERM to a step that would outlast the grace."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_rl import RLCallback, RLLightningModule, Rollout
+from lightning_rl.checkpointing import INTERRUPTED, interrupts
+
+SLURM = {
+    "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "rl", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NODELIST": "127.0.0.1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+
+
+class Sends(RLCallback):
+    """Sends a signal to this process in the second rollout, and hangs for a minute if that is wanted."""
+
+    name = "sends"
+
+    def __init__(self, number: int, *, hangs: bool = False) -> None:
+        self.number, self.hangs, self.seen = number, hangs, 0
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.seen += 1
+        if self.seen == 2:
+            os.kill(os.getpid(), self.number)
+
+    @override
+    def on_after_backward(self, *arguments: Any, **keywords: Any) -> None:
+        end = time.monotonic() + 60
+        while self.hangs and self.seen == 2 and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def run(folder: Path, *callbacks: RLCallback, **options: Any) -> tuple[RLLightningModule, Trainer]:
+    module = tiny_module(minibatches=2, epochs=2)
+    data = tiny_prompts(16, 4)
+    return module, fit(module, callbacks=callbacks, data=data, default_root_dir=folder, **options)
+
+
+def test_the_signal_of_slurm_saves_at_the_end_of_the_step_queues_the_job_and_its_next_start_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = run(tmp_path / "whole")
+    stub, said = tmp_path / "bin" / "scontrol", tmp_path / "said"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\necho "$@" > {said}\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}{os.pathsep}{os.environ['PATH']}")
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SIGTERMException) as ended:
+        run(tmp_path / "job", Sends(signal.SIGUSR1), plugins=[SLURMEnvironment()])
+    assert ended.value.code == 128 + signal.SIGUSR1 and said.read_text() == "requeue 4711\n"
+    assert signal.getsignal(signal.SIGUSR1) == before
+    saved = torch.load(tmp_path / "job" / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert saved["global_step"] == 5, "the signal came while the second rollout was made; its first step was made"
+    resumed, trainer = run(tmp_path / "job", plugins=[SLURMEnvironment()])
+    assert trainer.global_step == 16
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_a_step_that_outlasts_the_grace_is_left_and_the_run_goes_on_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = run(tmp_path)
+    monkeypatch.setattr(interrupts, "GRACE", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(SIGTERMException) as ended:
+        run(tmp_path, Sends(signal.SIGTERM, hangs=True))
+    assert time.monotonic() - begin < 30 and ended.value.code == 143
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4
+    resumed, _ = run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_the_grace_ends_before_that_of_schedulers() -> None:
+    assert interrupts.GRACE + interrupts.MEETING < 30

@@ -1,0 +1,182 @@
+"""Two ranks: waits that are longer than the group's own patience, errors of both and of one, checkpoints as folders."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.ranks import STRATEGIES, run_ranks
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_rl import FSDP2Strategy, RLCallback, RLLightningModule, Rollout, TransformersEngine
+from lightning_rl.checkpointing import INTERRUPTED, CheckpointError, latest_checkpoint
+from lightning_rl.checkpointing.seal import check_seal
+from lightning_rl.generation import Completion, Request
+
+SHORT = timedelta(seconds=8)  # what a group of the strategy waits
+LONG = 14.0  # seconds that one rank takes
+
+
+def first() -> bool:
+    """Whether this is rank 0."""
+    return os.environ["RANK"] == "0"
+
+
+class Slow(TransformersEngine):
+    """Generates for longer than the group waits, once, on the first rank."""
+
+    left = 1
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        if first() and self.left:
+            self.left = 0
+            time.sleep(LONG)
+        return super()._draw(requests, logprobs=logprobs)
+
+
+def slow_reward(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float]:
+    """Scores for longer than the group waits, on the first rank."""
+    if first():
+        time.sleep(LONG)
+    return [float(number % 2) for number in range(len(prompts))]
+
+
+class Raises(RLCallback):
+    """Raises in the second rollout, on both ranks or on the first alone."""
+
+    name = "raises"
+
+    def __init__(self, *, alone: bool) -> None:
+        self.alone, self.seen = alone, 0
+
+    @property
+    @override
+    def bends(self) -> bool:
+        return False
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.seen += 1
+        if self.seen == 2 and (first() or not self.alone):
+            raise ValueError("the second rollout is wrong")
+
+
+class Saves(Callback):
+    """A checkpoint of every step in one place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def sharded() -> FSDP2Strategy:
+    """Saves a folder with a part of each rank."""
+    return FSDP2Strategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
+
+
+def run(folder: Path, strategy: Any, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Any:
+    """Two rollouts of two steps."""
+    module = tiny_module(minibatches=2, **options)
+    fit(module, callbacks=callbacks, data=tiny_prompts(16, 8), strategy=strategy, devices=2, default_root_dir=folder,
+        ckpt_path=ckpt_path)  # fmt: skip
+    return module
+
+
+def local_weights(module: RLLightningModule) -> dict[str, torch.Tensor]:
+    """What this rank holds."""
+    return {name: getattr(weight, "to_local", lambda w=weight: w)() for name, weight in weights_of(module).items()}
+
+
+def long_waits(folder: Path) -> None:
+    """Neither a reward nor an engine that takes its time on one rank ends the other."""
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=SHORT)
+    run(folder, strategy, rewards=slow_reward, engine=Slow())
+
+
+def both_fail(folder: Path) -> None:
+    """The checkpoint of both goes on bit for bit, for one file and for a folder."""
+    for kind in (STRATEGIES["ddp"], sharded):
+        whole = run(folder / "whole", kind())
+        with pytest.raises(ValueError, match="the second rollout is wrong"):
+            run(folder / kind.__name__, kind(), Raises(alone=False))
+        resumed = run(folder, kind(), ckpt_path=folder / kind.__name__ / INTERRUPTED)
+        for name, weight in local_weights(whole).items():
+            assert torch.equal(local_weights(resumed)[name], weight), name
+
+
+def one_fails(folder: Path) -> None:
+    """Both end; nothing is saved, because a checkpoint takes both, and the message says so."""
+    begin = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        run(folder, STRATEGIES["ddp"](), Raises(alone=True))
+    if first():
+        assert "the other ranks did not fail as well" in raised.value.__notes__[-1]
+        assert not (folder / INTERRUPTED).exists()
+    assert time.monotonic() - begin < 60
+
+
+def folders(folder: Path) -> None:
+    """A folder is whole or not at all, keeps the last good one, and refuses a flipped bit."""
+    path, module = folder / "kept.ckpt", None
+    module = run(folder, sharded(), Saves(path))
+    check_seal(path)
+    assert latest_checkpoint(folder) == path and not list(folder.glob("*.part"))
+    with pytest.raises((CheckpointError, ValueError)):
+        run(folder, sharded(), Saves(folder / "kept.ckpt" / "SHA256SUMS" / "inside.ckpt"))
+    check_seal(path)
+    torch.distributed.barrier()
+    if first():
+        shard = next(path.glob("*.distcp"))
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 4
+        shard.write_bytes(content)
+    torch.distributed.barrier()
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"as it was written, got other bytes|a whole checkpoint on every"
+    ):
+        run(folder, sharded(), ckpt_path=path)
+    assert module is not None
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "long_waits": long_waits,
+    "both_fail": both_fail,
+    "one_fails": one_fails,
+    "folders": folders,
+}
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_outlives_the_patience_of_the_process_group(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, "long_waits", tmp_path)
+
+
+@pytest.mark.slow
+def test_an_error_on_both_ranks_leaves_a_checkpoint_that_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, "both_fail", tmp_path)
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_both_and_says_why_nothing_was_saved(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, "one_fails", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_several_ranks_is_a_folder_that_is_whole_or_not_there(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, "folders", tmp_path)
+
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](Path(sys.argv[2]))
