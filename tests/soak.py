@@ -8,6 +8,7 @@ collection; the first fifth is warm-up. Exits with 1 if anything grows.
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +31,7 @@ from kit.support import fit, tiny_module, tiny_prompts
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl.audit import SignalAudit, SignalLedger
@@ -47,8 +50,9 @@ from lightning_rl.reporting import SampleTable
 
 EVERY = 10  # rollouts between two looks
 WARM_UP = 0.2  # share of the run
+RATE = 1e-6  # so that the last rollouts are like the first ones
 MAX_SLOPE = 1.0  # MiB per 100 rollouts
-MAX_SLOWER = 1.25  # median time of a rollout in the last quarter over that of the first one after the warm-up
+MAX_SLOWER = 1.25  # median seconds of the processor for a rollout, last quarter over the first after the warm-up
 
 
 @dataclass
@@ -83,13 +87,13 @@ class Watch(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch.step == 0:
-            self.begin = time.perf_counter()
+            self.begin = time.process_time()
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.step != pl_module.steps_per_rollout - 1:
             return
-        self.seconds.append(time.perf_counter() - self.begin)
+        self.seconds.append(time.process_time() - self.begin)
         if batch.rollout % EVERY == 0:
             self.looks.append(self.look(batch.rollout))
 
@@ -97,7 +101,7 @@ class Watch(Callback):
         """Counts."""
         gc.collect()
         process = psutil.Process()
-        temporary = [path for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith("lightning-rl")]
+        temporary = list(Path(tempfile.gettempdir()).rglob("*"))
         parts = [path for path in self.folder.rglob("*") if ".part" in path.name]
         return Look(
             rollout=rollout,
@@ -110,17 +114,27 @@ class Watch(Callback):
 
 
 def soak(rollouts: int, folder: Path) -> Watch:
-    """Trains."""
+    """Trains; temporary files go to a folder of this run's own."""
+    (folder / "temporary").mkdir()
     watch, per_rollout = Watch(folder), 4
     callbacks: list[Callback] = [
-        DynamicSampling(), NoEOSMask(), OverlongPenalty(8, 2), AdaptiveKL(0.02, as_loss=True), EntropyBonus(0.01),
-        TruncatedIS(), SequenceRatioMask("mean"), OutlierMask(), SignalAudit(), SignalLedger(),
+        DynamicSampling(max_rounds=2), NoEOSMask(), OverlongPenalty(8, 2), AdaptiveKL(0.02, as_loss=True),
+        EntropyBonus(0.01), TruncatedIS(), SequenceRatioMask("mean"), OutlierMask(), SignalAudit(), SignalLedger(),
         RolloutRecorder(folder / "recorded", 10, keep=3), SampleTable(every_n_rollouts=50), LearningRateMonitor(),
         ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=20, save_top_k=2, monitor="step", mode="max"),
         watch,
     ]  # fmt: skip
+    before, tempfile.tempdir = tempfile.tempdir, str(folder / "temporary")
+    try:
+        _train(rollouts, folder, callbacks, per_rollout)
+    finally:
+        tempfile.tempdir = before
+    return watch
+
+
+def _train(rollouts: int, folder: Path, callbacks: list[Callback], per_rollout: int) -> None:
     fit(
-        tiny_module(minibatches=2, max_staleness=1, max_idle_rollouts=None),
+        tiny_module(minibatches=2, max_staleness=1, max_idle_rollouts=None, optimizer=partial(AdamW, lr=RATE)),
         callbacks=callbacks,
         data=tiny_prompts(400, per_rollout, validation=[[2, 3], [5]]),
         max_epochs=-1,
@@ -132,7 +146,6 @@ def soak(rollouts: int, folder: Path) -> Watch:
         default_root_dir=folder,
         log_every_n_steps=2,
     )
-    return watch
 
 
 def growth(watch: Watch) -> dict[str, float]:
@@ -159,7 +172,7 @@ def report(watch: Watch) -> int:
     grown, first, last = growth(watch), watch.looks[0], watch.looks[-1]
     bounds = {"memory": MAX_SLOPE, "slower": MAX_SLOWER}
     say = sys.stdout.write
-    say(f"{len(watch.seconds)} rollouts, {grown['seconds'] * 1000:.0f} ms each (median)\n")
+    say(f"{len(watch.seconds)} rollouts, {grown['seconds'] * 1000:.0f} ms of the processor each (median)\n")
     say(f"memory {first.memory:.0f} -> {last.memory:.0f} MiB, {grown['memory']:+.2f} MiB per 100 rollouts\n")
     for name in ("descriptors", "threads", "processes", "files"):
         say(f"{name} {getattr(first, name)} -> {getattr(last, name)}, {grown[name]:+.0f} in the second half\n")
@@ -176,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)  # the table of the ledger
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nothing:
         shown, sys.stdout = sys.stdout, nothing  # the table of samples
         try:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ import pytest
 import torch
 from kit import killed_run
 from kit.ranks import free_port
+
+from lightning_rl.checkpointing import INTERRUPTED
 
 LIMIT = 240.0  # seconds for a run; no test waits without one
 
@@ -85,6 +88,19 @@ def check(folder: Path, kind: str, moments: int) -> None:
 @pytest.mark.slow
 def test_a_run_killed_at_three_moments_ends_bitwise_equal(tmp_path: Path) -> None:
     check(tmp_path, "plain", 3)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_process_with_143_and_what_is_started_again_ends_bitwise_equal(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", "ahead").finish()[0]
+    stopped = Run(tmp_path / "stopped", "ahead")
+    stopped.wait_for_start()
+    time.sleep(0.5)
+    stopped.processes[0].send_signal(signal.SIGTERM)
+    assert stopped.processes[0].wait(30) == 143, "128 + SIGTERM, so that a scheduler starts it again"
+    assert (tmp_path / "stopped" / INTERRUPTED).exists()
+    again = Run(tmp_path / "stopped", "ahead").finish()[0]
+    assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
 
 
 @pytest.mark.slow
