@@ -127,6 +127,8 @@ def soak(rollouts: int, folder: Path) -> Watch:
     before, tempfile.tempdir = tempfile.tempdir, str(folder / "temporary")
     try:
         _train(rollouts, folder, callbacks, per_rollout)
+    except SystemExit:
+        pass  # Ctrl-C or SIGTERM: the figures so far
     finally:
         tempfile.tempdir = before
     return watch

@@ -147,9 +147,7 @@ def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_the_first_step() -> None:
-    with pytest.raises(
-        ValueError, match="expected a folder for checkpoints that can be written to, got /proc/check"
-    ):
+    with pytest.raises(ValueError, match="expected a folder for checkpoints that can be written to, got /proc/check"):
         run(Path("/proc/checkpoints"))
 
 
