@@ -10,7 +10,7 @@ TEST = re.compile(r"\[test\]\(([^)]+)\) `(\w+)`")
 
 
 def test_every_row_has_its_test() -> None:
-    rows = ROW.findall(PAGE.read_text())
+    rows = ROW.findall(PAGE.read_text().partition("## Long runs")[0])
     assert len(rows) > 25
     for row in rows:
         cells = row.split(" | ")
