@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import PromptDataModule, Ticket
+from lightning_rl.edits import EditError
 from lightning_rl.rollouts.prefetch import Prefetcher
 
 
@@ -20,8 +21,8 @@ class Current(Protocol):
         """Of the rollout."""
         ...
 
-    def check_versions(self) -> None:
-        """Raises a RuntimeError if somebody edited it."""
+    def check_edits(self, since: str) -> None:
+        """Raises an EditError if somebody wrote to it."""
         ...
 
 
@@ -163,7 +164,7 @@ def settle(
 def _edits(current: Current) -> str | None:
     """What somebody changed in the rollout that the next steps train on, which would make a checkpoint of it wrong."""
     try:
-        current.check_versions()
-    except RuntimeError as edited:
+        current.check_edits("since it was finished")
+    except EditError as edited:
         return str(edited)
     return None
