@@ -120,7 +120,7 @@ def test_the_audit_and_checkpoints_read_through_it(attack: str, tmp_path: Path) 
     ATTACKS[attack](tmp_path / "a.pt")
     with pytest.raises(ValueError, match="expected a whole file"):
         recheck(tmp_path / "a.pt", tiny_module())
-    with pytest.raises(ValueError, match="expected a (whole file|checkpoint)"):
+    with pytest.raises(ValueError, match=r"expected a (whole file|checkpoint)"):
         RLLightningModule.load_from_checkpoint(tmp_path / "a.pt")
     assert not (tmp_path / "left").exists()
 
