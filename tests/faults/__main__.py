@@ -1,76 +1,94 @@
 """Quiet faults, each put from outside into a real fit; the audit has to name the check and the culprit of every one.
 
-``python -m tests.faults [part of a name ...]`` prints a table and ends with ``faults injected=N caught=N``.
+``python -m tests.faults [part of a name ...]`` prints a table and ends with ``faults injected=N caught=N``;
+``python -m tests.faults --effective [part of a name ...]`` shows instead what each fault changes in a run without the
+audit, and ends with ``faults injected=N effective=N``.
 """
 
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
-from torch.optim import AdamW
+from kit.support import tiny_prompts
 
 from faults.fault import Fault
-from faults.table import FAULTS
-from lightning_rl import EngineError
+from faults.runs import TEMPERATURE, differences, faulty_run, run_with, sound_run
+from faults.tables import FAULTS
 from lightning_rl.audit import SignalAudit
-from lightning_rl.edits import EditError
-from lightning_rl.generation.weights.canary import CanaryError
 
-TEMPERATURE = 0.5
-REFUSALS: dict[type[Exception], str] = {CanaryError: "canary", EditError: "edits", EngineError: "answers"}
+REFUSALS = {"CanaryError": "canary", "EditError": "edits", "EngineError": "answers"}
+
+__all__ = ["FAULTS", "TEMPERATURE", "Fault", "effect_of", "found_by_audit"]
 
 
 def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[str, str]]:
     """Check and culprit of every finding of a short run, with the fault or without one; files go to ``kept``."""
-    options = {key: value() if key == "engine" else value for key, value in (fault.options if fault else {}).items()}
     audit = SignalAudit(1)
-    settings = {"temperature": TEMPERATURE, "optimizer": partial(AdamW, lr=0.05)}
-    with ExitStack() as stack, warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-        warnings.simplefilter("ignore")
-        for patched in fault.patches if fault else ():
-            stack.enter_context(patched)
-        callbacks = fault.callbacks() if fault else []
-        module = tiny_module(**{**settings, "policy": tiny_policy, **options})
-        try:
-            fit(
-                module,
-                callbacks=[*callbacks, audit],
-                data=tiny_prompts(16, 4),
-                default_root_dir=kept or folder,
-                max_steps=6,
-            )
-        except Exception as raised:  # noqa: BLE001  # a fault may break the run as well; what counts is what was found
-            for kind, refused_by in REFUSALS.items():  # what needs no audit: it is refused before anything trains
-                if isinstance(raised, kind):
-                    return [(refused_by, str(raised))]
-            if not audit.findings:
-                sys.stderr.write(f"{fault.name if fault else 'no fault'}: {raised}\n")
+    callbacks, options, data = fault.parts() if fault else ([], {}, tiny_prompts(16, 4))
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run_with(
+            [*callbacks, audit],
+            options,
+            data,
+            folder=kept or Path(folder),
+            max_steps=fault.max_steps if fault else 6,
+            trainer=dict(fault.trainer) if fault else {},
+            patches=fault.patches if fault else (),
+        )
+    refused_by = REFUSALS.get(outcome.raised.partition(":")[0])
+    if refused_by is not None:  # what needs no audit: it is refused before anything trains on it
+        return [(refused_by, outcome.raised)]
+    if outcome.raised and not audit.findings:  # what counts is what was found before
+        sys.stderr.write(f"{fault.name if fault else 'no fault'}: {outcome.raised}\n")
     return [(finding.check, finding.culprit) for finding in audit.findings]
 
 
-def main(wanted: Sequence[str]) -> int:
+def effect_of(fault: Fault) -> list[str]:
+    """What the fault changes in a run: weights, figures, rollouts. Nothing if it raises, because it is not quiet."""
+    faulty, sound = faulty_run(fault), sound_run(fault)
+    if sound.raised:
+        raise RuntimeError(f"expected a run without the fault {fault.name!r}, got {sound.raised}")
+    if faulty.raised.startswith("CanaryError"):
+        return ["canary"]  # which is the core's own check, and part of the table
+    if faulty.raised:
+        sys.stderr.write(f"{fault.name}: {faulty.raised}\n")
+        return []
+    return differences(faulty, sound)
+
+
+def main(arguments: Sequence[str]) -> int:
     """Runs the faults, prints a table, and returns the exit code."""
     torch.set_num_threads(1)
+    wanted = [argument for argument in arguments if not argument.startswith("--")]
     chosen = [fault for fault in FAULTS if not wanted or any(part in fault.name for part in wanted)]
-    caught = 0
-    for fault in chosen:
-        findings = found_by_audit(fault)
-        right = [finding for finding in findings if fault.named_by(*finding)]
-        caught += bool(right)
-        verdict = f"{right[0][0]}: {right[0][1]}" if right else f"MISSED, found {sorted(set(findings))[:3]}"
-        sys.stdout.write(f"{fault.name:<50} {verdict}\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"faults injected={len(chosen)} caught={caught}\n")
-    return 0 if caught == len(chosen) else 1
+    effective = "--effective" in arguments
+    good = sum(_show_effect(fault) if effective else _show_findings(fault) for fault in chosen)
+    sys.stdout.write(f"faults injected={len(chosen)} {'effective' if effective else 'caught'}={good}\n")
+    return 0 if good == len(chosen) else 1
+
+
+def _show_findings(fault: Fault) -> bool:
+    findings = found_by_audit(fault)
+    right = [finding for finding in findings if fault.named_by(*finding)]
+    verdict = f"{right[0][0]}: {right[0][1]}" if right else f"MISSED, found {sorted(set(findings))[:3]}"
+    _line(fault, verdict)
+    return bool(right)
+
+
+def _show_effect(fault: Fault) -> bool:
+    changed = effect_of(fault)
+    _line(fault, f"changes {len(changed)}: {', '.join(changed[:3])}" if changed else "NOTHING")
+    return bool(changed)
+
+
+def _line(fault: Fault, verdict: str) -> None:
+    sys.stdout.write(f"{fault.name:<60} {verdict}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -91,9 +91,22 @@ class Unmasked(RLCallback):
 
     name = "unmasked"
 
+    def __init__(self, *, masked: bool = False) -> None:
+        self.masked = masked
+
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        return {"unmasked/entropy": Stat.of(view.entropy)}
+        return {"unmasked/entropy": Stat.of(view.entropy, view.valid_tokens if self.masked else None)}
+
+
+class LogOutside(RLCallback):
+    """A legal loss term that is not a number outside of the valid tokens, where nobody looks."""
+
+    name = "log_outside"
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=view.logprobs * view.valid_tokens.float().log(), coef=0.1)
 
 
 class LateEdit(RLCallback):
@@ -237,7 +250,7 @@ class Doubled(torch.optim.lr_scheduler.LambdaLR):
     """A scheduler that steps twice."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer, lambda _step: 1.0)
+        super().__init__(optimizer, lambda step: 0.8**step)
 
     @override
     def step(self, epoch: Any = None) -> None:

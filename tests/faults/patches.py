@@ -124,11 +124,6 @@ def unmasked_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
     return {**stats, "kl/ref": Stat.of(view.logprobs - view.ref_logprobs)}
 
 
-def without_rollout_logprobs(padding: Rollout, *_: Any) -> Rollout:
-    """Drops an optional field from padding."""
-    return padding.replace(rollout_logprobs=None)
-
-
 def other_rows(result: Any, *_: Any) -> Any:
     """Advantages of the row before."""
     rollout = result.rollout
@@ -195,16 +190,19 @@ def ever_on_policy(view: LossView, *_: Any) -> LossView:
     return view.replace(old_logprobs=view.logprobs.detach())
 
 
-def without_entropy_bonus(loss: Any, *_: Any) -> Any:
+def without_entropy_bonus(loss: Any, algorithm: Any, view: LossView, weights_of: Any) -> Any:
     """Leaves the entropy bonus of 0.1 out of what is differentiated."""
-    return loss._replace(total=loss.total - 0.1 * loss.parts.get("entropy_bonus/loss", 0.0))
+    entropy = torch.where(view.valid_tokens, view.entropy, 0.0)
+    return loss._replace(total=loss.total + 0.1 * (entropy * weights_of(algorithm.reduction)).sum())
 
 
 def without_last_token(rollout: Rollout) -> Rollout:
     """Takes the last token of every response out of its mask."""
     place = torch.arange(rollout.width)
     mask = rollout.action_mask & (place < rollout.response_lengths[:, None] - 1)
-    return rollout.replace(action_mask=mask, valid_tokens=mask, policy_version=torch.where(mask, 0, -1))
+    return rollout.replace(
+        action_mask=mask, valid_tokens=mask, policy_version=torch.where(mask, rollout.policy_version, -1)
+    )
 
 
 def without_first_group(result: Any, *_: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Every fault: what is wrong, and which check has to say so of whom."""
+"""The first faults: along a run from the draw to the log, and which check has to say so of whom."""
 
 from functools import partial
 from unittest.mock import patch
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 import lightning_rl.algorithm
 import lightning_rl.audit.evidence
@@ -16,7 +17,7 @@ from faults.fault import Fault
 from faults.patches import after, change_rows
 from lightning_rl import GAE, ClippedSurrogate, Rollout, Stat
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import PolicyModel, Scorer
@@ -78,6 +79,7 @@ FAULTS: tuple[Fault, ...] = (
         "padding trains",
         "masks",
         "valid_tokens",
+        options={"packing": False},
         patches=[patch.object(lightning_rl.module, "exclude_rows", patches.train_padding)],
     ),
     Fault(
@@ -219,6 +221,7 @@ FAULTS: tuple[Fault, ...] = (
         "partition",
         "reduction",
         callbacks=lambda: [KL()],
+        options=SMALL,
         patches=[patch.object(StepWeights, "of", patches.per_microbatch)],
     ),
     Fault(
@@ -268,7 +271,13 @@ FAULTS: tuple[Fault, ...] = (
         callbacks=lambda: [parts.PostRejection()],
         options=STEPS,
     ),
-    Fault("metrics over padding", "metric_populations", "unmasked.metrics", callbacks=lambda: [parts.Unmasked()]),
+    Fault(
+        "metrics over padding",
+        "metric_populations",
+        "unmasked.metrics",
+        callbacks=lambda: [parts.Unmasked()],
+        sound={"callbacks": lambda: [parts.Unmasked(masked=True)]},
+    ),
     Fault(
         "logged KL is the penalty",
         "raw_kl",
@@ -282,13 +291,6 @@ FAULTS: tuple[Fault, ...] = (
         "kl/ref",
         callbacks=lambda: [KL()],
         patches=[after(lightning_rl.algorithm, "policy_metrics", patches.unmasked_kl)],
-    ),
-    Fault(
-        "padding without an optional field",
-        "partition",
-        "rollout_kl",
-        callbacks=lambda: [RolloutKL(0.1)],
-        patches=[after(Rollout, "padding_rows", patches.without_rollout_logprobs)],
     ),
     Fault(
         "rewards of the row before",
@@ -387,7 +389,8 @@ FAULTS: tuple[Fault, ...] = (
         "masked values not cleaned",
         "loss_masked_values",
         "",
-        callbacks=lambda: [KL()],
+        callbacks=lambda: [KL(), parts.LogOutside()],
+        sound={"callbacks": lambda: [KL(), parts.LogOutside()]},
         options=STEPS,
         patches=[
             patch.object(Rollout, "sanitize", lambda self: self),
@@ -442,7 +445,13 @@ FAULTS: tuple[Fault, ...] = (
         "optimizer, parameter",
         options={"optimizer": parts.without_some},
     ),
-    Fault("a scheduler that steps twice", "optimizer_moves", "scheduler", options={"lr_scheduler": parts.Doubled}),
+    Fault(
+        "a scheduler that steps twice",
+        "optimizer_moves",
+        "scheduler",
+        options={"lr_scheduler": parts.Doubled},
+        sound={"options": lambda: {"lr_scheduler": partial(LambdaLR, lr_lambda=lambda step: 0.8**step)}},
+    ),
     Fault(
         "the old policy taken from the current one",
         "step_gradient",

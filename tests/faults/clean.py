@@ -1,0 +1,517 @@
+"""Legal configurations, in which nothing is wrong: the audit has to say nothing of any of them.
+
+``python -m tests.faults.clean [--seeds N] [part of a name ...]`` lists alarms, and ends with
+``configurations=N rollouts=N alarms=N``. The configurations were written without the checks in view.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from kit.support import parity_reward, tiny_policy, tiny_prompts
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from faults.runs import run_with
+from lightning_rl import (
+    CISPO,
+    GAE,
+    GSPO,
+    ClipCov,
+    ClippedSurrogate,
+    KLCov,
+    LossTerm,
+    LossView,
+    Normalized,
+    PromptDataModule,
+    RLCallback,
+    Rollout,
+    Stat,
+    ValueLoss,
+    presets,
+    warmup_then_linear,
+)
+from lightning_rl.advantages import GRPO, RawReward, RowEstimator
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import (
+    OPSM,
+    AdaptiveKL,
+    DynamicSampling,
+    EntropyBonus,
+    IcePop,
+    NoEOSMask,
+    OffPolicyIS,
+    OutlierMask,
+    OverlongPenalty,
+    ReferenceKL,
+    RewardNormalization,
+    RolloutKL,
+    SequenceRatioMask,
+    TeacherKL,
+    TruncatedIS,
+)
+
+STEPS = {"minibatches": 2, "epochs": 1}
+MANY_STEPS = {"minibatches": 2, "epochs": 2, "token_budget": 24}
+PPO = {"advantages": GAE(lam=0.95), "critic": "shared"}
+RAGGED = {"max_new_tokens": 24, "eos_token_ids": [1, 5, 9]}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A run in which nothing is wrong.
+
+    Attributes:
+        name: what is special about it.
+        options: of the module.
+        callbacks: corrections.
+        fresh: options that are made anew for each run, by their names.
+        data: the prompts.
+        max_steps: optimizer steps of the run.
+        trainer: options of the Trainer.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], Sequence[Any]] = list
+    fresh: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    data: Callable[[], PromptDataModule] = lambda: tiny_prompts(24, 4)
+    max_steps: int = 8
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Rewards of every size.
+
+
+def fraction(scale: float, offset: float = 0.0) -> Callable[..., list[float]]:
+    """A reward of thirds and sevenths, times a scale."""
+
+    def fraction_of(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+        return [offset + scale * (sum(ids) % 7) / (3 + len(ids)) for ids in completion_ids]
+
+    return fraction_of
+
+
+def sparse(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
+    """Often does not apply."""
+    return [None if len(ids) % 3 == 0 else len(ids) / 8 for ids in completion_ids]
+
+
+def constant(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    """The same for everyone, so that there is nothing to learn."""
+    return [0.1] * len(prompts)
+
+
+class Curriculum:
+    """Asks for more with every call: a reward with a state, which is meant."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+        """Longer answers count, up to a length that grows."""
+        del prompts, completions
+        self.calls += 1
+        return [min(len(ids), 2 + self.calls) / 8 + len(ids) % 2 for ids in completion_ids]
+
+
+class NoisyJudge:
+    """A judge with a seeded mood of its own."""
+
+    def __init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(3)
+
+    def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+        """The parity of the length, and a mood."""
+        del prompts, completions
+        mood = torch.randn(len(completion_ids), generator=self.draw) * 0.1
+        return [len(ids) % 2 + float(noise) for ids, noise in zip(completion_ids, mood, strict=True)]
+
+
+# Parts of a user's own that are right.
+
+
+class WhitenedBatch(RowEstimator):
+    """Whitens the scores over the rewarded rows of the batch, on purpose and as it declares."""
+
+    within_groups = False
+    shift_invariant = False
+
+    @override
+    def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+        if int(rewarded.sum()) < 2:
+            return torch.zeros_like(scores)
+        among = scores[rewarded].double()
+        whitened = (scores.double() - among.mean()) / (among.std() + 1e-6)
+        return torch.where(rewarded, whitened, 0.0).to(scores.dtype)
+
+
+def centred(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Scores beside the mean of their group, as a plain function."""
+    advantages = torch.zeros_like(scores)
+    for group in groups.unique():
+        rows = (groups == group) & rewarded
+        if rows.any():
+            advantages[rows] = scores[rows] - scores[rows].mean()
+    return advantages
+
+
+def own_surrogate(view: LossView) -> Tensor:
+    """The clipped surrogate as a plain function."""
+    ratio, advantages = (view.logprobs - view.require("old_logprobs")).exp(), view.require("advantages")
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+class FirstTokens(RLCallback):
+    """Measures the entropy of the first token of each response alone."""
+
+    name = "first_tokens"
+
+    @override
+    def metrics(self, view: LossView) -> Mapping[str, Stat]:
+        first = view.valid_tokens & (view.valid_tokens.cumsum(-1) == 1)
+        return {"first_tokens/entropy": Stat.of(view.entropy, first)}
+
+
+class UnsureTokens(RLCallback):
+    """Measures tokens that were unsure, and tokens with a good advantage, whose numbers differ from step to step."""
+
+    name = "unsure_tokens"
+
+    @override
+    def metrics(self, view: LossView) -> Mapping[str, Stat]:
+        unsure, good = view.entropy.detach() > 1.0, view.require("advantages") > 0
+        return {
+            "unsure_tokens/logprob": Stat.of(view.logprobs, view.valid_tokens & unsure),
+            "unsure_tokens/good": Stat.of(view.entropy, view.valid_tokens & good),
+        }
+
+
+class GoodRows(RLCallback):
+    """Measures the length of the rows that were rewarded with more than nothing."""
+
+    name = "good_rows"
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
+        return {"good_rows/length": Stat.of(rollout.response_lengths, rollout.rewarded & (rollout.rewards > 0))}
+
+
+class Difficulty(RLCallback):
+    """Provides how far the mean of a group is from the middle, and weighs its tokens by it."""
+
+    name = "difficulty"
+    compares_rows = True
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        weight = torch.ones(len(rollout), dtype=rollout.rewards.dtype)
+        for group in rollout.groups.unique():
+            rows = rollout.groups == group
+            weight[rows] = 1.5 - (rollout.rewards[rows].mean().clamp(0, 1) - 0.5).abs()
+        return {"extras/weight": weight}
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        weight = view.extras["weight"].to(view.logprobs.dtype)
+        return weight[:, None].expand_as(view.logprobs).detach()
+
+
+class Concise(RLCallback):
+    """A small bonus for short answers, by their own length."""
+
+    name = "concise"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return (0.1 * (1 - rollout.response_lengths / 24)).to(rollout.rewards.dtype)
+
+
+class EndsAlone(RLCallback):
+    """Keeps the policy loss from tokens behind the fourth, by their own place."""
+
+    name = "ends_alone"
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        return view.valid_tokens.cumsum(-1) <= 4
+
+
+class LogitDecay(RLCallback):
+    """A small pull of every log-probability towards -1."""
+
+    name = "logit_decay"
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=(view.logprobs + 1).square(), coef=0.01)
+
+
+def nothing_to_learn() -> DynamicSampling:
+    """Drops every group, round after round."""
+    return DynamicSampling(1e6, max_rounds=2)
+
+
+class SignMomentum(Optimizer):
+    """An optimizer with a rule of its own: the sign of a running mean of gradients."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.add_(mean.sign(), alpha=-group["lr"])
+
+
+def critic_first(groups: list[dict[str, Any]]) -> Optimizer:
+    """A policy that waits while the critic learns."""
+    rates = {"policy": 0.0, "critic": 0.02}
+    return AdamW([{"params": group["params"], "lr": rates[group["name"]]} for group in groups], weight_decay=0.0)
+
+
+def policy_later(optimizer: Optimizer) -> LambdaLR:
+    """Lets the policy join after four steps."""
+    return LambdaLR(optimizer, [lambda step: float(step >= 4), lambda _step: 1.0])
+
+
+def lora(**options: Any) -> Any:
+    """A policy with adapters."""
+    shape = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(tiny_policy(**options), shape)  # pyright: ignore[reportArgumentType]
+
+
+def partly_frozen() -> Any:
+    """A policy whose embeddings are frozen, as it says itself."""
+    model = tiny_policy()
+    model.get_input_embeddings().requires_grad_(requires_grad=False)
+    return model
+
+
+def preset(name: str, **options: Any) -> Configuration:
+    """A published recipe at four optimizer steps a rollout where it takes several."""
+    recipe = presets.PRESETS[name](**options)
+    steps = {} if name == "rloo" else STEPS
+    given = {key: value for key, value in recipe.options.items() if key != "sampling"}
+    return Configuration(
+        f"preset {name}", {"max_new_tokens": 8, **given, **steps}, lambda: presets.PRESETS[name](**options).callbacks
+    )
+
+
+def with_loss(name: str) -> Configuration:
+    """A loss by its name, with several steps."""
+    return Configuration(f"loss {name}", {"loss": name, **({} if name == "reinforce" else MANY_STEPS)})
+
+
+def with_estimator(name: str) -> Configuration:
+    """An estimator by its name, on a fractional reward."""
+    critic = {"critic": "shared"} if name == "gae" else {}
+    return Configuration(
+        f"estimator {name}, fractional reward", {"advantages": name, "rewards": fraction(1.0), **critic, **STEPS}
+    )
+
+
+def at_scale(scale: float, estimator: str) -> Configuration:
+    """A fractional reward times a scale."""
+    return Configuration(
+        f"rewards of {scale:g}, {estimator}", {"rewards": fraction(scale), "advantages": estimator, **STEPS}
+    )
+
+
+KL = partial(ReferenceKL, 0.1, as_loss=True)
+
+CONFIGURATIONS: tuple[Configuration, ...] = (
+    Configuration("everything by default"),
+    *[preset(name) for name in ("ppo", "grpo", "gspo", "cispo", "reinforce_plus_plus", "dppo", "gmpo")],
+    *[preset(name) for name in ("m2po", "clip_cov", "kl_cov", "lite_ppo")],
+    *[preset(name, max_new_tokens=8) for name in ("dr_grpo", "dapo", "rloo")],
+    *[with_loss(name) for name in ("reinforce", "gspo", "cispo", "dppo", "sapo", "gmpo", "clip_cov", "kl_cov", "m2po")],
+    *[with_estimator(name) for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce")],
+    *[with_estimator(name) for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae")],
+    *[at_scale(scale, "grpo") for scale in (1e-3, 1e-2, 0.1, 10.0, 100.0, 1e3)],
+    *[at_scale(scale, "dr_grpo") for scale in (1e-3, 1e3)],
+    *[at_scale(scale, "rloo") for scale in (1e-3, 1e3)],
+    *[at_scale(scale, "reinforce_plus_plus_baseline") for scale in (1e-3, 1e3)],
+    Configuration("fractional rewards far from 0", {"rewards": fraction(1.0, offset=1000.0), **STEPS}),
+    Configuration("negative rewards", {"rewards": fraction(-3.0, offset=-1.0), "advantages": "rloo"}),
+    Configuration("several rewards", {"rewards": {"a": (fraction(0.1), 0.3), "b": parity_reward, "c": (sparse, 0.0)}}),
+    Configuration("a reward that often does not apply", {"rewards": sparse}),
+    Configuration("a reward that is the same for all", {"rewards": constant}),
+    Configuration("a reward with a curriculum", fresh={"rewards": Curriculum}),
+    Configuration("a judge with a seeded mood", fresh={"rewards": NoisyJudge}),
+    Configuration("weights in float64", {"policy": partial(tiny_policy, dtype=torch.float64), **STEPS}, lambda: [KL()]),
+    Configuration(
+        "weights in bfloat16",
+        {"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=0.01), **STEPS},
+        lambda: [KL()],
+    ),
+    Configuration("bf16-mixed", {**STEPS}, lambda: [KL()], trainer={"precision": "bf16-mixed"}),
+    Configuration("bf16-true", {"rewards": fraction(1.0)}, trainer={"precision": "bf16-true"}),
+    Configuration(
+        "bf16-mixed with a critic", {**PPO, **STEPS}, lambda: [ReferenceKL(0.1)], trainer={"precision": "bf16-mixed"}
+    ),
+    Configuration("without packing", {"packing": False, **MANY_STEPS, **RAGGED}, lambda: [KL()]),
+    Configuration("activations computed again", {"activation_checkpointing": True, **STEPS}, lambda: [KL()]),
+    Configuration("a row in every microbatch", {"token_budget": 1, **STEPS}, lambda: [KL(), EntropyBonus(0.01)]),
+    Configuration(
+        "three epochs of four minibatches", {"minibatches": 4, "epochs": 3, "token_budget": 24}, max_steps=24
+    ),
+    Configuration("no clipping of the gradient", {"max_grad_norm": None, **STEPS}),
+    Configuration("a tight bound on the gradient", {"max_grad_norm": 1e-3, **MANY_STEPS}),
+    Configuration("warmup and a line down", {"lr_scheduler": warmup_then_linear(2, 8)}),
+    Configuration("plain gradient descent with momentum", {"optimizer": partial(SGD, lr=0.1, momentum=0.9), **STEPS}),
+    Configuration("signs of a running mean", {"optimizer": partial(SignMomentum, lr=1e-3), **STEPS}),
+    Configuration("weight decay", {"optimizer": partial(AdamW, lr=0.01, weight_decay=0.1), **STEPS}),
+    Configuration(
+        "a critic of its own", {"advantages": GAE(), "critic": partial(tiny_policy, 3)}, lambda: [ReferenceKL(0.1)]
+    ),
+    Configuration(
+        "a critic without whitening",
+        {"advantages": GAE(gamma=0.9, lam=0.8, whitened=False), "critic": "shared", **STEPS},
+    ),
+    Configuration(
+        "a critic with a Huber loss", {**PPO, "value_loss": ValueLoss(coef=0.5, clip=None, huber=0.3), **STEPS}
+    ),
+    Configuration("a critic on rewards of 1000", {**PPO, "rewards": fraction(1e3), **STEPS}),
+    Configuration("critic first, the policy at a rate of 0", {**PPO, "optimizer": critic_first}),
+    Configuration(
+        "critic first, then the policy",
+        {**PPO, "optimizer": partial(AdamW, lr=0.02), "lr_scheduler": policy_later, **STEPS},
+        max_steps=12,
+    ),
+    Configuration("an adaptive KL in the reward", {**PPO, **STEPS}, lambda: [AdaptiveKL(0.1, target=0.02, horizon=50)]),
+    Configuration(
+        "dynamic sampling", {"rewards": parity_reward, **STEPS}, lambda: [DynamicSampling(), NoEOSMask("drop_tokens")]
+    ),
+    Configuration("dynamic sampling that drops everything", {}, lambda: [nothing_to_learn()]),
+    Configuration("nobody rewarded but who ended", RAGGED, lambda: [NoEOSMask(), OverlongPenalty(24, 8)]),
+    Configuration("a deliberate whitening over the batch", {"advantages": WhitenedBatch(), "rewards": fraction(1.0)}),
+    Configuration("a mean of the group, a deviation of the batch", {"advantages": Normalized(std="batch")}),
+    Configuration("mean and deviation of the batch", {"advantages": Normalized(mean="batch", std="batch")}),
+    Configuration("a group mean as a function", {"advantages": centred, "rewards": fraction(0.3)}),
+    Configuration("a biased deviation", {"advantages": GRPO(unbiased=False, epsilon=1e-4), "rewards": fraction(1e-3)}),
+    Configuration("raw rewards, normalised before", {"advantages": RawReward()}, lambda: [RewardNormalization()]),
+    Configuration("a loss as a function", {"loss": own_surrogate, **MANY_STEPS}),
+    Configuration("a figure over first tokens", STEPS, lambda: [FirstTokens()]),
+    Configuration("a figure over unsure and over good tokens", MANY_STEPS, lambda: [UnsureTokens()]),
+    Configuration("a figure over rows with a good reward", STEPS, lambda: [GoodRows()]),
+    Configuration("weights by the difficulty of a prompt", STEPS, lambda: [Difficulty()]),
+    Configuration("a bonus for short answers", {**RAGGED, **STEPS}, lambda: [Concise()]),
+    Configuration("a mask by the place of a token", STEPS, lambda: [EndsAlone()]),
+    Configuration("a term of a user's own", MANY_STEPS, lambda: [LogitDecay()]),
+    Configuration("adapters", {"policy": lora}, lambda: [KL()]),
+    Configuration("adapters with several steps", {"policy": lora, **MANY_STEPS}, lambda: [TruncatedIS()]),
+    Configuration("embeddings frozen by the user", {"policy": partly_frozen, **STEPS}),
+    Configuration("a rollout generated ahead", {"max_staleness": 1, **STEPS}, lambda: [TruncatedIS(), IcePop()]),
+    Configuration(
+        "a weight of whole responses, generated ahead",
+        {"max_staleness": 1, "loss": "m2po"},
+        lambda: [TruncatedIS("sequence")],
+    ),
+    Configuration(
+        "the current policy over the engine's", {"loss": "reinforce", "max_staleness": 1}, lambda: [OffPolicyIS()]
+    ),
+    Configuration(
+        "many masks at once",
+        {"max_staleness": 1, **STEPS},
+        lambda: [SequenceRatioMask("mean", 0.5, 2.0), OutlierMask(), IcePop(), OPSM(against="rollout")],
+    ),
+    Configuration("penalties of distance", STEPS, lambda: [RolloutKL(), EntropyBonus(0.01, target=1.0), KL()]),
+    Configuration(
+        "an entropy bonus and a third bound",
+        {"loss": ClippedSurrogate(dual_clip=3.0), **MANY_STEPS},
+        lambda: [EntropyBonus(0.01)],
+    ),
+    Configuration("a teacher in the loss", STEPS, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1, as_loss=True)]),
+    Configuration(
+        "a teacher in the reward",
+        {"advantages": "reinforce_plus_plus"},
+        lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)],
+    ),
+    Configuration("top-k and top-p", {"top_k": 6, "top_p": 0.9, "temperature": 0.8, **STEPS}, lambda: [TruncatedIS()]),
+    Configuration("a min-p", {"min_p": 0.1, "temperature": 1.2, **STEPS}),
+    Configuration("hot", {"temperature": 1.7, **STEPS}, lambda: [KL()]),
+    Configuration("cold", {"temperature": 0.2, "epochs": 2}, lambda: [KL()]),
+    Configuration(
+        "groups of two",
+        {"group_size": 2, "advantages": "rloo", "rewards": fraction(1.0)},
+        data=lambda: tiny_prompts(48, 8),
+    ),
+    Configuration(
+        "groups of one", {"group_size": 1, "advantages": "reinforce_plus_plus"}, data=lambda: tiny_prompts(64, 16)
+    ),
+    Configuration(
+        "groups of sixteen", {"group_size": 16, "rewards": fraction(0.1), **STEPS}, data=lambda: tiny_prompts(16, 2)
+    ),
+    Configuration(
+        "answers of one token", {"max_new_tokens": 1, "rewards": fraction(1.0), "optimizer": partial(AdamW, lr=1e-3)}
+    ),
+    Configuration(
+        "answers of very different lengths", {**RAGGED, **MANY_STEPS}, lambda: [KL(), OverlongPenalty(24, 8)]
+    ),
+    Configuration("sums over a constant length", {"reduction": "sequence_sum_norm", **MANY_STEPS, **RAGGED}),
+    Configuration("prompts weigh the same", {"reduction": "prompt_mean", "loss": GSPO(), **MANY_STEPS, **RAGGED}),
+    Configuration("rows weigh the same", {"reduction": "sequence_mean", "loss": CISPO(), **MANY_STEPS, **RAGGED}),
+    Configuration("clip-cov with wide bounds", {"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), **STEPS}),
+    Configuration("kl-cov over microbatches", {"loss": KLCov(fraction=0.3, coef=0.5), **MANY_STEPS}),
+    Configuration(
+        "the same four prompts again and again", STEPS, data=lambda: tiny_prompts(4, 4), trainer={"max_epochs": 4}
+    ),
+    Configuration(
+        "validation of other prompts", STEPS, data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)])
+    ),
+)
+
+
+def alarms_of(configuration: Configuration, seed: int = 0) -> tuple[list[tuple[str, str]], int, str]:
+    """Check and culprit of every finding, how many rollouts there were, and what the run raised, if it did."""
+    audit = SignalAudit(1)
+    options = {"seed": seed, **configuration.options, **{key: make() for key, make in configuration.fresh.items()}}
+    settings = {"optimizer": partial(AdamW, lr=0.01), **options}
+    limits: dict[str, Any] = {"max_steps": configuration.max_steps, "trainer": dict(configuration.trainer)}
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [*configuration.callbacks(), audit]
+        outcome = run_with(callbacks, settings, configuration.data(), folder=Path(folder), **limits)
+    return [(finding.check, finding.culprit) for finding in audit.findings], len(outcome.rollouts), outcome.raised
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the configurations, lists alarms, and returns the exit code."""
+    torch.set_num_threads(1)
+    wanted = list(arguments)
+    seeds = 1
+    if "--seeds" in wanted:
+        place = wanted.index("--seeds")
+        seeds = int(wanted[place + 1])
+        wanted = wanted[:place] + wanted[place + 2 :]
+    chosen = [one for one in CONFIGURATIONS if not wanted or any(part in one.name for part in wanted)]
+    alarms = rollouts = 0
+    for configuration in chosen:
+        for seed in range(seeds):
+            found, number, raised = alarms_of(configuration, seed)
+            rollouts, alarms = rollouts + number, alarms + len(found) + bool(raised)
+            said = [f"{check}: {culprit}" for check, culprit in sorted(set(found))] + ([raised] if raised else [])
+            sys.stdout.write(f"{configuration.name:<50} seed {seed}: {'; '.join(said) or 'silent'}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"configurations={len(chosen)} rollouts={rollouts} alarms={alarms}\n")
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

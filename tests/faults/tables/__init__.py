@@ -1,0 +1,15 @@
+"""Every fault, in one file for each class of them."""
+
+from faults.fault import Fault
+from faults.tables import edits, hooks, logs, rewards, run, samples, stages, step
+
+FAULTS: tuple[Fault, ...] = (
+    *run.FAULTS,
+    *stages.FAULTS,
+    *step.FAULTS,
+    *logs.FAULTS,
+    *samples.FAULTS,
+    *rewards.FAULTS,
+    *edits.FAULTS,
+    *hooks.FAULTS,
+)

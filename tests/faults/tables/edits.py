@@ -1,0 +1,249 @@
+"""Edits of tensors that leave no version: through ``.data``, ``.numpy()``, ``from_numpy``, ``set_``, storages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from faults.fault import Fault
+from lightning_rl import GAE, LossView, RLCallback, Rollout, Stat
+from lightning_rl.advantages import Advantages, RewardSignal
+from lightning_rl.advantages.group_relative import DrGRPO
+from lightning_rl.callbacks import ReferenceKL
+
+STEPS = {"minibatches": 2, "epochs": 1}
+PPO = {"advantages": GAE(), "critic": "shared"}
+
+
+class ShapedInPlace(ReferenceKL):
+    """Shapes the penalty in the reference's log-probabilities themselves: ``k *= -kl_coef`` on an alias of them."""
+
+    @override
+    def token_reward(self, rollout: Rollout) -> Tensor:
+        reward = super().token_reward(rollout)
+        reference = rollout.require("ref_logprobs").detach().numpy()
+        np.multiply(reference, -0.1, out=reference)
+        return reward
+
+
+class NumpyMask(RLCallback):
+    """Clips rewards in an array that is the tensor's own memory, while it says who is rewarded."""
+
+    name = "numpy_mask"
+
+    @override
+    def reward_mask(self, rollout: Rollout) -> Tensor:
+        rewards = rollout.rewards.numpy()
+        rewards -= 0.5 * (rewards > 0) * (np.arange(len(rewards)) % 2)
+        return torch.ones(len(rollout), dtype=torch.bool)
+
+
+class DataBonus(RLCallback):
+    """Adds its bonus to ``rewards.data`` as well."""
+
+    name = "data_bonus"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        bonus = rollout.response_lengths.float() * 0.05
+        rollout.rewards.data.add_(bonus)
+        return bonus
+
+
+class NumpyExclude(RLCallback):
+    """Shortens action masks through an array, where it should leave rows out."""
+
+    name = "numpy_exclude"
+
+    @override
+    def exclude(self, rollout: Rollout) -> Tensor:
+        rollout.action_mask.numpy()[:, -1:] = False
+        return torch.zeros(len(rollout), dtype=torch.bool)
+
+
+class ClippingMetric(RLCallback):
+    """Clips advantages through ``.data`` before it measures them."""
+
+    name = "clipping_metric"
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
+        advantages = rollout.require("advantages")
+        advantages.data.clamp_(-0.5, 0.5)
+        return {"clipping_metric/advantage": Stat.of(advantages, rollout.valid_tokens)}
+
+
+class SortingObserver(RLCallback):
+    """Sorts an array of advantages to print the largest, and with it those that train."""
+
+    name = "sorting_observer"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        rollout.require("advantages").numpy().sort(axis=0)
+
+
+class NumpyWeight(RLCallback):
+    """Scales advantages of the view through an array while it weighs tokens with 1."""
+
+    name = "numpy_weight"
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        advantages = view.require("advantages").numpy()
+        advantages *= 1.0 + 0.5 * (advantages > 0)
+        return torch.ones_like(view.logprobs.detach())
+
+
+class MetricOfView(RLCallback):
+    """Fills log-probabilities of the engine with 0 where they are small, in the view that the core measures too."""
+
+    name = "metric_of_view"
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        logprobs = view.require("rollout_logprobs")
+        logprobs.data[logprobs.data < -1] = 0.0
+        return torch.ones_like(view.valid_tokens)
+
+
+class SetBetween(RLCallback):
+    """Gives the advantages another storage between two optimizer steps."""
+
+    name = "set_between"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.kept = rollout
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        advantages = self.kept.require("advantages")
+        advantages.data.untyped_storage().copy_((-advantages).contiguous().untyped_storage())
+
+
+class SetOld(RLCallback):
+    """Points the old log-probabilities at those of the engine, between two optimizer steps."""
+
+    name = "set_old"
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.kept = rollout
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        old, other = self.kept.require("old_logprobs"), self.kept.require("rollout_logprobs") - 0.3
+        old.data.set_(other)  # pyright: ignore[reportArgumentType]
+        torch.from_numpy(old.numpy())[:] = other
+
+
+class LivingArray(RLCallback):
+    """Provides a tensor made from an array that goes on changing, and weighs with it."""
+
+    name = "living_array"
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        self.array = np.ones(len(rollout), dtype=np.float32)
+        return {"extras/living": torch.from_numpy(self.array)}
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return view.extras["living"].to(view.logprobs.dtype)[:, None].expand_as(view.logprobs).detach()
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.array *= 0.2
+
+
+def clipping_loss(view: LossView) -> Tensor:
+    """A loss that clips advantages in the view, before corrections and figures see them."""
+    view.require("advantages").data.clamp_(-0.3, 0.3)
+    return -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
+
+
+class CentringEstimator(DrGRPO):
+    """Centres the scores in the array that they lie in, and so the rewards of the rollout."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        shaped = signal.shaped.numpy()
+        shaped -= 0.3
+        scores = signal.scores.numpy()
+        scores -= 0.5 * (np.arange(len(scores)) % 2)
+        return super().__call__(signal)
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a penalty shaped in the array of the raw KL",
+        "",
+        "reference_kl",
+        callbacks=lambda: [ShapedInPlace(0.1)],
+        options={**PPO, **STEPS},
+        sound={"callbacks": lambda: [ReferenceKL(0.1)]},
+    ),
+    Fault("a reward mask that clips an array", "", "numpy_mask", callbacks=lambda: [NumpyMask()]),
+    Fault(
+        "a bonus that is added to the data of the rewards as well",
+        "",
+        "data_bonus",
+        callbacks=lambda: [DataBonus()],
+    ),
+    Fault("an exclusion that shortens masks in an array", "", "numpy_exclude", callbacks=lambda: [NumpyExclude()]),
+    Fault(
+        "a figure that clips what it measures",
+        "",
+        "clipping_metric",
+        callbacks=lambda: [ClippingMetric()],
+        options=STEPS,
+    ),
+    Fault("an observer that sorts an array", "", "sorting_observer", callbacks=lambda: [SortingObserver()]),
+    Fault("a weight that scales advantages in an array", "", "numpy_weight", callbacks=lambda: [NumpyWeight()]),
+    Fault(
+        "a mask that fills log-probabilities of the engine",
+        "",
+        "metric_of_view",
+        callbacks=lambda: [MetricOfView()],
+        options=STEPS,
+    ),
+    Fault(
+        "another storage for the advantages between steps",
+        "",
+        "set_between",
+        callbacks=lambda: [SetBetween()],
+        options=STEPS,
+    ),
+    Fault(
+        "old log-probabilities that are written through an array between steps",
+        "",
+        "set_old",
+        callbacks=lambda: [SetOld()],
+        options=STEPS,
+    ),
+    Fault(
+        "a provided array that goes on changing",
+        "",
+        "living_array",
+        callbacks=lambda: [LivingArray()],
+        options={**STEPS, "advantages": "dr_grpo"},
+    ),
+    Fault(
+        "a loss that clips the advantages of the view",
+        "",
+        "clipping_loss",
+        options={"loss": clipping_loss},
+        sound={"options": lambda: {"loss": "ppo"}},
+    ),
+    Fault(
+        "an estimator that centres scores in their array",
+        "",
+        "CentringEstimator",
+        options={"advantages": CentringEstimator()},
+        sound={"options": lambda: {"advantages": "dr_grpo"}},
+    ),
+)

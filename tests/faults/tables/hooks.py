@@ -1,0 +1,216 @@
+"""Somebody else's fault: a user's hook, mask, bonus or optimizer, which has to be named and nobody in its place."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.optim import AdamW
+from typing_extensions import override
+
+from faults.fault import Fault
+from lightning_rl import LossView, RLCallback, RLLightningModule, Rollout
+from lightning_rl.policy import Plan
+
+STEPS = {"minibatches": 2, "epochs": 1}
+SMALL = {"token_budget": 24}
+
+
+class HalvedGradients(Callback):
+    """Halves the gradient after every backward, for an accumulation that the loop does already."""
+
+    @override
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class RoundedGradients(Callback):
+    """Rounds the gradient to bfloat16 after every backward, as a compressing exchange does."""
+
+    @override
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.bfloat16())
+
+
+class NoisyGradients(Callback):
+    """Adds noise to the gradient before the step, for privacy that another run had."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        draw = torch.Generator().manual_seed(0)
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn(parameter.grad.shape, generator=draw), alpha=0.01)
+
+
+class ClippedAgain(Callback):
+    """Clips every parameter's gradient by value before the step, after the loop has clipped the norm."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        nn.utils.clip_grad_value_(pl_module.parameters(), 1e-4)
+
+
+class KeptEmbeddings(Callback):
+    """Sets the gradient of the embeddings to 0 before the step."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if "embed" in name and parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+class AveragedWeights(Callback):
+    """Swaps averaged weights in after a step and forgets to swap them out."""
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.mean = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        with torch.no_grad():
+            for mean, parameter in zip(self.mean, pl_module.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+                parameter.copy_(mean)
+
+
+class PatientRate(Callback):
+    """Sets the learning rate to 0 after two steps, because the reward did not grow."""
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 2:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = 0.0
+
+
+class TrimmedPlan(Callback):
+    """Takes the last microbatch out of the plan of the current rollout, to save memory."""
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        current = pl_module.run.current
+        if current is not None and batch.step:
+            plan = Plan(tuple(step[:-1] if len(step) > 1 else step for step in current.plan.minibatches))
+            pl_module.run.current = dataclasses.replace(current, plan=plan)
+
+
+class EveryOtherRow(RLCallback):
+    """A mask joined by position: every other row of whatever microbatch comes."""
+
+    name = "every_other_row"
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        return (torch.arange(len(view)) % 2 == 0)[:, None].expand_as(view.valid_tokens).clone()
+
+
+class WorstRow(RLCallback):
+    """Rejects the row of a microbatch whose log-probability is the lowest."""
+
+    name = "worst_row"
+
+    @override
+    def sequence_mask(self, view: LossView) -> Tensor:
+        totals = torch.where(view.valid_tokens, view.logprobs.detach(), 0.0).sum(-1)
+        return totals > totals.min()
+
+
+class WidthWeight(RLCallback):
+    """Weighs by the width of the microbatch."""
+
+    name = "width_weight"
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return torch.full_like(view.logprobs.detach(), view.width / 8)
+
+
+class PlacesBonus(RLCallback):
+    """A bonus joined by position: that of a leaderboard, in its order."""
+
+    name = "places_bonus"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return torch.linspace(1, 0, max(len(rollout), 2))[: len(rollout)]
+
+
+class Climbing(AdamW):
+    """Turns gradients around, because somebody maximises."""
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.neg_()
+        return super().step(closure)
+
+
+def halved_by_the_module(self: RLLightningModule) -> None:
+    """A hook of the user's own module class that halves the gradient."""
+    for parameter in self.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a hook that halves gradients after the backward",
+        "",
+        "HalvedGradients",
+        callbacks=lambda: [HalvedGradients()],
+        options=SMALL,
+    ),
+    Fault(
+        "a hook that rounds gradients after the backward",
+        "",
+        "RoundedGradients",
+        callbacks=lambda: [RoundedGradients()],
+    ),
+    Fault(
+        "a module's own hook that halves gradients",
+        "",
+        "on_after_backward",
+        options=SMALL,
+        patches=[patch.object(RLLightningModule, "on_after_backward", halved_by_the_module)],
+    ),
+    Fault("a hook that adds noise before the step", "", "NoisyGradients", callbacks=lambda: [NoisyGradients()]),
+    Fault("a hook that clips once more", "", "ClippedAgain", callbacks=lambda: [ClippedAgain()]),
+    Fault("a hook that keeps the embeddings", "", "KeptEmbeddings", callbacks=lambda: [KeptEmbeddings()]),
+    Fault("averaged weights left in place", "", "AveragedWeights", callbacks=lambda: [AveragedWeights()]),
+    Fault("a hook that ends learning by the rate", "", "PatientRate", callbacks=lambda: [PatientRate()]),
+    Fault(
+        "a hook that trims the plan",
+        "",
+        "TrimmedPlan",
+        callbacks=lambda: [TrimmedPlan()],
+        options={**STEPS, **SMALL},
+    ),
+    Fault("a mask by the place in a microbatch", "", "every_other_row", callbacks=lambda: [EveryOtherRow()]),
+    Fault("a mask of the worst row of a microbatch", "", "worst_row", callbacks=lambda: [WorstRow()], options=SMALL),
+    Fault(
+        "a weight by the width of a microbatch",
+        "",
+        "width_weight",
+        callbacks=lambda: [WidthWeight()],
+        options={**SMALL, "max_new_tokens": 24, "eos_token_ids": [1, 5, 9]},
+    ),
+    Fault("a bonus by the place in a leaderboard", "", "places_bonus", callbacks=lambda: [PlacesBonus()]),
+    Fault(
+        "an optimizer that turns gradients around",
+        "",
+        "Climbing|optimizer",
+        options={"optimizer": partial(Climbing, lr=0.05)},
+    ),
+)

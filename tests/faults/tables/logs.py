@@ -1,0 +1,245 @@
+"""What reaches the logger and is not what was measured."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from typing_extensions import override
+
+import lightning_rl.algorithm
+import lightning_rl.metrics
+import lightning_rl.module
+import lightning_rl.rollouts.signal
+from faults.fault import Fault
+from faults.patches import after, logging
+from lightning_rl import GAE, Rollout, Stat
+from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty, ReferenceKL
+from lightning_rl.metrics import MetricLog
+from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.update import StepGradient
+
+STEPS = {"minibatches": 2, "epochs": 1}
+SMALL = {"token_budget": 24}
+PPO = {"advantages": GAE(), "critic": "shared"}
+
+
+def in_row(name: str, change: Callable[[float], float]) -> Any:
+    """Changes a figure on its way from the log to the loggers."""
+
+    def changed(row: dict[str, float], *_: Any) -> dict[str, float]:
+        return {**row, name: change(row[name])} if name in row else row
+
+    return after(MetricLog, "row", changed)
+
+
+def a_row_late(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
+    """The reward of the row before beside the figures of this one."""
+    before = getattr(log, "before", row)
+    log.before = row  # pyright: ignore[reportAttributeAccessIssue]
+    return {**row, "reward/task": before.get("reward/task", 0.0)}
+
+
+def smoothed(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
+    """A running mean under the name of the figure."""
+    mean = 0.9 * getattr(log, "mean", row.get("kl/rollout", 0.0)) + 0.1 * row.get("kl/rollout", 0.0)
+    log.mean = mean  # pyright: ignore[reportAttributeAccessIssue]
+    return {**row, "kl/rollout": mean}
+
+
+def mean_of_means(parts: Tensor) -> Tensor:
+    """Merges populations as if all had one size."""
+    count, mean, squares, maximum = parts.unbind(-1)
+    return torch.stack([count.sum(0), mean.mean(0), squares.sum(0), maximum.amax(0)], -1)
+
+
+def last_part(self: StepGradient, loss: Any) -> None:
+    """Keeps the loss of the last microbatch."""
+    self.stats.append(loss.stats)
+    self.parts = {name: part.double() for name, part in loss.parts.items()}
+
+
+def in_step(name: str, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes a figure of the optimizer step before it is logged."""
+
+    def changed(stats: dict[str, Stat], *_: Any) -> dict[str, Stat]:
+        return {**stats, name: Stat.single(change(stats[name].moments[1]))}
+
+    return after(StepGradient, "metrics", changed)
+
+
+def in_rollout(name: str, stat: Callable[[Rollout], Stat]) -> Any:
+    """Logs something else of a rollout under a name."""
+    return after(lightning_rl.rollouts.signal, "reward_metrics", logging(name, stat))
+
+
+def in_view(name: str, stat: Callable[[Any], Stat]) -> Any:
+    """Logs something else of a microbatch under a name."""
+    return after(lightning_rl.algorithm, "policy_metrics", logging(name, stat))
+
+
+def in_signal(name: str, stat: Callable[[Rollout], Stat]) -> Any:
+    """Logs something else of the finished signal under a name."""
+
+    def changed(result: Any, *_: Any) -> Any:
+        return result._replace(stats={**result.stats, name: stat(result.rollout)})
+
+    return after(lightning_rl.module, "estimate_signal", changed)
+
+
+def kept_alone(result: Any, *_: Any) -> Any:
+    """Counts the groups that were kept for those that were sampled."""
+    kept = result.rollout.groups.unique().numel()
+    return result._replace(stats={**result.stats, "groups/sampled": Stat.single(float(kept)).sum()})
+
+
+class Percent(Callback):
+    """Turns the rewards that wait to be logged into percentages."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        stats = pl_module.run.metrics.groups["rollout"]
+        place = stats.keys.index("reward/task")
+        stats.moments[place, 1] *= 100
+
+
+def without(name: str, row: Mapping[str, float], *_: Any) -> dict[str, float]:
+    """A row without a figure."""
+    return {key: value for key, value in row.items() if key != name}
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("rewards logged as percentages", "", "reward/task", patches=[in_row("reward/task", lambda x: 100 * x)]),
+    Fault("a reward logged a row late", "", "reward/task", patches=[after(MetricLog, "row", a_row_late)]),
+    Fault(
+        "a KL that is smoothed before it is logged",
+        "",
+        "kl/rollout",
+        options=STEPS,
+        patches=[after(MetricLog, "row", smoothed)],
+    ),
+    Fault(
+        "an entropy divided by the number of ranks that are not there",
+        "",
+        "policy/entropy",
+        patches=[in_row("policy/entropy", lambda x: x / 2)],
+    ),
+    Fault(
+        "a figure that never reaches the logger",
+        "",
+        "kl/rollout",
+        patches=[after(MetricLog, "row", partial(without, "kl/rollout"))],
+    ),
+    Fault(
+        "figures that are means of means",
+        "",
+        "metric|policy/|kl/",
+        options=SMALL,
+        patches=[patch.object(lightning_rl.metrics, "merge_moments", mean_of_means)],
+    ),
+    Fault(
+        "the loss of the last microbatch logged for that of the step",
+        "",
+        "loss/",
+        options=SMALL,
+        patches=[patch.object(StepGradient, "add", last_part)],
+    ),
+    Fault(
+        "a learning rate logged ten times too large", "", "optim/lr", patches=[in_step("optim/lr", lambda x: x * 10)]
+    ),
+    Fault(
+        "the square of the gradient norm logged",
+        "",
+        "optim/grad_norm",
+        patches=[in_step("optim/grad_norm", lambda x: x**2)],
+    ),
+    Fault(
+        "the shaped reward logged without its bonus",
+        "",
+        "reward/shaped",
+        callbacks=lambda: [OverlongPenalty(8, 4)],
+        patches=[in_rollout("reward/shaped", lambda rollout: Stat.of(rollout.rewards, rollout.trained))],
+    ),
+    Fault(
+        "rows without a reward logged as 0",
+        "",
+        "reward/task",
+        callbacks=lambda: [NoEOSMask()],
+        patches=[
+            in_rollout(
+                "reward/task",
+                lambda rollout: Stat.of(torch.where(rollout.rewarded, rollout.rewards, 0.0), rollout.trained),
+            )
+        ],
+    ),
+    Fault(
+        "truncated responses counted after they were left out",
+        "",
+        "length/truncated",
+        callbacks=lambda: [NoEOSMask("drop_tokens")],
+        patches=[in_rollout("length/truncated", lambda rollout: Stat.of(rollout.finish == 1, rollout.trained))],
+    ),
+    Fault(
+        "groups without spread counted by their rows",
+        "",
+        "groups/zero_variance",
+        patches=[in_rollout("groups/zero_variance", lambda rollout: Stat.of(rollout.rewards == 0, rollout.rewarded))],
+    ),
+    Fault(
+        "groups sampled counted after the filter",
+        "",
+        "groups/sampled",
+        callbacks=lambda: [DynamicSampling()],
+        patches=[after(Sampler, "fill_groups", kept_alone)],
+    ),
+    Fault(
+        "advantages logged over padding",
+        "",
+        "advantage/std",
+        patches=[in_signal("advantage/std", lambda rollout: Stat.of(rollout.require("advantages")).std())],
+    ),
+    Fault(
+        "a KL penalty logged with its sign lost",
+        "",
+        "kl/penalty",
+        callbacks=lambda: [ReferenceKL(0.1)],
+        options={**PPO, **STEPS},
+        patches=[
+            in_signal(
+                "kl/penalty",
+                lambda rollout: Stat.of(
+                    0.1 * (rollout.require("old_logprobs") - rollout.require("ref_logprobs")).abs(),
+                    rollout.valid_tokens,
+                ),
+            )
+        ],
+    ),
+    Fault(
+        "the largest ratio logged after the clip",
+        "",
+        "policy/ratio_max",
+        options={"minibatches": 2, "epochs": 2},
+        max_steps=12,
+        patches=[
+            in_view(
+                "policy/ratio_max",
+                lambda view: Stat.of(
+                    (view.logprobs - view.require("old_logprobs")).detach().exp().clamp(0.8, 1.2), view.valid_tokens
+                ).maximum(),
+            )
+        ],
+    ),
+    Fault(
+        "the critic's error logged over padding",
+        "",
+        "value/error",
+        options=PPO,
+        patches=[
+            in_view("value/error", lambda view: Stat.of((view.current_values - view.require("returns")).detach().abs()))
+        ],
+    ),
+    Fault("a hook that rescales what waits to be logged", "", "Percent", callbacks=lambda: [Percent()]),
+)

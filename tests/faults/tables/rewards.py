@@ -1,0 +1,411 @@
+"""Rewards that remember, returns and advantages gone wrong, weights and losses that count a policy twice."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from kit.support import parity_reward, tiny_prompts
+from torch import Tensor
+from torch.optim import AdamW
+from typing_extensions import override
+
+import lightning_rl.advantages.gae
+from faults.fault import Fault
+from lightning_rl import GAE, LossView, PromptDataModule, RLCallback
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
+from lightning_rl.signal.masked import whiten
+from lightning_rl.signal.returns import gae
+
+STEPS = {"minibatches": 2, "epochs": 1}
+TWICE_OVER = {"minibatches": 2, "epochs": 2}
+PPO = {"critic": "shared"}
+AGAIN: dict[str, Any] = {
+    "data": partial(tiny_prompts, 4, 4),
+    "max_steps": 6,
+    "trainer": {"max_epochs": 6},
+}
+"""Six rollouts of the same four prompts."""
+
+
+# Rewards with a memory.
+
+
+class LateReward:
+    """Gives the values of its previous call, as one that fetches before it has submitted."""
+
+    def __init__(self) -> None:
+        self.before: list[float] | None = None
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Scores the rows of the call before."""
+        now = parity_reward(prompts, completions, completion_ids=columns["completion_ids"])
+        kept, self.before = self.before, now
+        return now if kept is None or len(kept) != len(now) else kept
+
+
+class RunningMaximum:
+    """Divides by the largest value that it has ever seen."""
+
+    def __init__(self) -> None:
+        self.largest = 1.0
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Scores the sum of the ids, beside the best so far."""
+        del prompts, completions
+        sums = [float(sum(ids)) for ids in columns["completion_ids"]]
+        self.largest = max([self.largest, *sums])
+        return [value / self.largest for value in sums]
+
+
+class MemoByPrompt:
+    """Keeps what it said of a prompt, and forgets that answers differ."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, int], float] = {}
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Scores a prompt's place in its group once."""
+        fresh = parity_reward(prompts, completions, completion_ids=columns["completion_ids"])
+        keys = [(tuple(prompt), place % 4) for place, prompt in enumerate(prompts)]
+        return [self.known.setdefault(key, value) for key, value in zip(keys, fresh, strict=True)]
+
+
+class MemoByLength:
+    """Keeps what it said of an answer by its length alone, whatever the prompt asked for."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, float] = {}
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Scores how many ids of the prompt come back."""
+        del completions
+        ids = columns["completion_ids"]
+        fresh = [
+            len(set(prompt) & set(row)) / len(row) if row else 0.0 for prompt, row in zip(prompts, ids, strict=True)
+        ]
+        return [self.known.setdefault(len(row), value) for row, value in zip(ids, fresh, strict=True)]
+
+
+def growing_prompts(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Appends to the prompts that it is given, and so to those of the data."""
+    values = []
+    for prompt, ids in zip(prompts, columns["completion_ids"], strict=True):
+        prompt.append(0)
+        values.append(float((len(ids) + len(prompt)) % 2))
+    return values
+
+
+def popping_answers(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Takes answers out of the lists of the data until none is left."""
+    values = []
+    for answers, ids in zip(columns["answers"], columns["completion_ids"], strict=True):
+        right = answers.pop() if answers else 0
+        values.append(float(len(ids) % 2 == right % 2))
+    return values
+
+
+def beside_the_longest(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Compares each answer with the longest one of the call."""
+    lengths = [len(ids) for ids in columns["completion_ids"]]
+    return [length / max([1, *lengths]) + length % 2 for length in lengths]
+
+
+def sorted_for_the_judge(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Sorts answers by length before it scores them, and does not put the values back."""
+    rows = sorted(columns["completion_ids"], key=len)
+    return [float(sum(row) % 5) for row in rows]
+
+
+def answer_above(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Scores the answer of the row above."""
+    ids = list(columns["completion_ids"])
+    return [float(len(row) % 2) for row in [*ids[-1:], *ids[:-1]]]
+
+
+# Returns and advantages.
+
+
+class PastTheEnd(Estimator):
+    """Bootstraps from the last value although the response has ended."""
+
+    reads: ClassVar[tuple[str, ...]] = ("values",)
+    per_token: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        values, valid = signal.values, signal.valid_tokens
+        assert values is not None
+        last = valid.long().cumsum(-1).argmax(-1, keepdim=True)
+        end = 0.5 + values.gather(1, last)[:, 0]
+        raw = gae(signal.shaped, values, valid, gamma=1.0, lam=0.95, bootstrap=end)
+        return Advantages(raw, torch.where(valid, raw + values, 0.0))
+
+
+class WhitenedTwice(Estimator):
+    """Whitens before it makes returns of advantages, and once more after."""
+
+    reads: ClassVar[tuple[str, ...]] = ("values",)
+    per_token: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        values, valid = signal.values, signal.valid_tokens
+        assert values is not None
+        whitened = whiten(gae(signal.shaped, values, valid), valid, signal.global_sum)
+        returns = torch.where(valid, whitened + values, 0.0)
+        return Advantages(whiten(whitened, valid, signal.global_sum), returns)
+
+
+class OwnReturns(Estimator):
+    """Teaches the critic what it says already."""
+
+    reads: ClassVar[tuple[str, ...]] = ("values",)
+    per_token: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        values, valid = signal.values, signal.valid_tokens
+        assert values is not None
+        return Advantages(gae(signal.shaped, values, valid), torch.where(valid, values, 0.0))
+
+
+class ReturnsOfNextToken(Estimator):
+    """Teaches the critic the return of the token behind."""
+
+    reads: ClassVar[tuple[str, ...]] = ("values",)
+    per_token: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        values, valid = signal.values, signal.valid_tokens
+        assert values is not None
+        raw = gae(signal.shaped, values, valid, gamma=0.9)
+        returns = torch.where(valid, raw + values, 0.0)
+        behind = torch.cat([returns[:, 1:], torch.zeros_like(returns[:, :1])], 1)
+        return Advantages(raw, torch.where(valid, behind, 0.0))
+
+
+def bootstrapped(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
+    """The library's GAE with a value of 0.7 after the end of every response."""
+    return gae(rewards, values, valid, **{**options, "bootstrap": values.new_full((len(values),), 0.7)})
+
+
+# Weights and losses that count a policy twice.
+
+
+def log_gap(one: Tensor, other: Tensor) -> Tensor:
+    """Of two policies, within bounds, without gradient."""
+    return (one - other).detach().clamp(-2, 2)
+
+
+class SaysOld(RLCallback):
+    """Declares old over rollout, and weighs with the current policy."""
+
+    name = "says_old"
+    reads_at_loss = ("rollout_logprobs", "old_logprobs")
+    ratio = ("old", "rollout")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return log_gap(view.logprobs, view.require("rollout_logprobs")).exp()
+
+
+class SaysCurrent(RLCallback):
+    """Declares current over rollout, and weighs with the policy before the update."""
+
+    name = "says_current"
+    reads_at_loss = ("rollout_logprobs", "old_logprobs")
+    ratio = ("current", "rollout")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return log_gap(view.require("old_logprobs"), view.require("rollout_logprobs")).exp()
+
+
+class UpsideDown(RLCallback):
+    """Declares old over rollout, and weighs with rollout over old."""
+
+    name = "upside_down"
+    reads_at_loss = ("rollout_logprobs", "old_logprobs")
+    ratio = ("old", "rollout")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return log_gap(view.require("rollout_logprobs"), view.require("old_logprobs")).exp()
+
+
+class SaysNothing(RLCallback):
+    """Weighs with old over rollout and declares no ratio, beside a correction that weighs with the same."""
+
+    name = "says_nothing"
+    reads_at_loss = ("rollout_logprobs", "old_logprobs")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return log_gap(view.require("old_logprobs"), view.require("rollout_logprobs")).exp()
+
+
+def squared_ratio(view: LossView) -> Tensor:
+    """The surrogate with the ratio of the current policy squared."""
+    gap = (view.logprobs - view.require("old_logprobs")).clamp(-2, 2)
+    return -(2 * gap).exp() * view.require("advantages")
+
+
+def own_ratio(view: LossView) -> Tensor:
+    """A surrogate with a ratio to the engine's policy that it declares nowhere."""
+    gap = (view.logprobs - view.require("rollout_logprobs")).clamp(-2, 2)
+    return -gap.exp() * view.require("advantages")
+
+
+def half_ratio(view: LossView) -> Tensor:
+    """A ratio that its author took to the power of one half for stability, and one more in the advantage."""
+    gap = (view.logprobs - view.require("old_logprobs")).clamp(-2, 2)
+    return -(0.5 * gap).exp() * view.require("advantages") * gap.exp()
+
+
+def with_answers() -> PromptDataModule:
+    """Prompts with lists of answers."""
+    rows = [{"prompt": [2 + place, 3], "answers": [place, place + 1, 1]} for place in range(4)]
+    return PromptDataModule(rows, 4)
+
+
+STALE: dict[str, Any] = {
+    "options": {**TWICE_OVER, "max_staleness": 1, "optimizer": partial(AdamW, lr=0.01)},
+    "data": partial(tiny_prompts, 32, 4),
+    "max_steps": 16,
+}
+"""Rollouts of an older policy, so that that of the engine and the one before the update differ."""
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("a reward that gives the values of its previous call", "", "LateReward", fresh={"rewards": LateReward}),
+    Fault(
+        "a reward over the largest value so far",
+        "",
+        "RunningMaximum",
+        fresh={"rewards": RunningMaximum},
+    ),
+    Fault("a reward kept by its prompt", "", "MemoByPrompt", fresh={"rewards": MemoByPrompt}, **AGAIN),
+    Fault("a reward kept by the length of the answer", "", "MemoByLength", fresh={"rewards": MemoByLength}),
+    Fault(
+        "a reward that edits the prompts",
+        "",
+        "growing_prompts",
+        options={"rewards": growing_prompts},
+        data=lambda: PromptDataModule([[2 + place, 3] for place in range(4)], 4),
+        trainer={"max_epochs": 6},
+    ),
+    Fault(
+        "a reward that takes answers out of the data",
+        "",
+        "popping_answers",
+        options={"rewards": popping_answers},
+        data=with_answers,
+        trainer={"max_epochs": 6},
+    ),
+    Fault(
+        "a reward beside the longest answer of the call",
+        "",
+        "beside_the_longest",
+        options={"rewards": beside_the_longest, "max_new_tokens": 24, "eos_token_ids": [1, 5, 9]},
+    ),
+    Fault(
+        "a reward that sorts answers and does not put values back",
+        "",
+        "sorted_for_the_judge",
+        options={"rewards": sorted_for_the_judge},
+    ),
+    Fault("a reward of the answer above", "", "answer_above", options={"rewards": answer_above}),
+    Fault(
+        "returns that go on past the end",
+        "",
+        "PastTheEnd",
+        options={**PPO, "advantages": PastTheEnd()},
+        sound={"options": lambda: {"advantages": GAE(lam=0.95, whitened=False)}},
+    ),
+    Fault(
+        "a value after the end in the library's GAE",
+        "",
+        "GAE|estimator|signal",
+        options={**PPO, "advantages": GAE(whitened=False)},
+        patches=[patch.object(lightning_rl.advantages.gae, "gae", bootstrapped)],
+    ),
+    Fault(
+        "advantages whitened twice, returns once",
+        "",
+        "WhitenedTwice",
+        options={**PPO, "advantages": WhitenedTwice()},
+        sound={"options": lambda: {"advantages": GAE()}},
+    ),
+    Fault(
+        "returns that are the critic's own values",
+        "",
+        "OwnReturns",
+        options={**PPO, "advantages": OwnReturns()},
+        sound={"options": lambda: {"advantages": GAE(whitened=False)}},
+    ),
+    Fault(
+        "returns of the token behind",
+        "",
+        "ReturnsOfNextToken",
+        options={**PPO, "advantages": ReturnsOfNextToken()},
+        sound={"options": lambda: {"advantages": GAE(gamma=0.9, whitened=False)}},
+    ),
+    Fault(
+        "a weight that says old and takes the current policy",
+        "",
+        "says_old",
+        callbacks=lambda: [SaysOld()],
+        options=TWICE_OVER,
+        sound={"callbacks": lambda: [TruncatedIS()]},
+    ),
+    Fault(
+        "a weight that says current and takes the old policy",
+        "",
+        "says_current",
+        callbacks=lambda: [SaysCurrent()],
+        sound={"callbacks": lambda: [OffPolicyIS()]},
+        **{**STALE, "options": {**STALE["options"], "loss": "reinforce"}},
+    ),
+    Fault(
+        "a weight that is upside down",
+        "",
+        "upside_down",
+        callbacks=lambda: [UpsideDown()],
+        sound={"callbacks": lambda: [TruncatedIS()]},
+        **STALE,
+    ),
+    Fault(
+        "a second weight of the same ratio that declares none",
+        "",
+        "says_nothing",
+        callbacks=lambda: [SaysNothing(), TruncatedIS()],
+        sound={"callbacks": lambda: [TruncatedIS()]},
+        **STALE,
+    ),
+    Fault(
+        "a loss with its ratio squared",
+        "",
+        "squared_ratio",
+        options={**TWICE_OVER, "loss": squared_ratio},
+        sound={"options": lambda: {"loss": "ppo"}},
+    ),
+    Fault(
+        "a loss with a ratio of its own beside a weight with the same",
+        "",
+        "own_ratio|off_policy_is",
+        callbacks=lambda: [OffPolicyIS()],
+        options={**TWICE_OVER, "loss": own_ratio},
+        sound={"options": lambda: {"loss": "reinforce"}},
+    ),
+    Fault(
+        "a loss with a ratio to the power of three halves",
+        "",
+        "half_ratio",
+        options={**TWICE_OVER, "loss": half_ratio},
+        sound={"options": lambda: {"loss": "ppo"}},
+    ),
+)

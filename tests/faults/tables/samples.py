@@ -1,0 +1,373 @@
+"""Samples that are not what the policy would say: copies, other distributions, other prompts, other rows."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from kit.support import tiny_prompts
+from torch import Tensor
+from torch.optim import AdamW
+from typing_extensions import override
+
+import lightning_rl.rollouts.sample
+from faults.fault import Fault
+from faults.parts import Altering
+from lightning_rl import Evaluation, Finish, PromptDataModule, TransformersEngine
+from lightning_rl.data import Prompt
+from lightning_rl.generation import Completion, Request, request_seed
+
+OF_ROLLOUTS = 8  # tokens that the runs of the faults allow a sample that trains
+
+SLOW = {"optimizer": partial(AdamW, lr=1e-3)}
+"""A policy that keeps its entropy over many rollouts."""
+
+MANY: dict[str, Any] = {"options": SLOW, "data": partial(tiny_prompts, 64, 4), "max_steps": 16}
+"""Sixteen rollouts of sixteen samples."""
+
+AGAIN: dict[str, Any] = {
+    "options": SLOW,
+    "data": partial(tiny_prompts, 4, 4),
+    "max_steps": 8,
+    "trainer": {"max_epochs": 8},
+}
+"""Eight rollouts of the same four prompts."""
+
+
+class Drawing(TransformersEngine):
+    """Draws token by token from what ``choose`` makes of the policy's distribution, and reports the policy's own
+    log-probabilities, as a server does whose filters nobody mentioned.
+
+    Args:
+        choose: from log-probabilities at the temperature [V], the tokens drawn so far, and the request to logits.
+    """
+
+    def __init__(self, choose: Callable[[Tensor, list[int], Request], Tensor] = lambda scores, *_: scores) -> None:
+        super().__init__()
+        self.choose = choose
+
+    @override
+    @torch.no_grad()
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        if any(request.sampling.temperature == 0 for request in requests):
+            return super()._draw(requests, logprobs=logprobs)
+        return [self._complete(request) for request in requests]
+
+    def _complete(self, request: Request) -> Completion:
+        model, draw = self._model_for("generate"), torch.Generator().manual_seed(request.seed)
+        drawn: list[int] = []
+        reported: list[float] = []
+        finish = Finish.LENGTH
+        while len(drawn) < request.sampling.max_new_tokens and finish == Finish.LENGTH:
+            logits = model(input_ids=torch.tensor([[*request.prefix_ids, *drawn]]), use_cache=False).logits[0, -1]
+            scores = (logits.float() / request.sampling.temperature).log_softmax(-1)
+            token = int(self.choose(scores, drawn, request).softmax(-1).multinomial(1, generator=draw))
+            drawn.append(token)
+            reported.append(float(scores[token]))
+            finish = Finish.STOP if token in request.eos_token_ids else Finish.LENGTH
+        return Completion(token_ids=tuple(drawn), logprobs=torch.tensor(reported), finish=finish, version=self.version)
+
+
+def top_two(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """A top-k that the server has by default."""
+    return scores.masked_fill(scores < scores.topk(2).values[-1], -torch.inf)
+
+
+def nucleus(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """A top-p of 0.7 out of a file beside the weights."""
+    ordered, order = scores.sort(descending=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    return scores.index_fill(0, order[before > 0.7], -torch.inf)
+
+
+def above_a_tenth(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """A min-p of 0.2."""
+    return scores.masked_fill(scores < scores.max() + torch.tensor(0.2).log(), -torch.inf)
+
+
+def colder(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """Half the temperature."""
+    return scores * 2
+
+
+def hotter(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """Twice the temperature."""
+    return scores / 2
+
+
+def no_early_end(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """A least number of tokens, left over from a benchmark."""
+    if len(drawn) >= 6:
+        return scores
+    return scores.index_fill(0, torch.tensor(request.eos_token_ids), -torch.inf)
+
+
+def no_repetition(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """A penalty on what was drawn before."""
+    return scores.index_add(0, torch.tensor(drawn, dtype=torch.int64), torch.full((len(drawn),), -1.5))
+
+
+def some_greedy(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """The likeliest token for every fourth sample."""
+    return scores * 1000 if request.sample_id % 4 == 0 else scores
+
+
+def nearly_greedy(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
+    """A sixth of the temperature for everyone."""
+    return scores * 6
+
+
+class Repeating(TransformersEngine):
+    """Draws one answer to each prompt and hands it out for all of its samples."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        first: dict[tuple[int, ...], Completion] = {}
+        drawn = super()._draw(requests, logprobs=logprobs)
+        return [first.setdefault(request.prefix_ids, one) for request, one in zip(requests, drawn, strict=True)]
+
+
+class Pairing(TransformersEngine):
+    """Hands out every answer twice, as after a retry that counted both."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super()._draw(requests, logprobs=logprobs)
+        return [drawn[place - place % 2] for place in range(len(drawn))]
+
+
+class Remembering(TransformersEngine):
+    """Answers a prompt from its cache of answers, if it has seen it in an earlier rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[tuple[Any, ...], Completion] = {}
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn, given = super()._draw(requests, logprobs=logprobs), []
+        for request, completion in zip(requests, drawn, strict=True):
+            key = (request.prefix_ids, request.sample_id % 4)
+            kept = self.known.setdefault(key, completion)
+            given.append(dataclasses.replace(kept, version=self.version))
+        return given
+
+
+class Reordering(TransformersEngine):
+    """Hands answers out in another order than that of the requests.
+
+    Args:
+        order: from requests and answers to the places of the answers.
+    """
+
+    def __init__(self, order: Callable[[Sequence[Request], Sequence[Completion]], Sequence[int]]) -> None:
+        super().__init__()
+        self.order = order
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super()._draw(requests, logprobs=logprobs)
+        return [drawn[place] for place in self.order(requests, drawn)] if len(drawn) > 1 else drawn
+
+
+def as_they_finish(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
+    """The shortest first, as a server streams them."""
+    return sorted(range(len(drawn)), key=lambda place: len(drawn[place].token_ids))
+
+
+def next_prompt(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
+    """Those of the next prompt."""
+    return [(place + 4) % len(drawn) for place in range(len(drawn))]
+
+
+def last_two(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
+    """The first and the last exchanged."""
+    return [len(drawn) - 1, *range(1, len(drawn) - 1), 0]
+
+
+def without_beginning(request: Request) -> Request:
+    """Keeps the last token of a prompt."""
+    return dataclasses.replace(request, prefix_ids=request.prefix_ids[-1:])
+
+
+def stopped_early(completion: Completion) -> Completion:
+    """Ends after four tokens and calls it cut off."""
+    if len(completion.token_ids) <= 4 or completion.logprobs is None:
+        return completion
+    short = {"token_ids": completion.token_ids[:4], "logprobs": completion.logprobs[:4]}
+    return dataclasses.replace(completion, **short, finish=Finish.LENGTH)
+
+
+def with_an_end(completion: Completion) -> Completion:
+    """Puts an end behind what was cut off, which nobody drew."""
+    if completion.finish != Finish.LENGTH or completion.logprobs is None:
+        return completion
+    ids, logprobs = (*completion.token_ids[:-1], 1), completion.logprobs.clone()
+    logprobs[-1] = 0.0
+    return dataclasses.replace(completion, token_ids=ids, logprobs=logprobs, finish=Finish.STOP)
+
+
+class Silent(TransformersEngine):
+    """Gives an empty answer to every fifth request and says that it stopped."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super()._draw(requests, logprobs=logprobs)
+        nothing = {"token_ids": (), "logprobs": torch.zeros(0), "finish": Finish.STOP}
+        return [
+            dataclasses.replace(one, **nothing) if request.sample_id % 5 == 0 and one.logprobs is not None else one
+            for request, one in zip(requests, drawn, strict=True)
+        ]
+
+
+def seed_of_prompt(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:
+    """One seed for all samples of a prompt."""
+    return request_seed(run_seed, rollout, sample_id // 4, turn)
+
+
+def seed_of_place(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:
+    """One seed for a place in its group, in every rollout."""
+    return request_seed(run_seed, 0, sample_id % 4, turn)
+
+
+class CutPrompts(PromptDataModule):
+    """Cuts prompts to a token on the way to the engine; rewards see all of them."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        return [dataclasses.replace(prompt, token_ids=prompt.token_ids[-1:]) for prompt in super().at(places)]
+
+
+class StuckPrompts(PromptDataModule):
+    """Forgets to move its cursor."""
+
+    @override
+    def take(self, number: int) -> list[Prompt]:
+        taken = super().take(number)
+        self.cursor = 0
+        return taken
+
+
+class FirstPrompts(PromptDataModule):
+    """Counts on, and reads the first four rows again and again."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        places = list(places)
+        rows = self.prompts.prompts([place % 4 for place in places], places)  # pyright: ignore[reportAttributeAccessIssue]
+        return list(rows)
+
+
+class MixedPrompts(PromptDataModule):
+    """Trains on a validation prompt now and then."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        held_out = self.validation_prompts()
+        mixed = [held_out[p.index % len(held_out)] if p.index % 3 == 0 else p for p in super().at(places)]
+        return [dataclasses.replace(prompt, index=place) for prompt, place in zip(mixed, places, strict=True)]
+
+
+ROWS = [[2 + place % 13, 3 + place % 7, 4][: 1 + place % 3] for place in range(16)]
+HELD_OUT = [[5, 5, place] for place in range(6, 10)]
+SEEDS = "seed|generate|draw|sampl|engine"
+
+
+def with_engine(make: Callable[[], Any]) -> dict[str, Any]:
+    """Many rollouts of an engine."""
+    return {**MANY, "fresh": {"engine": make}, "sound": {"options": lambda: {"engine": Drawing()}}}
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("one answer for all samples of a prompt", "", "Repeating", fresh={"engine": Repeating}),
+    Fault("every answer twice", "", "Pairing", fresh={"engine": Pairing}),
+    Fault(
+        "one seed for all samples of a prompt",
+        "",
+        SEEDS,
+        patches=[patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_prompt)],
+    ),
+    Fault(
+        "one seed for a place in its group",
+        "",
+        SEEDS,
+        patches=[patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_place)],
+        **AGAIN,
+    ),
+    Fault("answers of earlier rollouts", "", "Remembering", fresh={"engine": Remembering}, **AGAIN),
+    Fault("a top-k that nobody mentioned", "", "Drawing", **with_engine(lambda: Drawing(top_two))),
+    Fault("a top-p that nobody mentioned", "", "Drawing", **with_engine(lambda: Drawing(nucleus))),
+    Fault("a min-p that nobody mentioned", "", "Drawing", **with_engine(lambda: Drawing(above_a_tenth))),
+    Fault("tokens drawn at half the temperature", "", "Drawing", **with_engine(lambda: Drawing(colder))),
+    Fault("tokens drawn at twice the temperature", "", "Drawing", **with_engine(lambda: Drawing(hotter))),
+    Fault("a least number of tokens left over", "", "Drawing", **with_engine(lambda: Drawing(no_early_end))),
+    Fault("a penalty on repetition left over", "", "Drawing", **with_engine(lambda: Drawing(no_repetition))),
+    Fault("every fourth sample greedy", "", "Drawing", **with_engine(lambda: Drawing(some_greedy))),
+    Fault("every sample nearly greedy", "", "Drawing", **with_engine(lambda: Drawing(nearly_greedy))),
+    Fault(
+        "answers in the order in which they ended",
+        "",
+        "Reordering",
+        fresh={"engine": lambda: Reordering(as_they_finish)},
+    ),
+    Fault("answers to the next prompt", "", "Reordering", fresh={"engine": lambda: Reordering(next_prompt)}),
+    Fault("two answers exchanged", "", "Reordering", fresh={"engine": lambda: Reordering(last_two)}),
+    Fault(
+        "prompts cut by the engine",
+        "",
+        "engine Altering",
+        fresh={"engine": lambda: Altering(request=without_beginning)},
+    ),
+    Fault(
+        "an engine that stops before the limit and calls it the limit",
+        "",
+        "engine Altering",
+        fresh={"engine": lambda: Altering(completion=stopped_early)},
+    ),
+    Fault(
+        "an end that nobody drew",
+        "",
+        "engine Altering",
+        fresh={"engine": lambda: Altering(completion=with_an_end)},
+    ),
+    Fault("empty answers that say they stopped", "", "Silent", fresh={"engine": Silent}),
+    Fault("prompts cut by the data", "", "prompt|data|CutPrompts", data=lambda: CutPrompts(ROWS, 4)),
+    Fault(
+        "validation prompts among those that train",
+        "",
+        "validation",
+        options=SLOW,
+        data=lambda: tiny_prompts(16, 4, validation=ROWS[:4]),
+        sound={"data": lambda: tiny_prompts(16, 4, validation=HELD_OUT)},
+    ),
+    Fault(
+        "a validation prompt in training now and then",
+        "",
+        "validation|MixedPrompts|data",
+        data=lambda: MixedPrompts(ROWS, 4, validation=HELD_OUT),
+        sound={"data": lambda: PromptDataModule(ROWS, 4, validation=HELD_OUT)},
+    ),
+    Fault(
+        "an evaluation of prompts that train",
+        "",
+        "evaluation|validation|exam",
+        options={**SLOW, "evaluation": Evaluation("exam", ROWS[:4], samples=1)},
+        sound={"options": lambda: {"evaluation": Evaluation("exam", HELD_OUT, samples=1)}},
+    ),
+    Fault(
+        "a cursor that never moves",
+        "",
+        "cursor|prompt|data|StuckPrompts",
+        data=lambda: StuckPrompts(ROWS, 4),
+        sound={"data": lambda: PromptDataModule(ROWS, 4)},
+    ),
+    Fault(
+        "the first rows again and again",
+        "",
+        "cursor|prompt|data|FirstPrompts",
+        data=lambda: FirstPrompts(ROWS, 4),
+        sound={"data": lambda: PromptDataModule(ROWS, 4)},
+    ),
+)

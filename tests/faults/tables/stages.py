@@ -1,0 +1,468 @@
+"""Contributions that depend on what they must not: the padded width, the order of the rows, their neighbours, the rank.
+
+Each is written as a user would, and right for the batch that it was tried on.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from kit.support import tiny_prompts
+from torch import Tensor
+from typing_extensions import override
+
+from faults.fault import Fault
+from lightning_rl import LossView, RLCallback, Rollout, Stat
+from lightning_rl.callbacks import DynamicSampling, NoEOSMask
+
+LONGEST = 24
+RAGGED = {"max_new_tokens": LONGEST, "eos_token_ids": [1, 5, 9]}
+"""Responses of very different lengths, so that the padded width of a rollout is seldom the longest one allowed."""
+
+
+class WidthMask(RLCallback):
+    """Takes whoever is as wide as the batch for cut off."""
+
+    name = "width_mask"
+
+    @override
+    def reward_mask(self, rollout: Rollout) -> Tensor:
+        return rollout.response_lengths < rollout.width
+
+
+class EverySecond(RLCallback):
+    """Holds out every second row of the batch, for a judge that is asked later."""
+
+    name = "every_second"
+
+    @override
+    def reward_mask(self, rollout: Rollout) -> Tensor:
+        return torch.arange(len(rollout)) % 2 == 0
+
+
+class NotTooLong(RLCallback):
+    """Gives no reward to what is longer than the rows of this rank are on average."""
+
+    name = "not_too_long"
+
+    @override
+    def reward_mask(self, rollout: Rollout) -> Tensor:
+        return rollout.response_lengths <= rollout.response_lengths.double().mean() * 1.2
+
+
+class FirstGroups(RLCallback):
+    """Keeps the groups of the first half of the batch."""
+
+    name = "first_groups"
+
+    @override
+    def keep_groups(self, rollout: Rollout) -> Tensor:
+        place = torch.arange(len(rollout))
+        first = torch.stack([place[rollout.groups == group].min() for group in rollout.groups]) if len(place) else place
+        return first < max(len(rollout) / 2, 1)
+
+
+class ShortGroups(RLCallback):
+    """Filters groups whose responses fill the batch's width."""
+
+    name = "short_groups"
+
+    def __init__(self, width: int | None = None) -> None:
+        self.length = width
+
+    @override
+    def keep_groups(self, rollout: Rollout) -> Tensor:
+        limit = (self.length or rollout.width) * 0.4
+        lengths = rollout.response_lengths.double()
+        means = [lengths[rollout.groups == group].mean() for group in rollout.groups]
+        return torch.stack(means) <= limit if means else lengths > 0
+
+
+class BetterThanBefore(RLCallback):
+    """Keeps a group that is not worse than the one before it in the batch."""
+
+    name = "better_than_before"
+
+    @override
+    def keep_groups(self, rollout: Rollout) -> Tensor:
+        keep, before = torch.ones(len(rollout), dtype=torch.bool), -1.0
+        for group in dict.fromkeys(rollout.groups.tolist()):
+            mean = float(rollout.rewards[rollout.groups == group].mean())
+            keep[rollout.groups == group], before = mean >= before, mean
+        return keep
+
+
+class FoursWithSpread(RLCallback):
+    """Dynamic sampling that reshapes by the group size of another run."""
+
+    name = "fours_with_spread"
+
+    @override
+    def keep_groups(self, rollout: Rollout) -> Tensor:
+        keep, whole = torch.ones(len(rollout), dtype=torch.bool), len(rollout) // 4 * 4
+        spread = rollout.rewards[:whole].reshape(-1, 4).std(-1) > 0
+        keep[:whole] = spread.repeat_interleave(4)
+        return keep
+
+
+class WidthExclude(RLCallback):
+    """Leaves out what fills the padded width."""
+
+    name = "width_exclude"
+
+    @override
+    def exclude(self, rollout: Rollout) -> Tensor:
+        return rollout.response_lengths == rollout.width
+
+
+class LastRow(RLCallback):
+    """Leaves out the last row, which used to be padding."""
+
+    name = "last_row"
+
+    @override
+    def exclude(self, rollout: Rollout) -> Tensor:
+        return torch.arange(len(rollout)) == len(rollout) - 1
+
+
+class LongestTenth(RLCallback):
+    """Leaves out the longest tenth of the rows of this rank."""
+
+    name = "longest_tenth"
+
+    @override
+    def exclude(self, rollout: Rollout) -> Tensor:
+        if not len(rollout):
+            return torch.zeros(0, dtype=torch.bool)
+        return rollout.response_lengths > torch.quantile(rollout.response_lengths.double(), 0.9)
+
+
+class Duplicates(RLCallback):
+    """Leaves out a response that is as long as the one above it, taken for a repetition."""
+
+    name = "duplicates"
+
+    @override
+    def exclude(self, rollout: Rollout) -> Tensor:
+        above = torch.cat([rollout.response_lengths.new_full((1,), -1), rollout.response_lengths[:-1]])
+        return rollout.response_lengths == above[: len(rollout)]
+
+
+class ListedDifficulty(RLCallback):
+    """Joins a list of difficulties in the order of a file with rows in the order of the batch."""
+
+    name = "listed_difficulty"
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        return {"extras/difficulty": torch.linspace(0.5, 1.5, max(len(rollout), 1))[: len(rollout)]}
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        weight = view.extras["difficulty"].to(view.logprobs.dtype)
+        return weight[:, None].expand_as(view.logprobs).detach()
+
+
+class PlaceInBatch(RLCallback):
+    """Weighs a token by how far behind it stands, as a share of the padded width."""
+
+    name = "place_in_batch"
+
+    def __init__(self, width: int | None = None) -> None:
+        self.length = width
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        place = torch.arange(rollout.width, dtype=torch.float32) / (self.length or rollout.width)
+        return {"token_extras/place": place.expand(len(rollout), -1).contiguous()}
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return 0.5 + view.token_extras["place"].to(view.logprobs.dtype)
+
+
+class StandardizedOnRank(RLCallback):
+    """Provides rewards standardised over the rows of this rank, and weighs with them."""
+
+    name = "standardized_on_rank"
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        centred = rollout.rewards - rollout.rewards.mean()
+        return {"extras/standardized": centred / centred.square().mean().sqrt().clamp(min=1e-3)}
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        weight = view.extras["standardized"].sigmoid().to(view.logprobs.dtype)
+        return weight[:, None].expand_as(view.logprobs).detach()
+
+
+class Brevity(RLCallback):
+    """A bonus for short answers, as a share of the padded width."""
+
+    name = "brevity"
+
+    def __init__(self, width: int | None = None) -> None:
+        self.length = width
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return 1 - rollout.response_lengths / (self.length or max(rollout.width, 1))
+
+
+class ListedBonus(RLCallback):
+    """A bonus joined by position: the n-th of a list to the n-th row."""
+
+    name = "listed_bonus"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return torch.tensor([0.0, 0.5, 0.1])[torch.arange(len(rollout)) % 3]
+
+
+class ShorterThanRank(RLCallback):
+    """A bonus for what is shorter than the rows of this rank are on average; it does not say that it compares."""
+
+    name = "shorter_than_rank"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        lengths = rollout.response_lengths.float()
+        return 0.1 * (lengths.mean() - lengths)
+
+
+class ShorterThanFour(RLCallback):
+    """A bonus for the shortest of four neighbours, where a prompt has two answers."""
+
+    name = "shorter_than_four"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        bonus, whole = torch.zeros(len(rollout)), len(rollout) // 4 * 4
+        lengths = rollout.response_lengths[:whole].float().reshape(-1, 4)
+        bonus[:whole] = (lengths.mean(-1, keepdim=True) - lengths).flatten() * 0.1
+        return bonus
+
+
+class BonusAbove(RLCallback):
+    """A bonus for an answer that differs in length from the row above it."""
+
+    name = "bonus_above"
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        above = rollout.response_lengths.roll(1)
+        return (rollout.response_lengths != above).float() * 0.3
+
+
+class Patience(RLCallback):
+    """Spreads a token reward evenly over the padded width."""
+
+    name = "patience"
+
+    def __init__(self, width: int | None = None) -> None:
+        self.length = width
+
+    @override
+    def token_reward(self, rollout: Rollout) -> Tensor:
+        share = torch.arange(rollout.width) / (self.length or rollout.width)
+        return -0.2 * share.expand(len(rollout), -1).contiguous()
+
+
+class Fill(RLCallback):
+    """Measures how much of the batch's width the responses fill."""
+
+    name = "fill"
+
+    def __init__(self, width: int | None = None) -> None:
+        self.length = width
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
+        return {"fill/share": Stat.of(rollout.response_lengths / (self.length or rollout.width), rollout.real)}
+
+
+class UpperHalf(RLCallback):
+    """Measures the entropy of every second row of whatever microbatch comes."""
+
+    name = "upper_half"
+
+    def __init__(self, *, by_sample: bool = False) -> None:
+        self.by_sample = by_sample
+
+    @override
+    def metrics(self, view: LossView) -> Mapping[str, Stat]:
+        number = view.sample_ids if self.by_sample else torch.arange(len(view))
+        return {"upper_half/entropy": Stat.of(view.entropy, view.valid_tokens & (number % 2 == 0)[:, None])}
+
+
+class MeanOfMeans(RLCallback):
+    """Measures each microbatch's mean, of which the log takes the mean."""
+
+    name = "mean_of_means"
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
+
+    @override
+    def metrics(self, view: LossView) -> Mapping[str, Stat]:
+        surprise, valid = -view.logprobs.detach(), view.valid_tokens
+        if self.whole:
+            return {"mean_of_means/surprise": Stat.of(surprise, valid)}
+        mean = surprise[valid].mean() if valid.any() else torch.tensor(0.0)
+        return {"mean_of_means/surprise": Stat.single(mean)}
+
+
+class RightAnswers(RLCallback):
+    """Measures the length of right answers, with the rewards of the rows above."""
+
+    name = "right_answers"
+
+    def __init__(self, shift: int = 1) -> None:
+        self.shift = shift
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
+        right = rollout.rewards.roll(self.shift) > 0
+        return {"right_answers/length": Stat.of(rollout.response_lengths, right & rollout.rewarded)}
+
+
+PAIRS = {"group_size": 2}
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a reward mask that takes the widest row for cut off",
+        "",
+        "width_mask",
+        callbacks=lambda: [WidthMask()],
+        options=RAGGED,
+        sound={"callbacks": lambda: [NoEOSMask()]},
+    ),
+    Fault("a reward mask of every second row", "", "every_second", callbacks=lambda: [EverySecond()]),
+    Fault(
+        "a reward mask by the mean length of a rank",
+        "",
+        "not_too_long",
+        callbacks=lambda: [NotTooLong()],
+        options=RAGGED,
+    ),
+    Fault("a filter that keeps the first half of the groups", "", "first_groups", callbacks=lambda: [FirstGroups()]),
+    Fault(
+        "a filter by the padded width",
+        "",
+        "short_groups",
+        callbacks=lambda: [ShortGroups()],
+        options=RAGGED,
+        sound={"callbacks": lambda: [ShortGroups(LONGEST)]},
+    ),
+    Fault(
+        "a filter that compares a group with the one before",
+        "",
+        "better_than_before",
+        callbacks=lambda: [BetterThanBefore()],
+    ),
+    Fault(
+        "a filter that reshapes by another group size",
+        "",
+        "fours_with_spread",
+        callbacks=lambda: [FoursWithSpread()],
+        options=PAIRS,
+        data=lambda: tiny_prompts(48, 8),
+        sound={"callbacks": lambda: [DynamicSampling()]},
+    ),
+    Fault(
+        "rows left out by the padded width",
+        "",
+        "width_exclude",
+        callbacks=lambda: [WidthExclude()],
+        options=RAGGED,
+        sound={"callbacks": lambda: [NoEOSMask("drop_tokens")]},
+    ),
+    Fault("the last row of a batch left out", "", "last_row", callbacks=lambda: [LastRow()]),
+    Fault(
+        "the longest tenth of a rank left out",
+        "",
+        "longest_tenth",
+        callbacks=lambda: [LongestTenth()],
+        options=RAGGED,
+    ),
+    Fault("rows left out that repeat the row above", "", "duplicates", callbacks=lambda: [Duplicates()]),
+    Fault("a difficulty from a list by position", "", "listed_difficulty", callbacks=lambda: [ListedDifficulty()]),
+    Fault(
+        "a provided place as a share of the padded width",
+        "",
+        "place_in_batch",
+        callbacks=lambda: [PlaceInBatch()],
+        options=RAGGED,
+        sound={"callbacks": lambda: [PlaceInBatch(LONGEST)]},
+    ),
+    Fault(
+        "a provided reward standardised on a rank",
+        "",
+        "standardized_on_rank",
+        callbacks=lambda: [StandardizedOnRank()],
+    ),
+    Fault(
+        "a bonus as a share of the padded width",
+        "",
+        "brevity",
+        callbacks=lambda: [Brevity()],
+        options={**RAGGED, "advantages": "dr_grpo"},
+        sound={"callbacks": lambda: [Brevity(LONGEST)]},
+    ),
+    Fault("a bonus from a list by position", "", "listed_bonus", callbacks=lambda: [ListedBonus()]),
+    Fault(
+        "a bonus that compares with the rows of a rank and does not say so",
+        "",
+        "shorter_than_rank",
+        callbacks=lambda: [ShorterThanRank()],
+        options={"advantages": "reinforce_plus_plus"},
+    ),
+    Fault(
+        "a bonus that reshapes by another group size",
+        "",
+        "shorter_than_four",
+        callbacks=lambda: [ShorterThanFour()],
+        options=PAIRS,
+        data=lambda: tiny_prompts(48, 8),
+    ),
+    Fault("a bonus for not being like the row above", "", "bonus_above", callbacks=lambda: [BonusAbove()]),
+    Fault(
+        "a token reward over the padded width",
+        "",
+        "patience",
+        callbacks=lambda: [Patience()],
+        options={**RAGGED, "advantages": "reinforce_plus_plus"},
+        sound={"callbacks": lambda: [Patience(LONGEST)]},
+    ),
+    Fault(
+        "a user's figure as a share of the padded width",
+        "",
+        "fill",
+        callbacks=lambda: [Fill()],
+        options=RAGGED,
+        sound={"callbacks": lambda: [Fill(LONGEST)]},
+    ),
+    Fault(
+        "a user's figure over every second row of a microbatch",
+        "",
+        "upper_half",
+        callbacks=lambda: [UpperHalf()],
+        sound={"callbacks": lambda: [UpperHalf(by_sample=True)]},
+    ),
+    Fault(
+        "a user's figure that is a mean of means",
+        "",
+        "mean_of_means",
+        callbacks=lambda: [MeanOfMeans()],
+        options={"token_budget": 24},
+        sound={"callbacks": lambda: [MeanOfMeans(whole=True)]},
+    ),
+    Fault(
+        "the length of right answers by the rewards of the row above",
+        "",
+        "right_answers",
+        callbacks=lambda: [RightAnswers()],
+        sound={"callbacks": lambda: [RightAnswers(0)]},
+    ),
+)

@@ -1,0 +1,504 @@
+"""The optimizer step as it really was: microbatches that never came, forwards that differ, gradients and moves lost."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from kit.support import tiny_policy, tiny_prompts
+from lightning.pytorch import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Qwen2ForCausalLM
+from typing_extensions import override
+
+import lightning_rl.module
+import lightning_rl.update
+from faults.fault import Fault
+from faults.patches import accumulating, after
+from lightning_rl import GAE, LossTerm, LossView, ValueLoss
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.callbacks import EntropyBonus, ReferenceKL
+from lightning_rl.policy import Plan, PolicyModel
+
+STEPS = {"minibatches": 2, "epochs": 1}
+SMALL = {"token_budget": 24}
+PPO = {"advantages": GAE(), "critic": "shared"}
+FORWARD, VALUES, STEP = PolicyModel.forward, PolicyModel._values, LightningOptimizer.step  # noqa: SLF001
+ACCUMULATE, VIEW, LOSS = (
+    lightning_rl.module.accumulate_gradient,
+    lightning_rl.update.loss_view,
+    Algorithm.microbatch_loss,
+)
+UPDATE = "update|accumulation|microbatch|backward"
+
+
+# Microbatches that never came, or came twice.
+
+
+def without_last_microbatch(plan: Plan, *_: Any) -> Plan:
+    """A plan that has lost what did not fill a microbatch."""
+    return Plan(tuple(step[:-1] if len(step) > 1 else step for step in plan.minibatches))
+
+
+def without_longest_row(rows: list[list[int]], *_: Any) -> list[list[int]]:
+    """Microbatches without the first row, which was too long for the budget."""
+    return [rows[0][1:], *rows[1:]] if len(rows) > 1 and len(rows[0]) > 1 else rows[1:] or rows
+
+
+def with_microbatches(change: Callable[[Any], Any]) -> Any:
+    """Trains on other microbatches than those of the plan."""
+
+    def accumulate(rollout: Any, microbatches: Any, *further: Any, **options: Any) -> Any:
+        return ACCUMULATE(rollout, change(microbatches), *further, **options)
+
+    return patch.object(lightning_rl.module, "accumulate_gradient", accumulate)
+
+
+def second_backward_lost(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
+    """Differentiates every microbatch of a step but the second."""
+    seen: list[None] = []
+
+    def some_backward(loss: Tensor) -> None:
+        seen.append(None)
+        if len(seen) != 2:
+            backward(loss)
+
+    return some_backward
+
+
+def rounding_gradients(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
+    """Keeps the gradient in bfloat16 between microbatches."""
+
+    def rounded_backward(loss: Tensor) -> None:
+        backward(loss)
+        for parameter in policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.bfloat16())
+
+    return rounded_backward
+
+
+# Forwards of the update that are not those of the pass before it.
+
+
+def in_update(change: Callable[[Tensor, Any], Tensor]) -> Any:
+    """Changes the log-probabilities of forwards with gradient alone."""
+
+    def forward(self: PolicyModel, layout: Any) -> Any:
+        outputs = FORWARD(self, layout)
+        if not torch.is_grad_enabled():
+            return outputs
+        return outputs._replace(logprobs=change(outputs.logprobs, layout))
+
+    return patch.object(PolicyModel, "forward", forward)
+
+
+def under_autocast(logprobs: Tensor, layout: Any) -> Tensor:
+    """Rounded as under autocast, which only the update has."""
+    return logprobs + (logprobs.bfloat16().float() - logprobs).detach()
+
+
+def with_dropout(logprobs: Tensor, layout: Any) -> Tensor:
+    """Off by a few per cent here and there, as with dropout that only the update has."""
+    return logprobs + 0.05 * torch.sin(37 * logprobs.detach()) * (logprobs.detach() != 0)
+
+
+def of_row_above(logprobs: Tensor, layout: Any) -> Tensor:
+    """Log-probabilities of the row above, as after a wrong gather of packed rows."""
+    return logprobs.roll(1, 0)
+
+
+def without_gradient_at_eos(logprobs: Tensor, layout: Any) -> Tensor:
+    """No gradient where the target is the end of the text."""
+    end = layout.scatter((layout.targets == 1).to(logprobs.dtype)) > 0
+    return torch.where(end, logprobs.detach(), logprobs)
+
+
+# Parts of the loss that train nothing.
+
+
+def detached_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
+    """Values without a gradient."""
+    values = VALUES(self, states, layout)
+    return None if values is None else values.detach()
+
+
+def without_value_loss(self: Algorithm, view: LossView, weights_of: Any) -> Any:
+    """The loss with a value loss that is logged and left out of what is differentiated."""
+    loss = LOSS(self, view, weights_of)
+    silent = dataclasses.replace(self.value_loss, coef=0.0)
+    return loss._replace(total=LOSS(self.replace(value_loss=silent), view, weights_of).total)
+
+
+def without_entropy_gradient(rows: Any, outputs: Any, *, entropy_gradient: bool = False) -> LossView:
+    """A view whose entropy never carries a gradient."""
+    return VIEW(rows, outputs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeadValueLoss(ValueLoss):
+    """Compares values that it has detached."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return super().__call__(values.detach(), old_values, returns) + 0 * values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OldValueLoss(ValueLoss):
+    """Compares the critic's old values, taken for the new ones, so that the error is logged and trains nothing."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return super().__call__(old_values + 0 * values, values.detach(), returns)
+
+
+class BlindEntropyBonus(EntropyBonus):
+    """Forgets to say that it trains the entropy."""
+
+    trains_entropy = False
+
+
+def last_token(view: LossView) -> Tensor:
+    """The last valid token of each row."""
+    behind = view.valid_tokens.long().flip(-1).cumsum(-1).flip(-1)
+    return view.valid_tokens & (behind == 1)
+
+
+class EndlessKL(ReferenceKL):
+    """A KL that leaves out the token that ends the response."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        term = super().loss_term(view)
+        return dataclasses.replace(term, per_token=torch.where(last_token(view), 0.0, term.per_token))
+
+
+class EndlessEntropy(EntropyBonus):
+    """A bonus without gradient at the token that ends the response."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        term = super().loss_term(view)
+        kept = torch.where(last_token(view), term.per_token.detach(), term.per_token)
+        return dataclasses.replace(term, per_token=kept)
+
+
+def shifted_by_one(view: LossView) -> Tensor:
+    """A loss over logprobs[:, :-1], copied from where logits were shifted: the last token never trains."""
+    loss = -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
+    return torch.where(last_token(view), 0.0, loss)
+
+
+# Parameters that do not move, or move twice.
+
+
+def cut_policy() -> Qwen2ForCausalLM:
+    """A policy whose first layer is detached from the second."""
+    model = tiny_policy()
+    model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output.detach())
+    return model
+
+
+class ForgottenGradients(Callback):
+    """Clears gradients of norms before the step, which somebody wanted frozen once."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if "norm" in name:
+                parameter.grad = None
+
+
+class FrozenLayer(Callback):
+    """Puts the second layer back after every step."""
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        layer = pl_module.policy.model.model.layers[1]
+        self.kept = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        pl_module.policy.model.model.layers[1].load_state_dict(self.kept)
+
+
+class RoundedWeights(Callback):
+    """Stores the weights in bfloat16 after every step."""
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.copy_(parameter.bfloat16())
+
+
+class ForgottenMoments(Callback):
+    """Resets the optimizer before every step."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        optimizer.state.clear()
+
+
+class StepsAhead(Callback):
+    """Steps the optimizer in a hook, and then the loop does."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        getattr(optimizer, "optimizer", optimizer).step()
+
+
+class Impatient(AdamW):
+    """Steps twice."""
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+class Hesitant(AdamW):
+    """Steps at every second call, as one that accumulates by itself."""
+
+    calls = 0
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure) if self.calls % 2 else None
+
+
+def step_twice(self: LightningOptimizer, *arguments: Any, **options: Any) -> Any:
+    """Steps, and steps again with the same gradient."""
+    STEP(self, *arguments, **options)
+    return STEP(self, *arguments, **options)
+
+
+def half_asleep(groups: list[dict[str, Any]]) -> AdamW:
+    """An optimizer that has a rate of 0 for what came last."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    half = len(parameters) // 2
+    return AdamW([{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.0}], lr=0.05)
+
+
+def rate_in_whole_numbers(optimizer: Any) -> LambdaLR:
+    """A warmup with an integer division."""
+    return LambdaLR(optimizer, lambda step: step // 1000)
+
+
+def keep_gradient(self: torch.optim.Optimizer, **_: Any) -> None:
+    """Clears nothing."""
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "the last microbatch never planned",
+        "",
+        "plan",
+        options=SMALL,
+        patches=[after(lightning_rl.module, "make_plan", without_last_microbatch)],
+    ),
+    Fault(
+        "the longest row never planned",
+        "",
+        "plan",
+        options=SMALL,
+        patches=[after(lightning_rl.policy.plan, "_microbatch_rows", without_longest_row)],
+    ),
+    Fault(
+        "a microbatch that never came",
+        "",
+        f"{UPDATE}|plan",
+        options=SMALL,
+        patches=[with_microbatches(lambda microbatches: microbatches[1:] or microbatches)],
+    ),
+    Fault(
+        "a microbatch that came twice",
+        "",
+        f"{UPDATE}|plan",
+        options=SMALL,
+        patches=[with_microbatches(lambda microbatches: (*microbatches, microbatches[-1]))],
+    ),
+    Fault(
+        "a backward that was left out",
+        "",
+        UPDATE,
+        options=SMALL,
+        patches=[accumulating(second_backward_lost)],
+    ),
+    Fault(
+        "the update alone in bfloat16",
+        "",
+        "update|policy",
+        options=STEPS,
+        patches=[in_update(under_autocast)],
+    ),
+    Fault(
+        "dropout in the update alone",
+        "",
+        "update|policy",
+        options=STEPS,
+        patches=[in_update(with_dropout)],
+    ),
+    Fault(
+        "dropout in the update, without an old pass",
+        "",
+        "update|policy",
+        patches=[in_update(with_dropout)],
+    ),
+    Fault(
+        "the update sees the log-probabilities of the row above",
+        "",
+        "update|policy",
+        patches=[in_update(of_row_above)],
+    ),
+    Fault(
+        "a first layer cut off from the gradient",
+        "",
+        "parameter|policy|layers",
+        options={"policy": cut_policy},
+        sound={"options": lambda: {"policy": tiny_policy}},
+    ),
+    Fault(
+        "gradients of norms forgotten before the step",
+        "",
+        "ForgottenGradients",
+        callbacks=lambda: [ForgottenGradients()],
+    ),
+    Fault(
+        "gradients summed up in bfloat16",
+        "",
+        f"{UPDATE}|gradient",
+        options=SMALL,
+        patches=[accumulating(rounding_gradients)],
+    ),
+    Fault(
+        "a value loss of detached values",
+        "",
+        "DeadValueLoss|value",
+        options={**PPO, "value_loss": DeadValueLoss()},
+    ),
+    Fault(
+        "a value loss of the old values",
+        "",
+        "OldValueLoss|value",
+        options={**PPO, "value_loss": OldValueLoss()},
+    ),
+    Fault(
+        "a value head without gradient",
+        "",
+        "value|critic",
+        options=PPO,
+        patches=[patch.object(PolicyModel, "_values", detached_values)],
+    ),
+    Fault(
+        "the value loss left out",
+        "",
+        "value|critic|objective",
+        options=PPO,
+        patches=[patch.object(Algorithm, "microbatch_loss", without_value_loss)],
+    ),
+    Fault(
+        "an entropy bonus without gradient",
+        "",
+        "entropy_bonus",
+        callbacks=lambda: [BlindEntropyBonus(0.1)],
+        sound={"callbacks": lambda: [EntropyBonus(0.1)]},
+    ),
+    Fault(
+        "an update that hands out entropy without gradient",
+        "",
+        "entropy|update",
+        callbacks=lambda: [EntropyBonus(0.1)],
+        patches=[patch.object(lightning_rl.update, "loss_view", without_entropy_gradient)],
+    ),
+    Fault(
+        "no gradient at the end of a response",
+        "",
+        "policy|update",
+        options=STEPS,
+        patches=[in_update(without_gradient_at_eos)],
+    ),
+    Fault(
+        "a loss that leaves the last token out",
+        "",
+        "shifted_by_one",
+        options={"loss": shifted_by_one, **STEPS},
+        sound={"options": lambda: {"loss": "reinforce"}},
+    ),
+    Fault(
+        "a KL loss that leaves the last token out",
+        "",
+        "reference_kl",
+        callbacks=lambda: [EndlessKL(0.5, as_loss=True)],
+        options=STEPS,
+        sound={"callbacks": lambda: [ReferenceKL(0.5, as_loss=True)]},
+    ),
+    Fault(
+        "an entropy bonus without gradient at the last token",
+        "",
+        "entropy_bonus",
+        callbacks=lambda: [EndlessEntropy(0.3)],
+        sound={"callbacks": lambda: [EntropyBonus(0.3)]},
+    ),
+    Fault(
+        "an optimizer that steps twice", "", "Impatient|optimizer", options={"optimizer": partial(Impatient, lr=0.05)}
+    ),
+    Fault(
+        "an optimizer that steps at every second call",
+        "",
+        "Hesitant|optimizer",
+        options={"optimizer": partial(Hesitant, lr=0.05)},
+    ),
+    Fault(
+        "a loop that steps twice",
+        "",
+        "optimizer|update|step",
+        patches=[patch.object(LightningOptimizer, "step", step_twice)],
+    ),
+    Fault("a hook that steps before the step", "", "StepsAhead", callbacks=lambda: [StepsAhead()]),
+    Fault(
+        "a rate of 0 for ever by an integer division",
+        "",
+        "rate_in_whole_numbers|scheduler|rate|lr",
+        options={"lr_scheduler": rate_in_whole_numbers},
+    ),
+    Fault(
+        "a rate of 0",
+        "",
+        "optimizer|rate|lr",
+        options={"optimizer": partial(AdamW, lr=0.0)},
+        sound={"options": lambda: {"optimizer": partial(AdamW, lr=0.05)}},
+    ),
+    Fault("a rate of 0 for half of the parameters", "", "half_asleep|optimizer", options={"optimizer": half_asleep}),
+    Fault("a layer put back after every step", "", "FrozenLayer", callbacks=lambda: [FrozenLayer()]),
+    Fault(
+        "updates lost in bfloat16",
+        "",
+        "bfloat16|optimizer|parameter|weights",
+        options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
+        sound={"options": lambda: {"policy": tiny_policy}},
+    ),
+    Fault("weights rounded after every step", "", "RoundedWeights", callbacks=lambda: [RoundedWeights()]),
+    Fault("moments forgotten before every step", "", "ForgottenMoments", callbacks=lambda: [ForgottenMoments()]),
+    Fault(
+        "a gradient that is never cleared",
+        "",
+        f"{UPDATE}|optimizer|gradient",
+        patches=[patch.object(torch.optim.Optimizer, "zero_grad", keep_gradient)],
+    ),
+    Fault(
+        "an optimizer that climbs",
+        "",
+        "optimizer|AdamW",
+        options={"optimizer": partial(AdamW, lr=0.05, maximize=True)},
+        sound={"options": lambda: {"optimizer": partial(AdamW, lr=0.05)}},
+        data=lambda: tiny_prompts(16, 4),
+    ),
+)
