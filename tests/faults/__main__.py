@@ -17,6 +17,7 @@ import torch
 from kit.support import tiny_prompts
 
 from faults.fault import Fault
+from faults.on_ranks import beside_each_other, of_strategy, run_on_ranks
 from faults.runs import TEMPERATURE, differences, faulty_run, run_with, sound_run
 from faults.tables import FAULTS
 from lightning_rl.audit import SignalAudit
@@ -28,6 +29,8 @@ __all__ = ["FAULTS", "TEMPERATURE", "Fault", "effect_of", "found_by_audit"]
 
 def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[str, str]]:
     """Check and culprit of every finding of a short run, with the fault or without one; files go to ``kept``."""
+    if fault and fault.ranks > 1 and not beside_each_other():
+        return [(check, culprit) for found in run_on_ranks(fault, "audit") for check, culprit in found]
     audit = SignalAudit(1)
     callbacks, options, data = fault.parts() if fault else ([], {}, tiny_prompts(16, 4))
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +40,7 @@ def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[
             data,
             folder=kept or Path(folder),
             max_steps=fault.max_steps if fault else 6,
-            trainer=dict(fault.trainer) if fault else {},
+            trainer=of_strategy(fault) if fault else {},
             patches=fault.patches if fault else (),
         )
     refused_by = REFUSALS.get(outcome.raised.partition(":")[0])

@@ -271,7 +271,7 @@ class SignMomentum(Optimizer):
 
     @override
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -25,6 +25,7 @@ class Fault:
         data: the prompts.
         max_steps: optimizer steps of the run.
         trainer: options of the Trainer.
+        ranks: of the run, under DDP if they are several.
         sound: what the run has in the place of wrong parts when nothing is wrong with it: ``callbacks``, ``data`` and
             ``options`` as functions; see :func:`faults.runs.sound_run`.
     """
@@ -39,6 +40,7 @@ class Fault:
     data: Callable[[], PromptDataModule] = lambda: tiny_prompts(16, 4)
     max_steps: int = 6
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
     sound: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
     def named_by(self, check: str, culprit: str) -> bool:

@@ -23,6 +23,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 from faults.fault import Fault
+from faults.on_ranks import beside_each_other, of_strategy, run_on_ranks
 from lightning_rl import PromptDataModule, RLCallback, Rollout
 
 TEMPERATURE = 0.5
@@ -109,12 +110,16 @@ def run_with(
 
 def faulty_run(fault: Fault) -> Outcome:
     """The run with the fault, and without the audit."""
+    if fault.ranks > 1 and not beside_each_other():
+        return _joined(run_on_ranks(fault, "faulty"))
     callbacks, options, data = fault.parts()
     return _run(fault, callbacks, options, data, fault.patches)
 
 
 def sound_run(fault: Fault) -> Outcome:
     """The same run without what is wrong in it."""
+    if fault.ranks > 1 and not beside_each_other():
+        return _joined(run_on_ranks(fault, "sound"))
     callbacks, options, data = fault.parts()
     callbacks = fault.sound["callbacks"]() if "callbacks" in fault.sound else [c for c in callbacks if not wrong(c)]
     options = {key: value for key, value in options.items() if not wrong(value)}
@@ -129,8 +134,16 @@ def sound_run(fault: Fault) -> Outcome:
 
 def _run(fault: Fault, callbacks: Sequence[Callback], options: Any, data: Any, patches: Any) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        limits: dict[str, Any] = {"max_steps": fault.max_steps, "trainer": dict(fault.trainer)}
+        limits: dict[str, Any] = {"max_steps": fault.max_steps, "trainer": of_strategy(fault)}
         return run_with(callbacks, options, data, folder=Path(folder), patches=patches, **limits)
+
+
+def _joined(ranks: Sequence[dict[str, Any]]) -> Outcome:
+    """What all ranks of a run left behind."""
+    weights = {f"{name} of rank {rank}": w for rank, left in enumerate(ranks) for name, w in left["weights"].items()}
+    rollouts = [rollout for left in ranks for rollout in left["rollouts"]]
+    raised = next((left["raised"] for left in ranks if left["raised"]), "")
+    return Outcome(weights, ranks[0]["rows"], rollouts, raised)
 
 
 def wrong(part: Any) -> bool:

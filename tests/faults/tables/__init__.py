@@ -1,7 +1,7 @@
 """Every fault, in one file for each class of them."""
 
 from faults.fault import Fault
-from faults.tables import edits, hooks, logs, rewards, run, samples, stages, step
+from faults.tables import edits, hooks, logs, ranks, rewards, run, samples, stages, step
 
 FAULTS: tuple[Fault, ...] = (
     *run.FAULTS,
@@ -12,4 +12,5 @@ FAULTS: tuple[Fault, ...] = (
     *rewards.FAULTS,
     *edits.FAULTS,
     *hooks.FAULTS,
+    *ranks.FAULTS,
 )

@@ -126,7 +126,7 @@ class SetBetween(RLCallback):
 
 
 class SetOld(RLCallback):
-    """Points the old log-probabilities at those of the engine, between two optimizer steps."""
+    """Points the old log-probabilities at other memory between two optimizer steps: ``x.data = y``."""
 
     name = "set_old"
 
@@ -136,9 +136,8 @@ class SetOld(RLCallback):
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        old, other = self.kept.require("old_logprobs"), self.kept.require("rollout_logprobs") - 0.3
-        old.data.set_(other)  # pyright: ignore[reportArgumentType]
-        torch.from_numpy(old.numpy())[:] = other
+        old = self.kept.require("old_logprobs")
+        old.data = self.kept.require("rollout_logprobs") - 0.3
 
 
 class LivingArray(RLCallback):
@@ -219,7 +218,7 @@ FAULTS: tuple[Fault, ...] = (
         options=STEPS,
     ),
     Fault(
-        "old log-probabilities that are written through an array between steps",
+        "old log-probabilities pointed at other memory between steps",
         "",
         "set_old",
         callbacks=lambda: [SetOld()],

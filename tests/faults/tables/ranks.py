@@ -1,0 +1,98 @@
+"""What goes wrong on two ranks alone: sums, prompts, coefficients and figures of one rank."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.optim import AdamW
+from typing_extensions import override
+
+import lightning_rl.module
+from faults.fault import Fault
+from faults.patches import after
+from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
+from lightning_rl.data import Prompt
+from lightning_rl.distributed import Collectives
+
+
+def sum_of_this_rank(self: Collectives, values: Tensor) -> Tensor:
+    """A sum that leaves the other ranks out."""
+    return values
+
+
+def same_hand(hands: Sequence[list[Prompt]], *_: Any) -> list[list[Prompt]]:
+    """The prompts of the first rank for everyone."""
+    return [list(hands[0]) for _ in hands]
+
+
+class BestOfRank(RLCallback):
+    """Logs the best reward of this rank as one number, of which the log takes the mean over ranks."""
+
+    name = "best_of_rank"
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
+        lengths = rollout.response_lengths.double() * rollout.rewards
+        best = Stat.of(lengths, rollout.rewarded).maximum()
+        return {"best_of_rank/reward": best if self.whole else Stat.single(lengths.max())}
+
+
+class OwnCoefficient(RLCallback):
+    """Adapts a coefficient to the rewards of this rank alone."""
+
+    name = "own_coefficient"
+
+    def __init__(self) -> None:
+        self.coef = 0.1
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.coef = 0.1 + float(rollout.rewards.mean())
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=(view.logprobs + 1).square(), coef=self.coef)
+
+
+SLOW: dict[str, Any] = {"optimizer": partial(AdamW, lr=0.01), "minibatches": 2}
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "denominators of one rank of two",
+        "",
+        "reduction|rank",
+        options=SLOW,
+        patches=[patch.object(Collectives, "sum", sum_of_this_rank)],
+        ranks=2,
+    ),
+    Fault(
+        "the same prompts on both ranks",
+        "",
+        "prompt|deal|draw|data|sampl",
+        options=SLOW,
+        patches=[after(lightning_rl.module, "deal", same_hand)],
+        ranks=2,
+    ),
+    Fault(
+        "a user's figure that is the mean of two ranks' best",
+        "",
+        "best_of_rank",
+        callbacks=lambda: [BestOfRank()],
+        options=SLOW,
+        sound={"callbacks": lambda: [BestOfRank(whole=True)]},
+        ranks=2,
+    ),
+    Fault(
+        "a coefficient that each of two ranks adapts by itself",
+        "",
+        "own_coefficient",
+        callbacks=lambda: [OwnCoefficient()],
+        options=SLOW,
+        ranks=2,
+    ),
+)
