@@ -158,7 +158,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "engine samples rollouts alone at another temperature",
         "weight_sync",
-        "engine Altering",
+        "Altering",
         options={"engine": lambda: parts.Altering(request=parts.only_in_rollouts)},
     ),
     Fault(
@@ -333,7 +333,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a cache that holds another prompt",
         "weight_sync",
-        "engine Altering",
+        "Altering",
         options={"engine": lambda: parts.Altering(request=parts.another_prefix)},
     ),
     Fault(
