@@ -1,7 +1,7 @@
 """Checks of arguments that every constructor uses: what was expected, by the name of the argument, and what came."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from numbers import Real
 from typing import Any
 
@@ -80,6 +80,45 @@ def check_choices(choices: Iterable[str], **given: Any) -> None:
     for name, choice in given.items():
         if not isinstance(choice, str) or choice not in known:
             raise ValueError(f"expected {name} {' or '.join(known)}, got {choice!r}")
+
+
+def check_text(*, optional: bool = False, **given: Any) -> None:
+    """Refuses arguments that are not a string of at least one letter.
+
+    Raises:
+        ValueError: naming the argument and the value.
+    """
+    for name, text in given.items():
+        if not (isinstance(text, str) and text) and not (optional and text is None):
+            none = " or None" if optional else ""
+            raise ValueError(f"expected {name} to be a string of at least one letter{none}, got {text!r:.200}")
+
+
+def check_texts(**given: Any) -> None:
+    """Refuses arguments that are not a list or tuple of strings; one string alone would be read letter by letter.
+
+    Raises:
+        ValueError: naming the argument and the value, and what to write.
+    """
+    for name, texts in given.items():
+        cure = f": write [{texts!r}]" if isinstance(texts, str) else ""
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(
+                f"expected {name} to be a list of strings of at least one letter, got {texts!r:.200}{cure}"
+            )
+
+
+def check_rows(number: int, /, **given: Any) -> None:
+    """Refuses arguments that do not hold a value for each row; a string or mapping would be read letter by letter.
+
+    Raises:
+        ValueError: naming the argument and what came.
+    """
+    for name, values in given.items():
+        if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
+            raise ValueError(f"expected {name} to be a list of {number} values, one for each row, got {values!r:.200}")
+        if len(values) != number:
+            raise ValueError(f"expected {name} to hold {number} values, one for each row, got {len(values)}")
 
 
 def _bounds(above: float | None, at_least: float | None, at_most: float | None) -> str:

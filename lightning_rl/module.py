@@ -314,6 +314,7 @@ class RLLightningModule(LightningModule):
         engine.select_extras(frozenset())
         compatibility.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
         if stage == "fit":
+            self.rewards.check_weights()
             self._limit_validation()
             engine.select_extras(compatibility.extras_to_select(corrections, engine, self.sampling))
             staleness = self.max_staleness

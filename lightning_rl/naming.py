@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What rewards are given beside the columns of the data."""
+
 
 def name_of(function: Any) -> str:
     """The name of a function, or of the class of any other object.
@@ -22,3 +25,20 @@ def in_words(names: Iterable[Any]) -> str:
         "question", "answer"
     """
     return ", ".join(f'"{name}"' for name in names) or "none"
+
+
+def check_columns(columns: Iterable[Any], where: str) -> None:
+    """Refuses columns of the data that would take the place of what rewards are given.
+
+    Args:
+        columns: their names.
+        where: they are, for the message.
+
+    Raises:
+        ValueError: naming them, and how to rename one.
+    """
+    if taken := [name for name in columns if name in REWARD_ARGUMENTS]:
+        raise ValueError(
+            f"expected columns with other names than {in_words(REWARD_ARGUMENTS)}, which rewards are given beside "
+            f'them, got {in_words(taken)} in {where}: rename, as in columns={{"my_{taken[0]}": "{taken[0]}"}}'
+        )

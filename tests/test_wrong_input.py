@@ -247,7 +247,28 @@ CORRECTIONS: dict[str, Case] = {
 REWARDS: dict[str, Case] = {
     "none": (made(rewards=None), "expected rewards to be a function, a list .* got None: pass one such as"),
     "name": (made(rewards="exact"), "expected rewards to be a function, a list .* got 'exact': pass one such as"),
-    "nothing": (made(rewards=[]), r"expected reward functions with different names, got \[\]"),
+    "nothing": (made(rewards=[]), r"expected at least one reward function, got \[\]"),
+    "pair": (
+        made(rewards=(parity_reward, 0.5)),
+        r"a function with a weight: write \{'parity_reward': \(parity_reward, 0",
+    ),
+    "name-empty": (
+        made(rewards={"": parity_reward}),
+        r"names of rewards to be strings of at least one letter, got \[''\]",
+    ),
+    "name-figure": (
+        made(rewards={"x": parity_reward, "x/failed": parity_reward}),
+        'expected names of rewards that are no figure of another, got "x/failed" beside "x"',
+    ),
+    "weights": (
+        fitted(rewards={"a": (parity_reward, 0.0)}),
+        r"expected a reward with another weight than 0 to train with, got \{'a': 0.0\}, which only log: give",
+    ),
+    "column-lacks": (
+        fitted(rewards=lambda completions, solution, **_: [0.0 for _ in zip(completions, solution, strict=True)]),
+        r'with the columns \[\], got .* which needs "solution": name what there is, or rename a column of the data',
+    ),
+    "markers": (lambda: NumberMatch(markers="####"), r"markers to be a list of strings .* write \['####'\]"),  # pyright: ignore[reportArgumentType]
     "class": (
         made(rewards=NumberMatch),
         "expected an object as reward NumberMatch, got the class NumberMatch: call it",
@@ -288,6 +309,10 @@ DATA: dict[str, Case] = {
         r'got none in prompt 0, which has "question": say .*columns=\{"prompt": ',
     ),
     "empty": (prompts([]), "expected at least one prompt, got none"),
+    "column-reserved": (
+        prompts([{"prompt": [2], "completion_ids": [7]}]),
+        r'got "completion_ids" in prompt 0: rename, as in columns=\{"my_completion_ids": "completion_ids"\}',
+    ),
     "missing-file": (prompts("no.jsonl"), "expected a file of prompts, got no.jsonl, which is none"),
     "none": (prompts(None), "expected a list of prompts, a file, .* got None"),
     "too-few": (prompts([[2]], 2), "expected at least 2 prompts for a rollout, got 1"),

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from lightning_rl.arguments import check_bools
-from lightning_rl.naming import in_words, name_of
+from lightning_rl.naming import check_columns, in_words, name_of
 
 CONTENT = ("prompt", "messages")  # the columns that may hold the prompt; the first one that a row has
 QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # what other data sets call it
@@ -87,8 +87,10 @@ class PromptForm:
             ValueError: naming it, and those that exist.
         """
         columns = self.columns or {}
-        check_columns(columns, names, where)
-        content_column([*columns, *(name for name in names if name not in columns.values())], where)
+        check_mapping(columns, names, where)
+        renamed = [*columns, *(name for name in names if name not in columns.values())]
+        check_columns(renamed, where)
+        content_column(renamed, where)
 
     def read(self, row: Any, name: str) -> "Reading":
         """The prompt of a row as the model is to see it, and the other columns.
@@ -110,6 +112,7 @@ class PromptForm:
                 )
             return Reading(self._content(row, name), {}, name)
         row = self._rename(row, name)
+        check_columns(row, name)
         column = content_column(row, name)
         source = (self.columns or {}).get(column, column)
         place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
@@ -119,7 +122,7 @@ class PromptForm:
     def _rename(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if not self.columns:
             return row
-        check_columns(self.columns, row, name)
+        check_mapping(self.columns, row, name)
         sources = set(self.columns.values())
         kept = {key: value for key, value in row.items() if key not in sources}
         return kept | {new: row[old] for new, old in self.columns.items()}
@@ -154,7 +157,7 @@ def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
         ) from error
 
 
-def check_columns(columns: Mapping[str, str], names: Sequence[str] | Mapping[str, Any], where: str) -> None:
+def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str, Any], where: str) -> None:
     """Refuses a mapping of columns that names one that does not exist.
 
     Raises:

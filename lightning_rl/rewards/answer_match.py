@@ -3,15 +3,58 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.rewards.text import column_of, text_of
+from lightning_rl.arguments import check_text
+from lightning_rl.rewards.text import column_of, texts_of
 
 
 class UnreadableReference(ValueError):  # noqa: N818
     """A reference that a reward cannot compare with anything: the data are at fault, no completion is."""
+
+
+def score_rows(
+    texts: Sequence[Any],
+    references: Sequence[Any],
+    score: Callable[[Any, Any], float | None],
+    *,
+    column: str,
+    option: str,
+    reward: object,
+) -> list[float | None]:
+    """A value for each text: None where the reference is, NaN where it cannot be read, of which a warning shows one.
+
+    Args:
+        texts: of the completions, or what else of them is compared.
+        references: what each is compared with.
+        score: of one text with its reference; raises :class:`UnreadableReference`.
+        column: that holds the references.
+        option: that names the column.
+        reward: whose option it is.
+    """
+    values: list[float | None] = []
+    unreadable: list[UnreadableReference] = []
+    for text, reference in zip(texts, references, strict=True):
+        try:
+            value = None if reference is None else score(text, reference)
+            values.append(None if value is None else float(value))
+        except UnreadableReference as error:
+            unreadable.append(error)
+            values.append(math.nan)
+    warn_of_unreadable(unreadable, column=column, option=option, reward=reward)
+    return values
+
+
+def warn_of_unreadable(unreadable: Sequence[UnreadableReference], *, column: str, option: str, reward: object) -> None:
+    """Shows the first of the references that nothing can be compared with."""
+    if unreadable:
+        warnings.warn(
+            f"{type(reward).__name__} cannot read {len(unreadable)} of its references, whose rows get no reward: "
+            f"{unreadable[0]}: clean the column {column!r}, or name another one by {option}=",
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,38 +66,27 @@ class AnswerMatch(ABC):
 
     Args:
         answer: the column that holds the references.
+
+    Raises:
+        ValueError: if an option is none of what it may be.
     """
 
     answer: str = "answer"
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        check_text(answer=self.answer)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
         """A value for each completion, by the contract of rewards."""
-        references = column_of(columns, self.answer, option="answer", reward=self)
-        return self.compare([text_of(completion) for completion in completions], references)
+        texts = texts_of(completions)
+        return self.compare(texts, column_of(columns, self.answer, len(texts), option="answer", reward=self))
 
     def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
         """A value for each text."""
-        values: list[float | None] = []
-        unreadable: list[UnreadableReference] = []
-        for text, reference in zip(texts, references, strict=True):
-            try:
-                values.append(None if reference is None else float(self.score(text, reference)))
-            except UnreadableReference as error:
-                unreadable.append(error)
-                values.append(math.nan)
-        self.warn(unreadable)
-        return values
-
-    def warn(self, unreadable: Sequence[UnreadableReference]) -> None:
-        """Shows the first of the references that nothing can be compared with."""
-        if unreadable:
-            warnings.warn(
-                f"{type(self).__name__} cannot read {len(unreadable)} of its references, whose rows get no reward: "
-                f"{unreadable[0]}: clean the column {self.answer!r}, or name another one by answer=",
-                stacklevel=4,
-            )
+        return score_rows(texts, references, self.score, column=self.answer, option="answer", reward=self)
 
     @abstractmethod
     def score(self, text: str, reference: Any) -> float:

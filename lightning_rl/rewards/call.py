@@ -5,7 +5,7 @@ Source: the contract of ``reward_funcs`` in TRL's GRPOTrainer, so that functions
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerState
 
 from lightning_rl.edits import changed_entries, copy_plain
+from lightning_rl.naming import REWARD_ARGUMENTS, in_words
 
 Reward = Callable[..., Any]
 """``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, or a coroutine of one; None: it
@@ -170,6 +171,9 @@ class CallStyle:
     def of(name: str, function: Reward, columns: Sequence[str]) -> "CallStyle":
         """The style that a function's signature asks for.
 
+        One that names any of what there is gets everything by keyword, so that nothing is ever taken for something
+        else; one whose first two parameters have names of their own gets prompts and completions by their place.
+
         Raises:
             TypeError: if it cannot be called like a reward, which no row is to blame for.
         """
@@ -177,24 +181,33 @@ class CallStyle:
             signature = inspect.signature(function)
         except ValueError:  # some built-in functions have none
             return CallStyle()
-        parameters, extras = signature.parameters.values(), {key for key in EXTRAS if takes(function, key)}
-        known = {"completion_ids": [], **dict.fromkeys(columns), **dict.fromkeys(extras)}
-        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-        if not places or {"prompts", "completions"} & signature.parameters.keys():
-            try:
-                signature.bind(prompts=[], completions=[], **known)
-            except TypeError:
-                pass
-            else:
-                return CallStyle(by_keyword=True, extras=frozenset(extras))
+        extras = frozenset(key for key in EXTRAS if takes(function, key))
+        rest = {"completion_ids": [], **dict.fromkeys(columns), **dict.fromkeys(extras)}
+        by_keyword = _names_any(signature, {*REWARD_ARGUMENTS, *columns})
         try:
-            signature.bind([], [], **known)
+            if by_keyword:
+                signature.bind(prompts=[], completions=[], **rest)
+            else:
+                signature.bind([], [], **rest)
         except TypeError as error:
+            missing = [
+                key
+                for key in _parameters_to_give(signature, by_keyword=by_keyword)
+                if key not in {"prompts", "completions", *rest}
+            ]
+            cure = (
+                f": {error}"
+                if not missing
+                else (
+                    f", which needs {in_words(missing)}: name what there is, or rename a column of the data, as in "
+                    f'PromptDataModule(columns={{"{missing[0]}": ...}})'
+                )
+            )
             raise TypeError(
                 f"expected reward {name} to accept (prompts, completions, *, completion_ids, **columns) with the "
-                f"columns {sorted(columns)}, got {name}{signature}: {error}"
+                f"columns {sorted(columns)}, got {name}{signature}{cure}"
             ) from error
-        return CallStyle(extras=frozenset(extras))
+        return CallStyle(by_keyword=by_keyword, extras=extras)
 
     def call(self, function: Reward, rows: Rows, notes: Notes, state: TrainerState | None = None) -> Any:
         """Calls the function: what it returned, which may be something to await."""
@@ -208,6 +221,24 @@ class CallStyle:
         if self.by_keyword:
             return function(prompts=rows.prompts, completions=rows.completions, **keywords)
         return function(rows.prompts, rows.completions, **keywords)
+
+
+def _names_any(signature: inspect.Signature, known: Collection[str]) -> bool:
+    """Whether parameters that have a place also have a known name, or none has a place."""
+    parameters = signature.parameters.values()
+    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        return False
+    placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if placed:
+        return any(name in known for name in placed)
+    return all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+
+
+def _parameters_to_give(signature: inspect.Signature, *, by_keyword: bool) -> list[str]:
+    """Parameters that have to be given, without the two that are filled by their place."""
+    fillable = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    placed = [p.name for p in fillable if p.kind is p.POSITIONAL_OR_KEYWORD][: 0 if by_keyword else 2]
+    return [p.name for p in fillable if p.default is p.empty and p.name not in placed]
 
 
 def takes(function: Reward, extra: str) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_rl.arguments import check_text, check_texts
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.text import MARKERS, answer_spans, column_of, text_of
+from lightning_rl.rewards.text import MARKERS, answer_spans, column_of, texts_of
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\"
 
@@ -43,24 +44,33 @@ class ChoiceMatch(AnswerMatch):
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        if len(set(self.letters.upper())) != len(self.letters) or len(self.letters) < 2:
+        super().__post_init__()
+        check_text(optional=True, choices=self.choices)
+        check_texts(markers=self.markers)
+        if (
+            not isinstance(self.letters, str)
+            or len(set(self.letters.upper())) != len(self.letters)
+            or len(self.letters) < 2
+        ):
             raise ValueError(f"expected letters to be two different ones or more, such as 'ABCD', got {self.letters!r}")
 
     @override
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
-        references = column_of(columns, self.answer, option="answer", reward=self)
-        texts = [text_of(completion) for completion in completions]
+        texts = texts_of(completions)
+        references = column_of(columns, self.answer, len(texts), option="answer", reward=self)
         if self.choices is None:
             return self.compare(texts, references)
-        choices = column_of(columns, self.choices, option="choices", reward=self)
+        choices = column_of(columns, self.choices, len(texts), option="choices", reward=self)
         pairs = [None if wanted is None else (wanted, row) for wanted, row in zip(references, choices, strict=True)]
         return self.compare(texts, pairs)
 
     @override
     def score(self, text: str, reference: Any) -> float:
         reference, choices = reference if self.choices is not None else (reference, ())
+        if choices is not None and not isinstance(choices, list | tuple):
+            raise UnreadableReference(f"expected a list of the texts of the choices, got {choices!r:.200}")
         known = [_normal_form(choice) for choice in choices or ()]
         return float(self.index_of_text(text, known) == self.index_of_reference(reference, known))
 

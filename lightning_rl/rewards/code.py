@@ -1,17 +1,25 @@
 """Code: the share of tests that a program out of a completion passes, in a sandbox."""
 
+import ast
+import json
+import math
 import os
 import re
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
-from lightning_rl.arguments import check_bools, check_counts
+from lightning_rl.arguments import check_bools, check_counts, check_text
+from lightning_rl.rewards.answer_match import UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.sandbox import Sandbox
-from lightning_rl.rewards.text import column_of, text_of
+from lightning_rl.rewards.text import column_of, texts_of
 
+ENTRY_POINT = "entry_point"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
 
@@ -24,15 +32,20 @@ class CodeTests:
     runs after the program and in it. A program that wants to deceive the latter can: use inputs and outputs where that
     matters. A completion without a block of code passes nothing; ``None`` as tests: does not apply.
 
+    The tests of a row are a list of them or a single one, a mapping of lists ``{"inputs": [...], "outputs": [...]}``,
+    or one of these as JSON. Code that only defines a function ``check``, as in HumanEval, is followed by its call with
+    the function that the column ``entry_point`` names. A row with anything else, with code that is no Python or tests
+    nothing, gets NaN, which takes it out of training and is counted as failed, and the first is shown in a warning.
+
     Args:
-        tests: the column with a list of tests for each row.
+        tests: the column with the tests of each row.
         sandbox: where programs run, each test in a new one.
         partial: whether passing some tests is worth their share, or nothing.
         parallel: how many programs run at the same time.
 
     Raises:
         SandboxUnavailable: if this machine cannot lock programs up.
-        ValueError: if an option is out of range.
+        ValueError: if an option is out of range, or no program runs within the limits of the sandbox.
     """
 
     tests: str = "tests"
@@ -43,21 +56,31 @@ class CodeTests:
     def __post_init__(self) -> None:  # noqa: D105
         check_counts(1, parallel=self.parallel)
         check_bools(partial=self.partial)
+        check_text(tests=self.tests)
+        if not isinstance(self.sandbox, Sandbox):
+            raise ValueError(f"expected sandbox to be a Sandbox(...), got {self.sandbox!r:.200}")
         self.sandbox.check()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The share of tests that each completion passes.
 
         Raises:
-            ValueError: if there is no such column, or a test is none.
+            ValueError: if there is no such column.
         """
         del prompts  # a program is judged by its tests alone
-        column = column_of(columns, self.tests, option="tests", reward=self)
-        cases = [None if tests is None else [_check(test) for test in tests] for tests in column]
+        texts = texts_of(completions)
+        column = column_of(columns, self.tests, len(texts), option="tests", reward=self)
+        names = columns.get(ENTRY_POINT, [None] * len(texts))
+        cases = [_read(tests, name) for tests, name in zip(column, names, strict=True)]
         with ThreadPoolExecutor(self.parallel) as pool:
-            return list(pool.map(self._score, map(text_of, completions), cases))
+            values = list(pool.map(self._score, texts, cases))
+        unreadable = [case for case in cases if isinstance(case, UnreadableReference)]
+        warn_of_unreadable(unreadable, column=self.tests, option="tests", reward=self)
+        return values
 
-    def _score(self, text: str, tests: Sequence[Any] | None) -> float | None:
+    def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | None:
+        if isinstance(tests, UnreadableReference):
+            return math.nan
         if not tests:
             return None
         program, passed = code_of(text), 0
@@ -89,10 +112,72 @@ def code_of(text: str) -> str | None:
     return (python or [code for _, code in blocks] or [None])[-1]
 
 
-def _check(test: Any) -> Any:
-    if isinstance(test, str) or (isinstance(test, Mapping) and {"input", "output"} <= test.keys()):
+def _read(tests: Any, entry_point: Any) -> list[Any] | UnreadableReference:
+    """The tests of a row, none if the reward does not apply to it; or why they cannot be read."""
+    try:
+        return [] if tests is None else [_check(test, entry_point) for test in _list_of(tests)]
+    except UnreadableReference as error:
+        return error
+
+
+def _list_of(tests: Any) -> Sequence[Any]:
+    """Tests out of what holds them."""
+    if isinstance(tests, str):
+        try:
+            parsed = json.loads(tests)
+        except (ValueError, RecursionError):
+            return [tests]
+        return _list_of(parsed) if isinstance(parsed, list | dict) else [tests]
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        listed = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
+        if not listed or len(inputs) != len(outputs) or tests.get("fn_name"):
+            raise UnreadableReference(
+                'expected as many "inputs" as "outputs", read and printed by a program without "fn_name", got '
+                f"{tests!r:.200}"
+            )
+        return [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    return tests if isinstance(tests, list | tuple) else [tests]
+
+
+def _check(test: Any, entry_point: Any) -> Any:
+    """A test as it is run.
+
+    Raises:
+        UnreadableReference: if it is none.
+    """
+    if isinstance(test, str):
+        return _check_code(test, entry_point)
+    if isinstance(test, Mapping) and all(isinstance(test.get(key), str | Real) for key in ("input", "output")):
         return test
-    raise ValueError(f'expected a test to be code or a mapping with "input" and "output", got {test!r:.200}')
+    raise UnreadableReference(
+        f'expected a test to be code or a mapping with a text as "input" and as "output", got {test!r:.200}'
+    )
+
+
+def _check_code(test: str, entry_point: Any) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an escape that a string may have
+            body = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnreadableReference(f"expected a test to be Python, got {test!r:.200}: {error}") from error
+    if not all(_defines(statement) for statement in body):
+        return test
+    checks = any(isinstance(statement, ast.FunctionDef) and statement.name == "check" for statement in body)
+    if checks and isinstance(entry_point, str) and entry_point.isidentifier():
+        return f"{test}\ncheck({entry_point})"
+    raise UnreadableReference(
+        f"expected a test to run something, such as an assert, got definitions alone, which any program passes: "
+        f"{test!r:.200}; a function check needs the column {ENTRY_POINT!r} with the name of the function to check"
+    )
+
+
+def _defines(statement: ast.stmt) -> bool:
+    """Whether a statement says nothing about a program: a definition, an import, or a value without a call."""
+    if isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
+        return not any(isinstance(part, ast.Call) for part in ast.walk(statement))
+    return isinstance(statement, DEFINITIONS)
 
 
 def _lines(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_rl.arguments import check_bools, check_text
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 
 
@@ -22,6 +23,9 @@ class ExactMatch(AnswerMatch):
         ignore_spaces: whether any whitespace is one space.
         ignore_punctuation: whether punctuation and symbols are left out.
 
+    Raises:
+        ValueError: if an option is none of what it may be.
+
     Example:
         >>> ExactMatch(ignore_case=True)(["?"] * 2, [" Paris", "Paris."], answer=["paris"] * 2)
         [1.0, 0.0]
@@ -31,6 +35,13 @@ class ExactMatch(AnswerMatch):
     ignore_case: bool = False
     ignore_spaces: bool = False
     ignore_punctuation: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_text(optional=True, after=self.after)
+        flags = {"ignore_case": self.ignore_case, "ignore_spaces": self.ignore_spaces}
+        check_bools(**flags, ignore_punctuation=self.ignore_punctuation)
 
     @override
     def score(self, text: str, reference: Any) -> float:

@@ -92,7 +92,7 @@ def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: f
 
 def was_cut_short(calls: Sequence[RewardCall]) -> int:
     """The signal because of which a call failed, or 0."""
-    ended = any(failure.cause == CLOCK.reason() for call in calls for failure in call.failures)
+    ended = any(failure.cause.startswith(CLOCK.reason()) for call in calls for failure in call.failures)
     return CLOCK.stopped_by if ended else 0
 
 

@@ -70,6 +70,14 @@ class Isolated:
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        if not callable(reward) or isinstance(reward, type):
+            raise ValueError(
+                f"expected reward to be a function, got {reward!r:.200}: a weight goes beside it, as in "
+                '{"name": (Isolated(function), 0.5)}'
+            )
+        known = isinstance(environment, Mapping | None)
+        if not known or not all(isinstance(text, str) for pair in (environment or {}).items() for text in pair):
+            raise ValueError(f'expected environment to map names to texts, as {{"HOME": "/tmp"}}, got {environment!r}')
         check_counts(1, processes=processes, max_processes=max_processes)
         check_counts(1, optional=True, memory=memory)
         check_numbers(above=0, finite=True, seconds=seconds, sample_seconds=sample_seconds)

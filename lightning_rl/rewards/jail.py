@@ -21,6 +21,8 @@ RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 409
 PDEATHSIG, NO_NEW_PRIVS, SECCOMP, DETACH = 1, 38, 22, 2
 DEVICES = ("null", "zero", "full", "random", "urandom")
 EPERM, ENOSYS = 1, 38
+SOCKETS = {"x86_64": 41, "aarch64": 198}
+FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink, which a network namespace cuts off; AF_VSOCK it does not
 
 # Numbers of pivot_root, clone, clone3 and of what is denied altogether: unshare, setns, mount, umount2, ptrace, bpf,
 # io_uring_setup, keyctl, add_key, perf_event_open, userfaultfd, memfd_create, shmget, msgget, semget, pivot_root.
@@ -167,6 +169,9 @@ def deny_calls() -> None:
     for number in denied:
         program += [statement(equal, number, 0, 1), statement(stop, fail | EPERM)]
     program += [statement(equal, clone3, 0, 1), statement(stop, fail | ENOSYS)]  # the C library falls back on clone
+    program += [statement(equal, SOCKETS[platform.machine()], 0, 2 + len(FAMILIES)), statement(load, 16)]
+    program += [statement(equal, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)]
+    program += [statement(stop, fail | EPERM), statement(load, 0)]
     program += [statement(equal, clone, 0, 3), statement(load, 16), statement(test, NEWUSER, 0, 1)]
     program += [statement(stop, fail | EPERM), statement(stop, allow)]
     code = ctypes.create_string_buffer(b"".join(program))

@@ -1,12 +1,15 @@
 """JSONSchema: whether a completion is JSON that a schema accepts."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from lightning_rl.arguments import check_bools, check_text
+from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.extras import require
-from lightning_rl.rewards.text import column_of, text_of
+from lightning_rl.rewards.text import column_of, texts_of
 
 FENCE = "```"
 
@@ -37,30 +40,42 @@ class JSONSchema:
     def __post_init__(self) -> None:
         """Checks the options."""
         require("jsonschema", extra="json")
-        if not isinstance(self.schema, str):
+        check_bools(fenced=self.fenced)
+        if isinstance(self.schema, str):
+            check_text(schema=self.schema)
+        else:
             _validator(self.schema)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
         """A value for each completion, by the contract of rewards; None where the column of schemas holds None."""
-        texts = [text_of(completion) for completion in completions]
+        texts = texts_of(completions)
         if not isinstance(self.schema, str):
             validator = _validator(self.schema)
             return [self._score(text, validator) for text in texts]
-        schemas = column_of(columns, self.schema, option="schema", reward=self)
-        schemas = [json.loads(schema) if isinstance(schema, str) else schema for schema in schemas]
-        return [
-            None if schema is None else self._score(text, _validator(schema))
-            for text, schema in zip(texts, schemas, strict=True)
-        ]
+        schemas = column_of(columns, self.schema, len(texts), option="schema", reward=self)
+        return score_rows(texts, schemas, self._score_row, column=self.schema, option="schema", reward=self)
+
+    def _score_row(self, text: str, schema: Any) -> float:
+        try:
+            return self._score(text, _validator(json.loads(schema) if isinstance(schema, str) else schema))
+        except (ValueError, RecursionError) as error:
+            raise UnreadableReference(f"expected a JSON schema, got {schema!r:.200}: {error}") from error
 
     def _score(self, text: str, validator: Any) -> float:
+        from referencing.exceptions import Unresolvable
+
         try:
             value = json.loads(self._json_of(text), parse_constant=_refuse)
-            return float(validator.is_valid(value))
         except (ValueError, RecursionError):  # no JSON, a number of too many digits, nested too deeply
             return 0.0
+        try:
+            return float(validator.is_valid(value))
+        except RecursionError:
+            return 0.0
+        except (re.error, Unresolvable) as error:
+            raise ValueError(f"expected patterns and references that are there in the schema: {error}") from error
 
     def _json_of(self, text: str) -> str:
         """The last code block, or the whole text if there is none."""
@@ -79,6 +94,8 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     from jsonschema.validators import validator_for
     from referencing import Registry
 
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(f"expected schema to be a JSON schema or the name of a column, got {schema!r:.200}")
     kind: Any = validator_for(schema)
     try:
         kind.check_schema(schema)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import regex
 
+from lightning_rl.arguments import check_counts, check_numbers, check_rows, check_text
 from lightning_rl.files import write_atomically
 from lightning_rl.rewards.extras import require
 from lightning_rl.rewards.text import column_of, text_of
@@ -143,28 +145,48 @@ class Judge:
     def __post_init__(self) -> None:
         """Checks the options."""
         require("httpx2", extra="judge")
+        self._check_kinds()
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
             raise ValueError(
                 "expected base_url to be a URL without a name or password, such as http://127.0.0.1:8000/v1"
             )
-        for option in ("concurrency", "timeout", "deadline", "max_answer_bytes"):
-            if not getattr(self, option) > 0:
-                raise ValueError(f"expected {option} > 0, got {getattr(self, option)}")
-        for option in ("retries", "delay", "cache_size"):
-            if not getattr(self, option) >= 0:
-                raise ValueError(f"expected {option} to be at least 0, got {getattr(self, option)}")
-        low, high = self.scale
-        if not (math.isfinite(low) and math.isfinite(high) and low != high):
-            raise ValueError(f"expected scale to be two different numbers, such as (0, 10), got {self.scale}")
-        if self.pattern is not None and regex.compile(self.pattern).groups < 1:
-            raise ValueError(f"expected pattern to have a group for the score, got {self.pattern!r}")
         fields = self.fields
         if "completion" not in fields or not all(name.isidentifier() for name in fields):
             raise ValueError(
                 "expected template to hold {completion}, and beside it {prompt} and names of columns alone, with {{ "
                 f"and }}}} for braces, got the fields {sorted(fields)}"
             )
+
+    def _check_kinds(self) -> None:
+        check_text(model=self.model, base_url=self.base_url, template=self.template, score_key=self.score_key)
+        check_text(optional=True, api_key_env=self.api_key_env, system=self.system, pattern=self.pattern)
+        check_text(name=self.name)
+        check_counts(1, concurrency=self.concurrency, max_answer_bytes=self.max_answer_bytes)
+        check_counts(1, optional=True, max_answer_tokens=self.max_answer_tokens)
+        check_counts(0, retries=self.retries, cache_size=self.cache_size)
+        check_numbers(above=0, finite=True, timeout=self.timeout, deadline=self.deadline)
+        check_numbers(at_least=0, finite=True, delay=self.delay, temperature=self.temperature)
+        if not _is_pair(self.scale) or self.scale[0] == self.scale[1]:
+            raise ValueError(f"expected scale to be two different numbers, such as (0, 10), got {self.scale!r}")
+        if self.prices is not None and not (_is_pair(self.prices) and min(self.prices) >= 0):
+            raise ValueError(
+                "expected prices to be those of a million tokens of prompts and of completions, such as (0.4, 1.6), or "
+                f"None, got {self.prices!r}"
+            )
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f'expected options to be a mapping, such as {{"top_p": 0.9}}, got {self.options!r:.200}')
+        if not isinstance(self.cache, str | Path | None):
+            raise ValueError(f"expected cache to be a folder or None, got {self.cache!r:.200}")
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        try:
+            groups = 1 if self.pattern is None else regex.compile(self.pattern).groups
+        except regex.error as error:
+            raise ValueError(f"expected pattern to be a regular expression, got {self.pattern!r}: {error}") from error
+        if groups < 1:
+            raise ValueError(f"expected pattern to have a group for the score, got {self.pattern!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone: a copy counts for itself, and shares no more than the folder of the cache."""
@@ -196,7 +218,9 @@ class Judge:
     ) -> list[float | None]:
         """A value for each completion, by the contract of rewards."""
         call = _Call(self, self._key())
-        bodies = [self._body(prompts[row], completions[row], columns, row) for row in range(len(completions))]
+        rows = len(completions)
+        check_rows(rows, completions=completions, prompts=prompts)
+        bodies = [self._body(prompts[row], completions[row], columns, row, rows) for row in range(rows)]
         verdicts = await call.verdicts(bodies)
         self.usage.add(call.usage)
         causes = [verdict for verdict in verdicts if isinstance(verdict, NoVerdict)]
@@ -259,11 +283,11 @@ class Judge:
             )
         return key
 
-    def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Any], row: int) -> dict[str, Any]:
+    def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:
         text = text_of(completion).encode(errors="replace").decode()  # half a surrogate pair is no JSON
         values = {"prompt": _prompt_text(prompt), "completion": text}
         for name in self.fields - values.keys():
-            values[name] = str(column_of(columns, name, option="template", reward=self)[row])
+            values[name] = str(column_of(columns, name, rows, option="template", reward=self)[row])
         messages = [{"role": "user", "content": self.template.format(**values)}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -425,6 +449,12 @@ def _prompt_text(prompt: Any) -> str:
     raise ValueError(
         f"expected prompts as text or as chat messages for a judge, got {prompt!r:.99}: a judge reads no token ids"
     )
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether something is two finite numbers."""
+    numbers = isinstance(value, list | tuple) and len(value) == 2
+    return numbers and all(isinstance(n, Real) and not isinstance(n, bool) and math.isfinite(n) for n in value)
 
 
 def _digest(base_url: str, body: Mapping[str, Any]) -> str:

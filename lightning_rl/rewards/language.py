@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from lightning_rl.arguments import check_choices, check_counts, check_text, check_texts
+from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.extras import require
-from lightning_rl.rewards.text import column_of, text_of
+from lightning_rl.rewards.text import column_of, texts_of
 
 NO_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$"
@@ -49,12 +51,10 @@ class Language:
         require("py3langid", extra="language")
         if (self.language is None) == (self.column is None):
             raise ValueError(f"expected either language or column, got {self.language!r} and {self.column!r}")
-        if self.by not in ("line", "text"):
-            raise ValueError(f"expected by to be 'line' or 'text', got {self.by!r}")
-        if self.min_letters < 1:
-            raise ValueError(f"expected min_letters to be at least 1, got {self.min_letters}")
-        if isinstance(self.among, str):
-            raise ValueError(f"expected among to be a tuple of codes, such as ('en', 'de'), got {self.among!r}")
+        check_text(optional=True, language=self.language, column=self.column)
+        check_choices(("line", "text"), by=self.by)
+        check_counts(1, min_letters=self.min_letters)
+        check_texts(among=self.among)
         known = _identifier(()).labels
         unknown = sorted({*self.among, *([self.language] if self.language else [])} - set(known))
         if unknown:
@@ -66,15 +66,17 @@ class Language:
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
         """A value for each completion, by the contract of rewards; None also where the column holds None."""
-        texts = [text_of(completion) for completion in completions]
+        texts = texts_of(completions)
         if self.column is None:
-            wanted: Sequence[Any] = [self.language] * len(texts)
-        else:
-            wanted = column_of(columns, self.column, option="column", reward=self)
-        return [
-            None if language is None else self._value(text, language)
-            for text, language in zip(texts, wanted, strict=True)
-        ]
+            return [self._value(text, str(self.language)) for text in texts]
+        wanted = column_of(columns, self.column, len(texts), option="column", reward=self)
+        return score_rows(texts, wanted, self._score_row, column=self.column, option="column", reward=self)
+
+    def _score_row(self, text: str, language: Any) -> float | None:
+        known = self.among or _identifier(()).labels
+        if language not in known:
+            raise UnreadableReference(f"expected the code of a language in {sorted(known)}, got {language!r:.200}")
+        return self._value(text, language)
 
     def _value(self, text: str, wanted: str) -> float | None:
         prose = NO_PROSE.sub(" ", text)
@@ -91,7 +93,7 @@ class Language:
         return right / letters
 
     def _language_of(self, text: str) -> str:
-        return _identifier(self.among).classify(text)[0]
+        return _identifier(tuple(self.among)).classify(text)[0]
 
 
 def _letters(text: str) -> int:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rl.rewards.text import column_of, ids_of, text_of
+from lightning_rl.arguments import check_choices, check_counts, check_text
+from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
+from lightning_rl.rewards.text import column_of, ids_of, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +42,13 @@ class Length:
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        if self.unit not in ("tokens", "characters"):
-            raise ValueError(f"expected unit to be 'tokens' or 'characters', got {self.unit!r}")
-        bounds = {"min_length": self.min_length, "max_length": self.max_length, "margin": self.margin}
-        for option, value in {**bounds, "target": None if isinstance(self.target, str) else self.target}.items():
-            if value is not None and value < 0:
-                raise ValueError(f"expected {option} to be at least 0, got {value}")
+        check_choices(("tokens", "characters"), unit=self.unit)
+        check_counts(0, min_length=self.min_length, margin=self.margin)
+        check_counts(0, optional=True, max_length=self.max_length)
+        if isinstance(self.target, str):
+            check_text(target=self.target)
+        else:
+            check_counts(0, optional=True, target=self.target)
         bounded = bool(self.min_length) or self.max_length is not None
         if bounded == (self.target is not None):
             raise ValueError(
@@ -67,15 +70,17 @@ class Length:
         if self.unit == "tokens":
             lengths = [len(ids) for ids in ids_of(completions, completion_ids, reward=self)]
         else:
-            lengths = [len(text_of(completion)) for completion in completions]
+            lengths = [len(text) for text in texts_of(completions)]
         if not isinstance(self.target, str):
             low, high = (self.min_length, self.max_length) if self.target is None else (self.target, self.target)
             return [self._value(length, low, high) for length in lengths]
-        targets = column_of(columns, self.target, option="target", reward=self)
-        return [
-            None if target is None else self._value(length, target, target)
-            for length, target in zip(lengths, targets, strict=True)
-        ]
+        targets = column_of(columns, self.target, len(lengths), option="target", reward=self)
+        return score_rows(lengths, targets, self._score_row, column=self.target, option="target", reward=self)
+
+    def _score_row(self, length: int, target: Any) -> float:
+        if isinstance(target, bool) or not isinstance(target, int) or target < 0:
+            raise UnreadableReference(f"expected a length, a whole number of at least 0, got {target!r:.200}")
+        return self._value(length, target, target)
 
     def _value(self, length: int, low: int, high: int | None) -> float:
         distance = max(low - length, 0 if high is None else length - high, 0)

@@ -9,6 +9,7 @@ import ctypes
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -18,6 +19,7 @@ Result = TypeVar("Result")
 
 AGAIN = 1.0  # seconds after which a call that swallowed the end of its time is told again
 HURRY = 3.0  # seconds that a call has left when the run was told to stop
+LAST = 15.0  # seconds more until the process is ended with a call that holds on
 
 
 class TimeUpError(BaseException):
@@ -88,17 +90,24 @@ class Clock:
         running: whether a call has the clock.
         seconds: what the call was given.
         end: when its time is up.
+        rings: how often the call was told so.
         stopped_by: the signal that told the run to stop, or 0.
+        abandon: ends the process, given the reason and the exit status, if a call holds on for too long.
     """
 
     timer: Timer | None = None
     running: bool = False
     seconds: float = 0.0
     end: float = 0.0
+    rings: int = 0
     stopped_by: int = 0
+    abandon: Callable[[str, int], None] | None = None
 
     def run(self, function: Callable[[], Result], seconds: float | None) -> Result:
         """Calls the function. Only the main thread can be ended; in another one the function has all the time.
+
+        What the function makes of the end of its time does not matter: one that swallows it is told again, ever sooner,
+        and what it returns in spite of it is not taken.
 
         Args:
             function: without arguments.
@@ -114,9 +123,12 @@ class Clock:
         try:
             try:
                 self._begin(timer, seconds)
-                return function()
+                result = function()
             finally:
                 self.running = False  # what rings from here on is not heard
+            if self.rings:
+                raise TimeUpError(f"{self.reason()} and went on when told to end: put it into Isolated(...)")
+            return result
         except TimeUpError:
             self.running = False
             raise
@@ -127,7 +139,7 @@ class Clock:
     def _begin(self, timer: Timer, seconds: float | None) -> None:
         self.seconds = float("inf") if seconds is None else seconds
         left = min(self.seconds, HURRY) if self.stopped_by else self.seconds
-        self.end, self.running = time.monotonic() + left, True
+        self.end, self.rings, self.running = time.monotonic() + left, 0, True
         timer.arm(min(left, 1e6))
 
     def stop(self, number: int) -> None:
@@ -138,13 +150,22 @@ class Clock:
             self.timer.arm(HURRY)
 
     def reset(self) -> None:
-        """Forgets the signal that told the run to stop."""
-        self.stopped_by = 0
+        """Forgets the signal that told the run to stop, and what would end the process."""
+        self.stopped_by, self.abandon = 0, None
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        if self.running and time.monotonic() >= self.end - 0.01:
-            raise TimeUpError(self.reason())
+        del number
+        late = time.monotonic() - self.end
+        if not self.running or late < -0.01 or self.timer is None:
+            return
+        if self.abandon is not None and late > (LAST if self.stopped_by else max(LAST, 10 * self.seconds)):
+            self.running = False
+            where = "".join(traceback.format_stack(frame))
+            status = 128 + self.stopped_by if self.stopped_by else 1
+            self.abandon(f"a reward {self.reason()}, but holds on: put it into Isolated(...)\n{where}", status)
+        error, self.rings = TimeUpError(self.reason()), self.rings + 1
+        self.timer.arm(_patience(self.rings))
+        raise error
 
     def reason(self) -> str:
         """Why a call was ended, as the end of the sentence "reward x ..."."""
@@ -154,6 +175,11 @@ class Clock:
 
 
 CLOCK = Clock()
+
+
+def _patience(rings: int) -> float:
+    """Seconds until a call that was told so often is told again; in the end within any handler of an exception."""
+    return AGAIN / 2 ** (rings - 1) if rings <= 3 else 2e-6 * 1.2 ** (rings % 24)
 
 
 def _timer() -> Timer:

@@ -19,13 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import IO, Any, cast
 
 from typing_extensions import override
 
+from lightning_rl.arguments import check_counts, check_numbers, check_text
 from lightning_rl.rewards import math_worker
-from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.extras import require
 
 STARTING = 120.0  # seconds until a process has imported sympy on a busy machine
@@ -65,9 +67,10 @@ class MathMatch(AnswerMatch):
     def __post_init__(self) -> None:
         """Checks the options."""
         require("math_verify", extra="math")
-        for option, value in {"tail": self.tail, "timeout": self.timeout, "processes": self.processes}.items():
-            if not value > 0:
-                raise ValueError(f"expected {option} > 0, got {value}")
+        super().__post_init__()
+        check_text(marker=self.marker)
+        check_counts(1, tail=self.tail, processes=self.processes)
+        check_numbers(above=0, finite=True, timeout=self.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone: a copy starts processes of its own."""
@@ -80,15 +83,21 @@ class MathMatch(AnswerMatch):
 
     @override
     def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
-        rows = [row for row, reference in enumerate(references) if reference is not None]
+        readable = [_is_mathematics(reference) for reference in references]
+        rows = [row for row, fine in enumerate(readable) if fine]
         questions = [self.question(texts[row], references[row]) for row in rows]
         values: list[float | None] = [None] * len(texts)
-        unreadable: list[UnreadableReference] = []
         for row, answer in zip(rows, self._answers(questions), strict=True):
             values[row] = math.nan if answer is None else float(answer)
-            if answer is None:
-                unreadable.append(UnreadableReference(f"expected mathematics, got {references[row]!r:.200}"))
-        self.warn(unreadable)
+        for row, reference in enumerate(references):
+            if reference is not None and not readable[row]:
+                values[row] = math.nan
+        unreadable = [
+            UnreadableReference(f"expected mathematics, got {reference!r:.200}")
+            for value, reference in zip(values, references, strict=True)
+            if value is not None and math.isnan(value)
+        ]
+        warn_of_unreadable(unreadable, column=self.answer, option="answer", reward=self)
         return values
 
     def _answers(self, questions: Sequence[tuple[str, str]]) -> list[bool | None]:
@@ -115,6 +124,11 @@ class MathMatch(AnswerMatch):
         """Reference and text, as far as they are read."""
         text, marked, stated = text[-self.tail :].rpartition(self.marker)
         return _formula(str(reference)[-self.tail :].rpartition(self.marker)[2]), _formula(stated) if marked else stated
+
+
+def _is_mathematics(reference: Any) -> bool:
+    """Whether a reference is text or a number, rather than a list of some."""
+    return isinstance(reference, str | Real | Decimal) and not isinstance(reference, bool)
 
 
 def _formula(text: str) -> str:

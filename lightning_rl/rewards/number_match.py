@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_rl.arguments import check_bools, check_choices, check_numbers, check_texts
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.text import MARKERS, answer_spans
 
@@ -92,11 +93,11 @@ class NumberMatch(AnswerMatch):
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        if self.percent not in ("unit", "hundredth"):
-            raise ValueError(f"expected percent to be 'unit' or 'hundredth', got {self.percent!r}")
-        for option, value in (("abs_tol", self.abs_tol), ("rel_tol", self.rel_tol)):
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"expected {option} to be 0 or a positive number, got {value}")
+        super().__post_init__()
+        check_texts(markers=self.markers)
+        check_bools(strict=self.strict)
+        check_choices(("unit", "hundredth"), percent=self.percent)
+        check_numbers(at_least=0, finite=True, abs_tol=self.abs_tol, rel_tol=self.rel_tol)
 
     @override
     def score(self, text: str, reference: Any) -> float:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 STUCK = 4.0  # how many times the longest task so far
+FAREWELL = 2.0  # seconds that a process has to exit after it has closed its pipe
 STARTUP_SECONDS = 120.0  # that a process has to load its function
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -220,11 +221,14 @@ class _Process:
     def _death(self) -> str:
         """How the process died, once it is gone."""
         popen = self.popen
+        if popen is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(FAREWELL)  # so that it is not killed, and said to be, while it exits by itself
         self.end()
         code = None if popen is None else popen.returncode
         if code is not None and code > 128:
             return f"lost its process to {Signals(code - 128).name}"
-        return f"lost its process, which ended with exit code {code}"
+        return f"lost its process, which exited with status {code}"
 
     def kill(self) -> None:
         """Has the guard end the process with all that it started; any thread may say so."""

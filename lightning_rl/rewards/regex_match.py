@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import regex
 
-from lightning_rl.rewards.text import column_of, text_of
+from lightning_rl.arguments import check_bools, check_numbers, check_text
+from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
+from lightning_rl.rewards.text import column_of, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,11 @@ class RegexMatch:
 
     def __post_init__(self) -> None:
         """Checks the options."""
+        if not isinstance(self.pattern, str):
+            raise ValueError(f"expected pattern to be a regular expression, got {self.pattern!r:.200}")
+        check_text(optional=True, answer=self.answer)
+        check_bools(last=self.last)
+        check_numbers(above=0, finite=True, timeout=self.timeout)
         try:
             groups = regex.compile(self.pattern)
         except regex.error as error:
@@ -47,21 +55,21 @@ class RegexMatch:
             raise ValueError(
                 f"expected group to be one of {names}, as pattern {self.pattern!r} has, got {self.group!r}"
             )
-        if not self.timeout > 0:
-            raise ValueError(f"expected timeout > 0 seconds, got {self.timeout}")
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
         """A value for each completion, by the contract of rewards; None where the reference is None."""
-        texts = [text_of(completion) for completion in completions]
+        texts = texts_of(completions)
         if self.answer is None:
             return [float(self._capture(text, 0) is not None) for text in texts]
-        references = column_of(columns, self.answer, option="answer", reward=self)
-        return [
-            None if reference is None else float(self._capture(text, self.group) == str(reference).strip())
-            for text, reference in zip(texts, references, strict=True)
-        ]
+        references = column_of(columns, self.answer, len(texts), option="answer", reward=self)
+        return score_rows(texts, references, self._compare, column=self.answer, option="answer", reward=self)
+
+    def _compare(self, text: str, reference: Any) -> float:
+        if not isinstance(reference, str | Real):
+            raise UnreadableReference(f"expected a text or a number, got {reference!r:.200}")
+        return float(self._capture(text, self.group) == str(reference).strip())
 
     def _capture(self, text: str, group: int | str) -> str | None:
         """What the group captures; None if the pattern is not found, or not in time."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rl.rewards.text import ids_of, text_of
+from lightning_rl.arguments import check_choices, check_counts
+from lightning_rl.rewards.text import ids_of, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,8 @@ class Repetition:
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        if self.n < 1:
-            raise ValueError(f"expected n to be at least 1, got {self.n}")
-        if self.unit not in ("tokens", "words"):
-            raise ValueError(f"expected unit to be 'tokens' or 'words', got {self.unit!r}")
+        check_counts(1, n=self.n)
+        check_choices(("tokens", "words"), unit=self.unit)
 
     def __call__(
         self,
@@ -51,7 +50,7 @@ class Repetition:
         """A value for each completion, by the contract of rewards."""
         if self.unit == "tokens":
             return [self._value(ids) for ids in ids_of(completions, completion_ids, reward=self)]
-        return [self._value(text_of(completion).casefold().split()) for completion in completions]
+        return [self._value(text.casefold().split()) for text in texts_of(completions)]
 
     def _value(self, units: Sequence[Any]) -> float:
         shifted = [units[start:] for start in range(self.n)]

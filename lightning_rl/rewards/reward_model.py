@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.arguments import check_bools, check_choices, check_counts, check_rows
 from lightning_rl.rewards.text import ids_of, text_of
 
 VALUE_HEAD = "value_head.safetensors"
@@ -62,15 +63,16 @@ class RewardModel:
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        for option, value, known in (
-            ("tokens", self.tokens, ("own", "policy")),
-            ("activation", self.activation, ("none", "sigmoid", "softmax")),
-        ):
-            if value not in known:
-                raise ValueError(f"expected {option} to be one of {list(known)}, got {value!r}")
-        for option, count in (("token_budget", self.token_budget), ("max_length", self.max_length)):
-            if count is not None and count < 1:
-                raise ValueError(f"expected {option} to be at least 1, got {count}")
+        check_choices(("own", "policy"), tokens=self.tokens)
+        check_choices(("none", "sigmoid", "softmax"), activation=self.activation)
+        check_bools(per_token=self.per_token)
+        check_counts(1, token_budget=self.token_budget)
+        check_counts(1, optional=True, max_length=self.max_length)
+        if self.label is not None and (isinstance(self.label, bool) or not isinstance(self.label, int)):
+            raise ValueError(f"expected label to be the place of a label or None, got {self.label!r}")
+        _check_device(self.device)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(f"expected dtype to be one such as torch.bfloat16, or None, got {self.dtype!r}")
         if not callable(self.model) and not isinstance(self.model, str | Path):
             raise ValueError(
                 f"expected model to be a name, a path or a callable that builds one, got {self.model!r:.99}"
@@ -110,6 +112,7 @@ class RewardModel:
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         """The token ids of each prompt with its completion."""
+        check_rows(len(completions), completions=completions, prompts=prompts)
         if self.tokens == "own":
             return [self._text_ids(prompt, text_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
         ids = ids_of(completions, completion_ids, reward=self)
@@ -187,6 +190,14 @@ class RewardModel:
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return self.reader(text, add_special_tokens=False)["input_ids"]  # the template writes them
+
+
+def _check_device(device: Any) -> None:
+    try:
+        if device is not None:
+            torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'expected device to be one such as "cuda:1" or "cpu", or None, got {device!r}') from error
 
 
 class ValueModel(nn.Module):

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -25,6 +25,7 @@ CURE = (
     "kernel.apparmor_restrict_unprivileged_userns=0), or run the code without protection with Sandbox(unsafe=True)"
 )
 
+UNITS = {"seconds": "s", "memory": "bytes", "output": "bytes", "processes": "processes", "disk": "bytes"}
 Ending = Literal["exited", "too long", "too much output"]
 
 
@@ -92,10 +93,13 @@ class Sandbox:
         """Tries the sandbox out, once in a process.
 
         Raises:
+            ValueError: if no program runs within the limits, naming the limit.
             SandboxUnavailable: if this machine cannot; the message says what is missing and how to enable it.
         """
         if not self.unsafe and (reason := _missing()):
             raise SandboxUnavailable(f"expected a machine that can lock programs up, got {reason}: {CURE}")
+        if fault := _too_tight(self):
+            raise ValueError(fault)
 
     def run(self, source: str, stdin: str = "") -> SandboxResult:
         """Runs a Python program.
@@ -236,6 +240,23 @@ def _environment(home: str) -> dict[str, str]:
         "PYTHONIOENCODING": "utf-8",
         **threads,
     }
+
+
+@cache
+def _too_tight(sandbox: Sandbox) -> str:
+    """What is wrong with limits under which a program that prints a digit does not end well; empty if nothing."""
+    if any(_runs(sandbox) for _ in range(3)):  # a busy machine is no limit
+        return ""
+    roomy = Sandbox(seconds=max(30.0, sandbox.seconds), unsafe=sandbox.unsafe)
+    limits = {name: getattr(sandbox, name) for name in ("seconds", "memory", "output", "processes", "disk")}
+    named = [name for name, limit in limits.items() if name != "seconds" and not _runs(replace(roomy, **{name: limit}))]
+    tight = ", ".join(f"{name}={limits[name]} {UNITS[name]}" for name in named or ["seconds"])
+    return f"expected limits under which Python starts and prints a digit, got a Sandbox with {tight}: raise that limit"
+
+
+def _runs(sandbox: Sandbox) -> bool:
+    result = sandbox.run("print(4)")
+    return result.ok and result.stdout == "4\n"
 
 
 @cache

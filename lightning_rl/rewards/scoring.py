@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_rl.arguments import check_numbers
-from lightning_rl.naming import name_of
+from lightning_rl.arguments import check_numbers, check_rows
+from lightning_rl.naming import check_columns, in_words, name_of
 from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.isolation import Isolated, Submitted
 from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
@@ -30,7 +31,7 @@ RewardSource = (
 weight: what its value is multiplied with in the sum, 1 by default. A weight of 0 only logs.
 """
 
-RESERVED = frozenset({"task", "shaped", "missing", "failed"})
+RESERVED = frozenset({"task", "shaped", "missing", "failed", "greedy"})
 SECONDS = 300.0
 
 
@@ -52,26 +53,13 @@ class Rewards:
         seconds: what one call in place may take; None for no limit.
 
     Raises:
-        ValueError: if there is no function, two share a name, or a weight is not finite.
+        ValueError: if there is no function, two share a name, a name is none or that of another metric, or a weight
+            is not finite.
     """
 
     def __init__(self, rewards: RewardSource, *, seconds: float | None = SECONDS) -> None:
-        if callable(rewards):
-            rewards = [rewards]
-        if isinstance(rewards, str) or not isinstance(rewards, Mapping | Sequence):
-            raise ValueError(
-                "expected rewards to be a function, a list of functions, or a mapping from names to functions or "
-                f"(function, weight), got {rewards!r}: pass one such as lightning_rl.rewards.NumberMatch()"
-            )
-        named = list(rewards.items()) if isinstance(rewards, Mapping) else [(name_of(f), f) for f in rewards]
-        names = [name for name, _ in named]
-        pairs = {name: entry if isinstance(entry, tuple) else (entry, 1.0) for name, entry in named}
-        if RESERVED & pairs.keys():
-            raise ValueError(
-                f"expected other names of rewards than {sorted(RESERVED)}, under which their sum is logged"
-            )
-        if not pairs or len(pairs) != len(names):
-            raise ValueError(f"expected reward functions with different names, got {names}")
+        pairs = _pairs(rewards)
+        check_reward_names(list(pairs))
         for name, pair in pairs.items():
             if len(pair) != 2 or not callable(pair[0]):
                 raise ValueError(f"expected a function or (function, finite weight) for reward {name}, got {pair}")
@@ -82,6 +70,18 @@ class Rewards:
         self.functions = {name: function for name, (function, _) in pairs.items()}
         self.weights = {name: float(weight) for name, (_, weight) in pairs.items()}
         self.seconds = seconds
+
+    def check_weights(self) -> None:
+        """Refuses rewards that all only log, of which a policy can learn nothing.
+
+        Raises:
+            ValueError: naming them and what to do.
+        """
+        if not any(self.weights.values()):
+            raise ValueError(
+                f"expected a reward with another weight than 0 to train with, got {self.weights}, which only log: give "
+                "one of them a weight"
+            )
 
     @property
     def sources(self) -> dict[str, tuple[Reward, float]]:
@@ -187,6 +187,62 @@ class Rewards:
         return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored, failed, calls)
 
 
+def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
+    """Function and weight under each name.
+
+    Raises:
+        ValueError: if it is none of what rewards may be, holds none, or two have one name.
+    """
+    if callable(rewards):
+        rewards = [rewards]
+    if isinstance(rewards, str) or not isinstance(rewards, Mapping | Sequence):
+        raise ValueError(
+            "expected rewards to be a function, a list of functions, or a mapping from names to functions or "
+            f"(function, weight), got {rewards!r}: pass one such as lightning_rl.rewards.NumberMatch()"
+        )
+    if not rewards:
+        raise ValueError(
+            f"expected at least one reward function, got {rewards!r}: pass one such as lightning_rl.rewards.Length()"
+        )
+    if isinstance(rewards, Mapping):
+        return {name: entry if isinstance(entry, tuple) else (entry, 1.0) for name, entry in rewards.items()}
+    if len(rewards) == 2 and callable(rewards[0]) and isinstance(rewards[1], Real):
+        name = name_of(rewards[0])
+        raise ValueError(
+            f"expected a list of reward functions, got a function with a weight: write {{{name!r}: ({name}, "
+            f"{rewards[1]})}}"
+        )
+    names = [name_of(function) for function in rewards]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"expected reward functions with different names, got {names}: pass a mapping {{name: function}} with "
+            "names of your own"
+        )
+    return {name: (function, 1.0) for name, function in zip(names, rewards, strict=True)}
+
+
+def check_reward_names(names: Sequence[Any]) -> None:
+    """Refuses names under which no figure can be logged, or that of another reward.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if bad := [name for name in names if not isinstance(name, str) or not name.strip()]:
+        raise ValueError(f"expected names of rewards to be strings of at least one letter, got {bad}")
+    if RESERVED & set(names):
+        raise ValueError(
+            f"expected other names of rewards than {sorted(RESERVED)}, under which their sum is logged, got "
+            f"{in_words(sorted(RESERVED & set(names)))}: rename"
+        )
+    for name in names:
+        for other in {*names, *RESERVED}:
+            if name.startswith(f"{other}/"):
+                raise ValueError(
+                    f'expected names of rewards that are no figure of another, got "{name}" beside "{other}", whose '
+                    f'figures are logged under "reward/{other}/...": rename one'
+                )
+
+
 @dataclass(slots=True)
 class _Draft:
     """A call that is being made: after each step there is a result, a failure, or something to await."""
@@ -212,7 +268,9 @@ class _Draft:
                 self.future = LOOP.submit(returned)
             else:
                 self.values = returned
-        except (Exception, TimeUpError) as error:  # noqa: BLE001  the boundary to foreign code
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
             self.fail(error)
         self.seconds = time.perf_counter() - begin
 
@@ -241,7 +299,7 @@ class _Draft:
             if isinstance(returned, BaseException):
                 raise returned
             self.values = values_of(returned, len(self.rows))
-        except (Exception, TimeUpError) as error:  # noqa: BLE001  the boundary to foreign code
+        except BaseException as error:  # noqa: BLE001  the boundary to foreign code
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -283,6 +341,9 @@ def _rows(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> Rows:
+    check_rows(len(completions), completions=completions, prompts=prompts, completion_ids=completion_ids)
+    check_rows(len(completions), **columns)
+    check_columns(columns, "the columns of rewards")
     forms = [completion_form(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
     return Rows(prompts=prompts, completions=forms, completion_ids=completion_ids, columns=columns)
 

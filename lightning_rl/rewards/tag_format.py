@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.rewards.text import text_of
+from lightning_rl.arguments import check_bools, check_texts
+from lightning_rl.rewards.text import texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +38,18 @@ class TagFormat:
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        names = isinstance(self.tags, tuple) and all(isinstance(tag, str) and tag.isidentifier() for tag in self.tags)
-        if not names or not self.tags or len(set(self.tags)) < len(self.tags):
+        check_texts(tags=self.tags)
+        check_bools(partial=self.partial)
+        if not isinstance(self.prefix, str):
+            raise ValueError(f"expected prefix to be a string, got {self.prefix!r}")
+        if not all(tag.isidentifier() for tag in self.tags) or not self.tags or len(set(self.tags)) < len(self.tags):
             raise ValueError(f"expected tags to be different names, such as ('think', 'answer'), got {self.tags!r}")
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
         """A value for each completion, by the contract of rewards."""
-        return [self._score(self.prefix + text_of(completion)) for completion in completions]
+        return [self._score(self.prefix + text) for text in texts_of(completions)]
 
     def _score(self, text: str) -> float:
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]

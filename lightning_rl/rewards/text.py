@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-PASSED_BESIDE_COLUMNS = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
+from lightning_rl.arguments import check_rows
+from lightning_rl.naming import REWARD_ARGUMENTS
+
 MARKERS = ("####", r"\boxed{", "answer is", "answer:")
 SPAN = 200  # characters after a marker that may hold the answer
 
@@ -52,24 +54,37 @@ def _is_ids(completion: Any) -> bool:
     return isinstance(completion, Sequence) and all(isinstance(token, int) for token in completion)
 
 
-def column_of(columns: Mapping[str, Any], name: str, *, option: str, reward: object) -> Sequence[Any]:
+def texts_of(completions: Sequence[Any]) -> list[str]:
+    """The text of each completion.
+
+    Raises:
+        ValueError: if one is neither text nor chat messages, or they are no list, such as one text alone.
+    """
+    check_rows(len(completions), completions=completions)
+    return [text_of(completion) for completion in completions]
+
+
+def column_of(columns: Mapping[str, Any], name: str, rows: int, *, option: str, reward: object) -> Sequence[Any]:
     """A column of the data.
 
     Args:
         columns: what a reward is given by keyword.
         name: of the column.
+        rows: that there are.
         option: of the reward that names it.
         reward: that reads it.
 
     Raises:
-        ValueError: if there is none of that name; the message says which there are.
+        ValueError: if there is none of that name, where the message says which there are, or if it does not hold a
+            value for each row.
     """
     if name not in columns:
-        present = sorted(columns.keys() - PASSED_BESIDE_COLUMNS)
+        present = sorted(columns.keys() - set(REWARD_ARGUMENTS))
         raise ValueError(
             f"expected a column {name!r} for {type(reward).__name__}({option}={name!r}), got the columns {present}: "
             f"add it to the data, or name another one by {option}="
         )
+    check_rows(rows, **{name: columns[name]})
     return columns[name]
 
 

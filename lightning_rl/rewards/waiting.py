@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from lightning_rl.rewards.limit import TimeUpError
+
 GRACE = 1.0  # seconds that a cancelled coroutine has to give up
 
 
@@ -52,12 +54,21 @@ class Loop:
 LOOP = Loop()
 
 
+class ExitError(RuntimeError):
+    """A coroutine raised what ends a program, such as SystemExit, and would have ended the loop with it."""
+
+
 async def _await(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:  # Ctrl-C is raised in the main thread, never here
+        raise ExitError(repr(error)) from error
 
 
 def _outcome(future: "Future[Any]", seconds: float | None) -> Any:
     try:
         return future.result(seconds)
-    except Exception as error:  # noqa: BLE001  the boundary to foreign code
+    except (KeyboardInterrupt, TimeUpError):  # of this thread
+        raise
+    except BaseException as error:  # noqa: BLE001  the boundary to foreign code
         return error

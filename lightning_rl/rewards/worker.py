@@ -105,7 +105,7 @@ def answer(function: Any, task: bytes) -> bytes:
         if hasattr(returned, "__next__"):
             returned = list(itertools.islice(returned, rows + 1))
         return cloudpickle.dumps(("returned", returned, notes.extras, notes.metrics))
-    except Exception as error:  # noqa: BLE001  the boundary to foreign code
+    except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
         return cloudpickle.dumps(("raised", repr(error), traceback.format_exc(), ()))
 
 

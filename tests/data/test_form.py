@@ -271,3 +271,20 @@ def test_options_beside_a_prompt_dataset_are_refused() -> None:
     data.connect(None, None)
     assert data.take(1)[0].token_ids == (2,) and data.validation is not None
     assert data.validation.prompt(0).token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    "name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+)
+def test_a_column_that_would_take_the_place_of_what_rewards_are_given_is_refused(name: str) -> None:
+    message = (
+        rf'which rewards are given beside them, got "{name}" in .*: rename, as in columns=\{{"my_{name}": "{name}"'
+    )
+    rows = [{"prompt": "a", name: [7]}]
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(rows, 1).setup("fit")
+    with pytest.raises(ValueError, match=message):
+        PromptDataset(datasets.Dataset.from_list(rows))
+    with pytest.raises(ValueError, match=message):
+        prompt_of({"prompt": "a"}, preprocess=lambda row: {**row, name: [7]})
+    assert prompt_of(rows[0], columns={"mine": name})[2] == {"mine": [7]}

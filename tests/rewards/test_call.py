@@ -170,6 +170,52 @@ def test_a_wrong_signature_is_an_error_at_once_and_no_failure_of_rows(arguments:
         scores({"odd": function})
 
 
+def accuracy(completions: Any, solution: Any, **kwargs: Any) -> list[float]:
+    return [float(truth in text) for text, truth in zip(completions, solution, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ("completions, solution", "solution"),
+        ("c, prompts", "c"),
+        ("prompts, c", "c"),
+        ("completion_ids, texts", "texts"),
+        ("answer, texts", "texts"),
+        ("p, c, answer", "p"),
+        ("p, c, solution", "solution"),
+        ("texts, log_metric", "texts"),
+    ],
+)
+def test_nothing_is_ever_passed_as_something_else(arguments: str, missing: str) -> None:
+    function = eval(f"lambda {arguments}, **_: [0.0, 0.0]")
+    with pytest.raises(TypeError, match=rf"with the columns \['answer'\], got odd.*, which needs .*\"{missing}\""):
+        scores({"odd": function})
+
+
+def test_what_a_function_names_goes_by_keyword_and_what_has_a_default_may_lack() -> None:
+    def optional(completions: Any, solution: Any = None, **kwargs: Any) -> list[float]:
+        assert solution is None and kwargs["prompts"] == ["q", "r"]
+        return [float(len(text)) for text in completions]
+
+    assert scores(optional).total.tolist() == [17.0, 2.0]
+    assert scores(
+        lambda answer, completions, **_: [float(len(completions)) + float(a) for a in answer]
+    ).total.tolist() == [6.0, 7.0]
+    assert scores(lambda p, c, *, answer, **_: [float(p == ["q", "r"]), len(c) + float(answer[0])]).total.tolist() == [
+        1.0,
+        6.0,
+    ]
+    assert scores(lambda _, c, /, **__: [float(len(text)) for text in c]).total.tolist() == [17.0, 2.0]
+
+
+def test_a_missing_column_ends_the_run_at_once_and_fails_no_row() -> None:
+    rows = [{"prompt": "a b", "answer": letter} for letter in "abcdefgh"]
+    module = tiny_module(rewards=accuracy, tokenizer=tiny_tokenizer())
+    with pytest.raises(TypeError, match=r'columns \[\'answer\'\], got accuracy.*needs "solution": name what there is'):
+        fit(module, data=PromptDataModule(rows, 4))
+
+
 def test_a_call_outside_of_a_run_answers_like_one_inside() -> None:
     rows = scores(positional).calls[0].rows
     assert call_alone("positional", positional, rows).values == [1.0, 0.0]

@@ -1,11 +1,14 @@
 """Code: tests of inputs and outputs, and assertions, on programs out of completions."""
 
+import json
+import math
 from typing import Any
 
 import pytest
 
 from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable, sandbox
-from lightning_rl.rewards.code import code_of
+from lightning_rl.rewards.answer_match import UnreadableReference
+from lightning_rl.rewards.code import _read, code_of
 
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
 CASES = [{"input": "2", "output": "4"}, {"input": "3\n", "output": " 6 \n\n"}]
@@ -65,8 +68,9 @@ def test_another_column_and_what_is_no_test() -> None:
         ValueError, match=r"expected a column 'tests' for CodeTests\(tests='tests'\), got the columns \['cases'\]"
     ):
         reward()([""], [DOUBLE], cases=[CASES])
-    with pytest.raises(ValueError, match='expected a test to be code or a mapping with "input" and "output", got 3'):
-        reward()([""], [DOUBLE], tests=[[3]])
+    with pytest.warns(UserWarning, match='expected a test to be code or a mapping with a text as "input" .* got 3'):
+        values = reward()(["", ""], [DOUBLE, DOUBLE], tests=[[3], CASES])
+    assert math.isnan(values[0] or 0) and values[1] == 1.0, "a bad row costs no other"
 
 
 def test_a_machine_without_namespaces_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +78,61 @@ def test_a_machine_without_namespaces_is_refused_when_it_is_made(monkeypatch: py
     with pytest.raises(SandboxUnavailable, match="got unshare"):
         CodeTests()
     assert CodeTests(sandbox=Sandbox(unsafe=True)).partial
+
+
+HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
+ONE = {"input": "2", "output": "4"}
+
+
+@pytest.mark.parametrize(
+    ("tests", "read"),
+    [
+        (None, []),
+        ([], []),
+        ([ONE, "assert f(2) == 4"], [ONE, "assert f(2) == 4"]),
+        (ONE, [ONE]),
+        ("assert f(2) == 4", ["assert f(2) == 4"]),
+        ({"inputs": ["2", "3"], "outputs": ["4", "6"]}, [ONE, {"input": "3", "output": "6"}]),
+        (json.dumps([ONE]), [ONE]),
+        (json.dumps({"inputs": ["2"], "outputs": ["4"]}), [ONE]),
+        (json.dumps(["assert f(2) == 4"]), ["assert f(2) == 4"]),
+        (HUMAN_EVAL, [f"{HUMAN_EVAL}\ncheck(f)"]),
+        (f"{HUMAN_EVAL}\ncheck(f)", [f"{HUMAN_EVAL}\ncheck(f)"]),
+    ],
+)
+def test_the_forms_that_tests_have(tests: Any, read: Any) -> None:
+    assert _read(tests, "f") == read
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (5, "to be code or a mapping"),
+        ([5], "to be code or a mapping"),
+        ("", "definitions alone"),
+        ("import unittest\nclass TestF(unittest.TestCase):\n    pass", "definitions alone"),
+        (HUMAN_EVAL, "needs the column 'entry_point'"),
+        ("assert f(2) =", "to be Python"),
+        ("[1, 2]", "to be code or a mapping"),
+        ({"a": 1}, "to be code or a mapping"),
+        ({"input": ["2"], "output": "4"}, "to be code or a mapping"),
+        ({"inputs": ["2"], "outputs": []}, 'as many "inputs" as "outputs"'),
+        ({"inputs": "2", "outputs": "4"}, 'as many "inputs" as "outputs"'),
+        ({"inputs": [[2]], "outputs": [4], "fn_name": "f"}, 'without "fn_name"'),
+        ({"inputs": [[2]], "outputs": ["4"]}, "to be code or a mapping"),
+    ],
+)
+def test_what_is_no_test_is_none(tests: Any, message: str) -> None:
+    found = _read(tests, None)
+    assert isinstance(found, UnreadableReference) and message in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tests",
+    ["assert f(2) == 4", ["assert f(2) == 4"], '["assert f(2) == 4"]', HUMAN_EVAL],
+    ids=["text", "list", "json", "check"],
+)
+def test_no_form_of_a_test_lets_a_wrong_program_pass(tests: Any) -> None:
+    programs = [f"```python\ndef f(x): return {value}\n```" for value in ("2 * x", "0")]
+    assert reward()(["", ""], programs, tests=[tests] * 2, entry_point=["f"] * 2) == [1.0, 0.0]

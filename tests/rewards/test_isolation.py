@@ -79,11 +79,13 @@ def test_closures_lambdas_and_coroutines_run_elsewhere_in_order() -> None:
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
-        (lambda: os._exit(3), "lost its process, which ended with exit code 3"),
+        (lambda: os._exit(3), "lost its process, which exited with status 3"),
+        (lambda: os._exit(0), "lost its process, which exited with status 0"),
+        (lambda: sys.exit(0), "raised SystemExit(0)"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "lost its process to SIGSEGV"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "lost its process to SIGKILL"),
     ],
-    ids=["exit", "segfault", "kill"],
+    ids=["exit", "exit-0", "sys-exit", "segfault", "kill"],
 )
 def test_a_process_that_dies_loses_its_rows_alone(end: Any, cause: str) -> None:
     def dies(prompts: Any, completions: Any, **_: Any) -> list[float]:

@@ -342,8 +342,8 @@ def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anythin
     [
         ({"base_url": "127.0.0.1:8000"}, "expected base_url to be a URL without a name or password"),
         ({"base_url": f"http://me:{SECRET}@127.0.0.1/v1"}, "expected base_url to be a URL without a name or password"),
-        ({"concurrency": 0}, "expected concurrency > 0, got 0"),
-        ({"retries": -1}, "expected retries to be at least 0, got -1"),
+        ({"concurrency": 0}, "expected concurrency to be a whole number above 0, got 0"),
+        ({"retries": -1}, "expected retries to be a whole number of at least 0, got -1"),
         ({"scale": (1, 1)}, r"expected scale to be two different numbers, such as \(0, 10\), got \(1, 1\)"),
         ({"pattern": "score"}, "expected pattern to have a group for the score, got 'score'"),
         ({"template": "{prompt}"}, r"expected template to hold \{completion\}.*got the fields \['prompt'\]"),

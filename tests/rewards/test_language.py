@@ -58,10 +58,13 @@ def test_time_grows_with_the_text_and_not_with_its_square(piece: str) -> None:
         ({}, "expected either language or column, got None and None"),
         ({"language": "en", "column": "l"}, "expected either language or column, got 'en' and 'l'"),
         ({"language": "english"}, r"expected codes of languages in \[.*got \['english'\]"),
-        ({"language": "en", "among": "de"}, r"expected among to be a tuple of codes"),
+        (
+            {"language": "en", "among": "de"},
+            r"expected among to be a list of strings of at least one letter, got 'de': write",
+        ),
         ({"language": "en", "among": ("de",)}, r"expected language to be one of among=\('de',\), got 'en'"),
-        ({"language": "en", "by": "word"}, "expected by to be 'line' or 'text', got 'word'"),
-        ({"language": "en", "min_letters": 0}, "expected min_letters to be at least 1, got 0"),
+        ({"language": "en", "by": "word"}, "expected by line or text, got 'word'"),
+        ({"language": "en", "min_letters": 0}, "expected min_letters to be a whole number above 0, got 0"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -42,10 +42,10 @@ def test_tokens_have_to_be_there() -> None:
         ({}, "expected either min_length or max_length, or a target, got min_length=0"),
         ({"target": 3, "max_length": 3}, "expected either min_length or max_length, or a target"),
         ({"min_length": 3, "max_length": 2}, "expected min_length <= max_length, got 3 and 2"),
-        ({"max_length": -1}, "expected max_length to be at least 0, got -1"),
-        ({"max_length": 1, "margin": -1}, "expected margin to be at least 0, got -1"),
-        ({"target": -2}, "expected target to be at least 0, got -2"),
-        ({"max_length": 1, "unit": "words"}, "expected unit to be 'tokens' or 'characters', got 'words'"),
+        ({"max_length": -1}, "expected max_length to be a whole number of at least 0 or None, got -1"),
+        ({"max_length": 1, "margin": -1}, "expected margin to be a whole number of at least 0, got -1"),
+        ({"target": -2}, "expected target to be a whole number of at least 0 or None, got -2"),
+        ({"max_length": 1, "unit": "words"}, "expected unit tokens or characters, got 'words'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

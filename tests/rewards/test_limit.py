@@ -142,6 +142,72 @@ def test_exceptions_and_interrupts_pass() -> None:
     assert not CLOCK.running
 
 
+def retry(*_: Any, **__: Any) -> list[float]:
+    while True:
+        try:
+            time.sleep(1000)
+        except:  # noqa: E722  as around a request
+            time.sleep(0.2)
+
+
+def insist(*_: Any, **__: Any) -> list[float]:
+    while True:
+        try:
+            sum(range(1000))
+        except BaseException:  # noqa: BLE001
+            continue
+
+
+def answer_anyway(*_: Any, **__: Any) -> list[float]:
+    try:
+        time.sleep(1000)
+    except:  # noqa: E722
+        return [0.0]
+    return [1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", [retry, insist])
+def test_a_loop_that_swallows_everything_is_told_ever_sooner(reward: Any) -> None:
+    begin = time.monotonic()
+    assert scores(reward).failed.tolist() == [True] and time.monotonic() - begin < 20
+
+
+def test_what_a_late_call_says_in_spite_of_its_end_is_not_taken() -> None:
+    found = scores(answer_anyway)
+    assert found.failed.tolist() == [True] and not found.scored.any()
+    assert "took longer than 0.3 s and went on when told to end: put it into Isolated" in (
+        found.calls[0].failures[0].cause
+    )
+
+
+HOLDS = """
+import os, signal, sys, threading, time
+from lightning_rl.rewards import limit
+from tests.kit.support import fit, tiny_module, tiny_prompts
+limit.HURRY, limit.LAST, limit.AGAIN = 0.3, 1.0, 2.0
+
+def holds(completions, **_):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    while True:
+        try: time.sleep(1000)
+        except: pass
+
+fit(tiny_module(rewards=holds), data=tiny_prompts(16, 4), default_root_dir=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_holds_on_is_left_with_a_checkpoint_and_the_status_of_the_signal(tmp_path: Path) -> None:
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=paths)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
+    assert "because SIGTERM told the run to stop, but holds on: put it into Isolated" in done.stderr
+    assert "in holds" in done.stderr
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [sleep_for_ever, wait_for_ever])
 def test_a_run_that_is_told_to_stop_leaves_a_hanging_reward_and_resumes_with_its_rollout(

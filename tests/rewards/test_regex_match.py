@@ -57,7 +57,7 @@ def test_a_search_that_never_ends_scores_0_when_its_time_is_over() -> None:
         ({"pattern": "("}, r"expected pattern to be a regular expression, got '\('"),
         ({"pattern": "a", "answer": "answer"}, r"expected group to be one of \[0\], as pattern 'a' has, got 1"),
         ({"pattern": "(a)", "answer": "x", "group": "b"}, r"expected group to be one of \[0, 1\].*got 'b'"),
-        ({"pattern": "a", "timeout": 0.0}, r"expected timeout > 0 seconds, got 0"),
+        ({"pattern": "a", "timeout": 0.0}, r"expected timeout > 0, got 0"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

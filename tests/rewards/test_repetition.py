@@ -32,8 +32,8 @@ def test_a_million_words() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0}, "expected n to be at least 1, got 0"),
-        ({"unit": "letters"}, "expected unit to be 'tokens' or 'words', got 'letters'"),
+        ({"n": 0}, "expected n to be a whole number above 0, got 0"),
+        ({"unit": "letters"}, "expected unit tokens or words, got 'letters'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -263,10 +263,10 @@ def test_no_rows_no_values() -> None:
     ("options", "message"),
     [
         ({"model": 3}, "expected model to be a name, a path or a callable that builds one, got 3"),
-        ({"tokens": "both"}, r"expected tokens to be one of \['own', 'policy'\], got 'both'"),
-        ({"activation": "tanh"}, r"expected activation to be one of \['none', 'sigmoid', 'softmax'\], got 'tanh'"),
-        ({"token_budget": 0}, "expected token_budget to be at least 1, got 0"),
-        ({"max_length": 0}, "expected max_length to be at least 1, got 0"),
+        ({"tokens": "both"}, r"expected tokens own or policy, got 'both'"),
+        ({"activation": "tanh"}, r"expected activation none or sigmoid or softmax, got 'tanh'"),
+        ({"token_budget": 0}, "expected token_budget to be a whole number above 0, got 0"),
+        ({"max_length": 0}, "expected max_length to be a whole number above 0 or None, got 0"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -125,6 +125,23 @@ def test_there_is_no_network_not_even_to_this_machine(server: tuple[int, list[An
     assert Sandbox().run(name.format("print(1)")).ok, "a name of its own"
 
 
+def test_sockets_that_no_namespace_holds_back_are_denied() -> None:
+    family = "import socket; socket.socket({}, socket.SOCK_STREAM)"
+    assert "Operation not permitted" in Sandbox().run(family.format(40)).stderr, "AF_VSOCK reaches the host"
+    kinds = ("socket.AF_UNIX", "socket.AF_INET", "socket.AF_INET6")
+    assert Sandbox().run("import socket\n" + "\n".join(f"socket.socket({kind}).close()" for kind in kinds)).ok
+    assert Sandbox().run("import socket; socket.socketpair()").ok
+
+
+@pytest.mark.parametrize("tight", [{"memory": 512}, {"memory": 2**20}, {"seconds": 0.01}, {"output": 1}], ids=str)
+def test_limits_under_which_nothing_runs_are_named(tight: Any) -> None:
+    (name, limit), *_ = tight.items()
+    with pytest.raises(ValueError, match=rf"under which Python starts and prints a digit, got .* {name}={limit} "):
+        Sandbox(**tight).check()
+    with pytest.raises(ValueError, match=f"{name}={limit} "):
+        Sandbox(**tight, unsafe=True).check()
+
+
 def test_a_fork_bomb_is_stopped_at_the_limit(tmp_path: Path) -> None:
     mark = f"bomb-{os.getpid()}-{time.monotonic_ns()}"
     small = (

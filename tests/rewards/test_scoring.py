@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -248,8 +250,20 @@ def test_names_come_from_the_functions_or_the_mapping(
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        pytest.param([], r"expected reward functions with different names, got \[\]", id="none"),
-        pytest.param([says(), says()], r"different names, got \['said', 'said'\]", id="same-name"),
+        pytest.param([], r"expected at least one reward function, got \[\]", id="none"),
+        pytest.param({}, r"expected at least one reward function, got \{\}", id="none-named"),
+        pytest.param(
+            [says(), says()], r"names, got \['said', 'said'\]: pass a mapping \{name: function\}", id="same-name"
+        ),
+        pytest.param(
+            [partial(says), partial(says)], r"names, got \['partial', 'partial'\]: pass a mapping", id="partials"
+        ),
+        pytest.param((says(), 0.5), r"a function with a weight: write \{'said': \(said, 0.5\)\}", id="pair"),
+        pytest.param({"": says()}, r"to be strings of at least one letter, got \[''\]", id="empty-name"),
+        pytest.param({1: says()}, r"to be strings of at least one letter, got \[1\]", id="number-name"),
+        pytest.param({"x": says(), "x/failed": says()}, 'got "x/failed" beside "x", whose figures', id="figure"),
+        pytest.param({"task/std": says()}, 'got "task/std" beside "task"', id="figure-of-the-sum"),
+        pytest.param({"greedy": says()}, r'under which their sum is logged, got "greedy"', id="greedy"),
         pytest.param({"task": says()}, "expected other names of rewards than", id="reserved"),
         pytest.param({"a": (says(),)}, r"expected a function or \(function, finite weight\) for reward a", id="alone"),
         pytest.param({"a": (2.0, says())}, "expected a function or", id="swapped"),
@@ -281,3 +295,64 @@ def test_every_call_is_kept_with_what_it_was_given() -> None:
     assert (call.name, list(call.prompts), list(call.values)) == ("working", [0, 1], [5.0, 1.0])
     assert call.function is working and call.seconds >= 0 and call.columns == {"answer": ["4", "5"]}
     assert (list(call.completions), list(call.completion_ids)) == (["said 0", "said 1"], [[0], [1]])
+
+
+def test_slashes_in_names_that_belong_to_nobody_are_welcome() -> None:
+    assert list(scores({"math/right": says(1.0), "math/short": says(1.0)}, 1).raw) == ["math/right", "math/short"]
+
+
+def test_rewards_that_all_only_log_are_no_rewards_to_train_with() -> None:
+    with pytest.raises(ValueError, match=r"expected a reward with another weight than 0 to train with, got \{'a': 0.0"):
+        Rewards({"a": (says(), 0.0)}).check_weights()
+    Rewards({"a": (says(), 0.0), "b": says()}).check_weights()
+
+
+def leave(*_: Any, **__: Any) -> Any:
+    exec("exit(0)")
+
+
+async def leave_later(*_: Any, **__: Any) -> Any:
+    raise SystemExit(0)
+
+
+def close(*_: Any, **__: Any) -> Any:
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [
+        (leave, r"raised SystemExit\(0\)"),
+        (leave_later, r"raised .*SystemExit\(0\)"),
+        (close, r"raised GeneratorExit\(\)"),
+    ],
+)
+def test_a_reward_that_calls_exit_fails_its_rows_and_ends_nothing(reward: Any, cause: str) -> None:
+    found = scores({"leaves": reward, "fine": says(1.0)}, 1)
+    assert found.failed.tolist() == [True] and found.raw["fine"].tolist() == [1.0]
+    assert re.match(cause, found.calls[0].failures[0].cause)
+    assert scores(says(1.0), 1).total.tolist() == [1.0], "coroutines or not, the next call is as ever"
+
+
+def test_an_interrupt_of_the_user_ends_the_call() -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scores(interrupted, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": {"answer": "42"}}, "expected answer to be a list of 2 values, one for each row, got '42'"),
+        ({"columns": {"answer": ["4"]}}, "expected answer to hold 2 values, one for each row, got 1"),
+        ({"columns": {"completion_ids": [1, 2]}}, r'which rewards are given .* got "completion_ids" .*columns=\{"my_'),
+        ({"completions": "ab"}, "expected completions to be a list of 2 values, one for each row, got 'ab'"),
+    ],
+)
+def test_rows_that_would_be_read_letter_by_letter_or_hidden_are_refused(options: Any, message: str) -> None:
+    known = {"completions": ["a", "b"], "completion_ids": [[1], [2]], "columns": {}}
+    given = {**known, **options}
+    with pytest.raises(ValueError, match=message):
+        Rewards(says(1.0))(["q", "r"], given.pop("completions"), **given)

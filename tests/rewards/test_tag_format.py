@@ -38,7 +38,13 @@ def test_table(options: dict[str, Any], completion: str, value: float) -> None:
     assert TagFormat(**options)(["?"], [completion]) == [value]
 
 
-@pytest.mark.parametrize("tags", [(), ("a", "a"), ("<a>",), "think"])
+@pytest.mark.parametrize("tags", [(), ("a", "a"), ("<a>",)])
 def test_tags_are_different_names(tags: Any) -> None:
     with pytest.raises(ValueError, match=r"expected tags to be different names, such as \('think', 'answer'\), got"):
         TagFormat(tags=tags)
+
+
+def test_tags_may_be_a_list_and_never_one_string() -> None:
+    assert TagFormat(tags=["think"])(["?"], ["<think>a</think>"]) == [1.0]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"expected tags to be a list of strings .* got 'think': write \['think'\]"):
+        TagFormat(tags="think")  # pyright: ignore[reportArgumentType]

@@ -53,7 +53,7 @@ def test_a_missing_column_is_named_with_its_option_and_with_those_that_there_are
     with pytest.raises(
         ValueError, match=r"'answer' for ExactMatch\(answer='answer'\).*columns \['level', 'solution'\].*answer="
     ):
-        column_of(columns, "answer", option="answer", reward=ExactMatch())
+        column_of(columns, "answer", 1, option="answer", reward=ExactMatch())
 
 
 @pytest.mark.parametrize(
