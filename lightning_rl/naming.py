@@ -28,7 +28,7 @@ def in_words(names: Iterable[Any]) -> str:
 
 
 def check_columns(columns: Iterable[Any], where: str) -> None:
-    """Refuses columns of the data that would take the place of what rewards are given.
+    """Refuses columns of the data that rewards cannot be given, or that would take the place of what they are given.
 
     Args:
         columns: their names.
@@ -37,6 +37,12 @@ def check_columns(columns: Iterable[Any], where: str) -> None:
     Raises:
         ValueError: naming them, and how to rename one.
     """
+    columns = list(columns)
+    if odd := [name for name in columns if not isinstance(name, str)]:
+        raise ValueError(
+            f"expected names of columns to be strings, since rewards are given columns by their names, got {odd} in "
+            f"{where}: rename it in the data"
+        )
     if taken := [name for name in columns if name in REWARD_ARGUMENTS]:
         raise ValueError(
             f"expected columns with other names than {in_words(REWARD_ARGUMENTS)}, which rewards are given beside "

@@ -309,6 +309,10 @@ DATA: dict[str, Case] = {
         r'got none in prompt 0, which has "question": say .*columns=\{"prompt": ',
     ),
     "empty": (prompts([]), "expected at least one prompt, got none"),
+    "column-number": (
+        prompts([{"prompt": [2], 3: "x"}]),
+        r"expected names of columns to be strings, .* got \[3\] in prompt 0: rename it in the data",
+    ),
     "column-reserved": (
         prompts([{"prompt": [2], "completion_ids": [7]}]),
         r'got "completion_ids" in prompt 0: rename, as in columns=\{"my_completion_ids": "completion_ids"\}',

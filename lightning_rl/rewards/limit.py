@@ -129,8 +129,8 @@ class Clock:
             if self.rings:
                 raise TimeUpError(f"{self.reason()} and went on when told to end: put it into Isolated(...)")
             return result
-        except TimeUpError:
-            self.running = False
+        except TimeUpError as error:
+            self.running, error.__context__ = False, None  # not every time that it was told before
             raise
         finally:
             timer.arm(0.0)

@@ -110,7 +110,11 @@ class Sandbox:
 
         Raises:
             SandboxUnavailable: if this machine cannot.
+            ValueError: if one of both is no text.
         """
+        for name, text in {"source": source, "stdin": stdin}.items():
+            if not isinstance(text, str):
+                raise ValueError(f"expected {name} to be a string, got {text!r:.200}")
         with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
             result, reason = self._run_in(folder, source, stdin)
         if reason:

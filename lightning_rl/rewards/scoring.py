@@ -202,7 +202,8 @@ def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
         )
     if not rewards:
         raise ValueError(
-            f"expected at least one reward function, got {rewards!r}: pass one such as lightning_rl.rewards.Length()"
+            f"expected at least one reward function, got {rewards!r}: pass one such as "
+            "lightning_rl.rewards.NumberMatch()"
         )
     if isinstance(rewards, Mapping):
         return {name: entry if isinstance(entry, tuple) else (entry, 1.0) for name, entry in rewards.items()}

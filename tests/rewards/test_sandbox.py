@@ -278,3 +278,9 @@ def test_limits_are_checked_by_name(option: str) -> None:
     options: dict[str, Any] = {option: 0}
     with pytest.raises(ValueError, match=f"expected {option} "):
         Sandbox(**options)
+
+
+@pytest.mark.parametrize("texts", [("print(1)", None), (b"print(1)", "")])
+def test_what_is_no_text_is_neither_run_nor_read(texts: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected (stdin|source) to be a string, got"):
+        Sandbox().run(*texts)
