@@ -1,6 +1,8 @@
 """Interrupts: whatever ends a run between two optimizer steps leaves a checkpoint of the last one."""
 
+import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from typing_extensions import override
 from lightning_rl.checkpointing.atomic import is_local
 from lightning_rl.checkpointing.folder import RunFolder, release
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
-from lightning_rl.distributed import failing_together, meet, process_maximum
+from lightning_rl.distributed import RunEndError, failing_together, meet, process_maximum
 from lightning_rl.rewards.limit import CLOCK
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -66,6 +68,7 @@ class Interrupts(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         CLOCK.reset()
+        CLOCK.abandon = lambda reason, status: self._abandon(trainer, pl_module, reason, status)
         self._saved = self._saving = False
         self._claim(trainer, pl_module)
         meet(MEETING)  # makes what the ranks meet by, while all are here
@@ -134,6 +137,15 @@ class Interrupts(Callback):
         finally:
             self._restore()
             self._close(pl_module)
+
+    def _abandon(self, trainer: Trainer, pl_module: LightningModule, reason: str, status: int) -> NoReturn:
+        """Ends the process where no exception can: in the midst of a reward that swallows all of them."""
+        try:
+            sys.stderr.write(f"{reason}\n")
+            self.on_exception(trainer, pl_module, RunEndError(reason))
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
 
     def _save_last_step(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves after the last optimizer step, if every rank can; the exception keeps its place in any case."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from transformers import TrainerState
 
@@ -269,7 +270,7 @@ class _Draft:
                 self.future = LOOP.submit(returned)
             else:
                 self.values = returned
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SIGTERMException):  # a signal, no doing of the function
             raise
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
             self.fail(error)

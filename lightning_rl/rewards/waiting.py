@@ -68,7 +68,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 def _outcome(future: "Future[Any]", seconds: float | None) -> Any:
     try:
         return future.result(seconds)
-    except (KeyboardInterrupt, TimeUpError):  # of this thread
+    except (KeyboardInterrupt, SystemExit, TimeUpError):  # of this thread
         raise
     except BaseException as error:  # noqa: BLE001  the boundary to foreign code
         return error

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rl.rewards import Failure, Reward, Rewards, Scores
 
@@ -334,11 +335,12 @@ def test_a_reward_that_calls_exit_fails_its_rows_and_ends_nothing(reward: Any, c
     assert scores(says(1.0), 1).total.tolist() == [1.0], "coroutines or not, the next call is as ever"
 
 
-def test_an_interrupt_of_the_user_ends_the_call() -> None:
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SIGTERMException])
+def test_a_signal_that_is_raised_within_a_call_ends_it(interrupt: Any) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
+        raise interrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(interrupt):
         scores(interrupted, 1)
 
 
