@@ -397,10 +397,10 @@ def check_rollouts(**given: Any) -> frozenset[int]:
         ValueError: if it is a single number, or holds something else.
     """
     ((name, numbers),) = given.items()
-    whole = isinstance(numbers, Collection) and not isinstance(numbers, str)
-    if not whole or not all(type(one) is int and one >= 0 for one in numbers):
+    listed: list[Any] = list(numbers) if isinstance(numbers, Collection) and not isinstance(numbers, str) else [None]
+    if not all(type(one) is int and one >= 0 for one in listed):
         raise ValueError(f"expected {name} to be a list of numbers of rollouts, such as [7], got {numbers!r}")
-    return frozenset(numbers)
+    return frozenset(listed)
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

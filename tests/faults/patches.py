@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -16,6 +16,7 @@ from lightning_rl import ClippedSurrogate, LossView, RLLightningModule, Rollout,
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
 from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.state import CurrentRollout
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.update import StepWeights
 
@@ -144,10 +145,11 @@ def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
     """Puts another backward into the accumulation of a step: ``change(backward, microbatches, policy)``."""
     original = RLLightningModule._accumulate  # noqa: SLF001
 
-    def accumulate(self: RLLightningModule, rollout: Rollout, microbatches: Any, trace: Any) -> Any:
-        backward = change(self.manual_backward, microbatches, self.policy)
+    def accumulate(self: RLLightningModule, ticket: Any, trace: Any, **options: Any) -> Any:
+        current = cast(CurrentRollout, self.run.current)
+        backward = change(self.manual_backward, current.plan.step(ticket.step), self.policy)
         with patch.object(self, "manual_backward", backward):
-            return original(self, rollout, microbatches, trace)
+            return original(self, ticket, trace, **options)
 
     return patch.object(RLLightningModule, "_accumulate", accumulate)
 
