@@ -40,7 +40,7 @@ from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
 from lightning_rl.evaluation.prompts import encode_prompts, is_single
 from lightning_rl.evaluation.questions import Questions, questions_of, with_eos
 from lightning_rl.evaluation.records import Record, write_records
-from lightning_rl.evaluation.run import EvaluationRun, predict
+from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
 from lightning_rl.generation import Engine, Sampling, TransformersEngine, request_seed
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.inspection import stop_in_inspection
@@ -891,12 +891,15 @@ class RLLightningModule(LightningModule):
 
     def _end_evaluation(self) -> None:
         run, self._evaluation = self._evaluation_run, None
-        for name, value in run.figures().items():
-            self.log(name, value, prog_bar=name.endswith(("/reward/task", "/pass@1")), batch_size=1)
+        figures = run.figures()
+        for name, value in figures.items():
+            self.log(name, value, prog_bar=name in run.on_the_bar, batch_size=1)
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        file = f"step_{self.trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
+        run.report(self.run.failed_folder, file)
+        warn_of_nan(figures)
         if self.trainer.loggers and not self.trainer.sanity_checking:
             folder = self._folder
-            fitting = self.trainer.state.fn == TrainerFn.FITTING
-            file = f"step_{self.trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
             run.write(folder / "evaluations", file, writing=self.trainer.is_global_zero)
         self.rest()
 

@@ -30,7 +30,8 @@ class Evaluation:
         rewards: what scores the samples; by default the module's.
         pass_at: the k of ``pass@k``, none above ``samples``; by default 1 and ``samples``.
         correct: the reward, weighted and summed, from which a sample counts as solved.
-        answer: from the text of a completion to its answer, for ``maj@k``; None for no vote.
+        answer: from the text of a completion to its answer, which has to be hashable, for ``maj@k``; None for no vote.
+            Where it fails, the sample has no vote and is counted.
         stages: where it runs: ``"val"``, ``"test"`` or both.
         save: whether the samples are kept in a file below the logger's folder.
 

@@ -1,6 +1,8 @@
 """EvaluationRun: one validation or test, from the first batch to figures and files; and predictions."""
 
-from collections.abc import Hashable, Sequence
+import math
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +13,13 @@ from torch import Tensor
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
+from lightning_rl.evaluation.answers import Answers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.rewards.call import RewardCall
 from lightning_rl.rewards.failures import report_failures
 from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.rollouts.sample import Sampler
@@ -50,6 +54,8 @@ class EvaluationRun:
         self.tallies = [Tally(len(q.prompts), tuple(q.rewards.functions), collectives).to(device) for q in questions]
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
         self.records: list[list[Record]] = [[] for _ in questions]
+        self.failing: list[list[RewardCall]] = [[] for _ in questions]
+        self.unread: list[list[Answers]] = [[] for _ in questions]
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generates for this rank's share of a batch, in one call of the engine, and counts what the rewards say."""
@@ -60,22 +66,25 @@ class EvaluationRun:
         ]
         samples = sampler.generate_parts(asked)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
-            rollout, calls, _ = replace(sampler, rewards=questions.rewards).score(samples[number])
-            report_failures(calls, None)
+            rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
+            self.failing[number] += [call for call in calls if call.failures]
             texts = [sampler.text(ids) for ids in response_ids(rollout)]
-            self._count(number, prompts, rollout, texts)
+            self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
-    def _count(self, number: int, prompts: Sequence[Prompt], rollout: Rollout, texts: Sequence[str]) -> None:
+    def _count(
+        self, number: int, prompts: Sequence[Prompt], rollout: Rollout, failed: Bool[Tensor, " B"], texts: Sequence[str]
+    ) -> None:
         """Fills the rows of some prompts, and keeps their samples."""
         questions, evaluation = self.questions[number], self.questions[number].evaluation
         extract = None if evaluation is None else evaluation.answer
-        answers = [None if extract is None else extract(text) for text in texts]
+        answers = read_answers(extract, texts)
+        self.unread[number] += [answers] if answers.cause else []
         solved = rollout.rewarded & (rollout.rewards >= (1.0 if evaluation is None else evaluation.correct))
         places = torch.tensor([self.places[number][prompt.index] for prompt in prompts], dtype=torch.int64)
-        self.tallies[number].update(places, table_rows(rollout, solved, answers, questions.samples))
+        self.tallies[number].update(places, table_rows(rollout, failed, solved, answers, questions.samples))
         if self.keeps(questions):
             further = {**_reward_entries(rollout), "solved": solved.tolist()}
-            further |= {} if extract is None else {"answer": answers}
+            further |= {} if extract is None else {"answer": answers.values}
             self.records[number] += records_of(prompts, rollout, texts, further)
 
     def keeps(self, questions: Questions) -> bool:
@@ -96,6 +105,28 @@ class EvaluationRun:
                 figures |= {f"{self.stage}/{questions.name}/{name}": value for name, value in values.items()}
         return figures
 
+    @property
+    def on_the_bar(self) -> frozenset[str]:
+        """The figure of each evaluation that a progress bar has room for."""
+        names = [
+            "reward/task" if q.evaluation is None else f"{q.name}/pass@{cast(Sequence[int], q.evaluation.pass_at)[0]}"
+            for q in self.questions
+        ]
+        return frozenset(f"{self.stage}/{name}" for name in names)
+
+    def report(self, folder: Path | None, file: str) -> None:
+        """Warns once for each evaluation of the samples that rewards or ``answer=`` failed on, and keeps the former.
+
+        Args:
+            folder: where the samples go that rewards fail on, into ``<name>-<file>-rank-<r>.jsonl``; None for no files.
+            file: which run this is.
+        """
+        for questions, calls, unread in zip(self.questions, self.failing, self.unread, strict=True):
+            path = None if folder is None else folder / f"{questions.name}-{file}-rank-{self.rank}.jsonl"
+            report_failures(calls, path)
+            number = sum(answers.read.count(False) for answers in unread)
+            report_answers(questions.name, number, unread[0].cause if unread else "")
+
     def write(self, folder: Path, file: str, *, writing: bool) -> None:
         """Writes ``<folder>/<name>/<file>.jsonl`` for each evaluation that keeps its samples. A collective.
 
@@ -111,23 +142,39 @@ class EvaluationRun:
                 write_records(place, sorted(records, key=lambda record: record["index"]))
 
 
+def warn_of_nan(figures: Mapping[str, float]) -> None:
+    """Warns once of figures that are NaN, which callbacks that monitor them see."""
+    unmeasured = [name for name, value in figures.items() if math.isnan(value) and not name.endswith(("/low", "/high"))]
+    if unmeasured:
+        warnings.warn(
+            f"nothing could be measured for {', '.join(unmeasured)}, so they are NaN: too few samples have a reward "
+            "or an answer (see reward/missing, reward/failed, answer/failed). ModelCheckpoint ranks NaN last; "
+            "EarlyStopping ends the run, unless check_finite=False",
+            stacklevel=2,
+        )
+
+
 def table_rows(
-    rollout: Rollout, solved: Bool[Tensor, " B"], answers: Sequence[Hashable | None], samples: int
+    rollout: Rollout, failed: Bool[Tensor, " B"], solved: Bool[Tensor, " B"], answers: Answers, samples: int
 ) -> Float[Tensor, "P C"]:
     """The rows of a :class:`Tally` that some prompts fill.
 
     Args:
         rollout: the samples of each prompt beside each other, scored.
+        failed: which samples rewards failed on.
         solved: which samples are.
         answers: of each sample.
         samples: of each prompt.
     """
     rewarded, right = rollout.rewarded, solved.tolist()
-    votes = [majority(answers[at : at + samples], right[at : at + samples]) for at in range(0, len(right), samples)]
+    values = answers.values
+    votes = [majority(values[at : at + samples], right[at : at + samples]) for at in range(0, len(right), samples)]
     per_sample = {
         "samples": torch.ones_like(rewarded),
         "rewarded": rewarded,
+        "failed": failed,
         "solved": solved,
+        "answered": torch.tensor(answers.read, dtype=torch.bool),
         "length": rollout.response_lengths,
         "truncated": rollout.finish == Finish.LENGTH,
         "task": torch.where(rewarded, rollout.rewards, 0.0),

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.evaluation.estimators import interval, pass_at_k
 
-COLUMNS = ("samples", "rewarded", "solved", "vote", "length", "truncated", "task")
+COLUMNS = ("samples", "rewarded", "failed", "solved", "answered", "vote", "length", "truncated", "task")
 
 
 class Tally(Metric):
@@ -49,8 +49,9 @@ class Tally(Metric):
     def figures(self, *, pass_at: Sequence[int], samples: int, votes: bool) -> dict[str, float]:
         """What the table says, by the name of the metric. A collective.
 
-        A prompt counts in ``pass@k`` if at least k of its samples have a reward, in ``avg@k`` and ``maj@k`` if one has.
-        A mean over nothing is left out.
+        A sample without a reward is as if it had not been drawn: a prompt counts in ``pass@k``, ``avg@k`` and ``maj@k``
+        if at least k of its samples have one; in ``maj@k`` besides if one of them has been read. The names are always
+        the same: a mean over nothing is NaN.
 
         Args:
             pass_at: each k.
@@ -61,31 +62,35 @@ class Tally(Metric):
         shares = _shares(rows, pass_at=pass_at, samples=samples, votes=votes)
         figures: dict[str, float] = {}
         for name, values in shares.items():
-            if values:
-                low, high = interval(values, samples)
-                figures |= {name: math.fsum(values) / len(values), f"{name}/low": low, f"{name}/high": high}
-        return figures | self._means(rows)
+            low, high = interval(values, samples) if values else (math.nan, math.nan)
+            figures |= {name: mean(math.fsum(values), len(values)), f"{name}/low": low, f"{name}/high": high}
+        return figures | self._means(rows, votes=votes)
 
-    def _means(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Means over samples."""
-        sums = [math.fsum(column) for column in zip(*rows, strict=True)]
-        if not sums:
-            return {}
-        drawn, rewarded, _, _, length, truncated, task, *raw = sums
+    def _means(self, rows: Sequence[Sequence[float]], *, votes: bool) -> dict[str, float]:
+        """Means over samples, and how many rewards and answers failed on."""
+        width = len(COLUMNS) + 2 * len(self.rewards)
+        sums = [math.fsum(column) for column in zip(*rows, strict=True)] or [0.0] * width
+        drawn, rewarded, failed, _, answered, _, length, truncated, task, *raw = sums
         means = {"reward/task": (task, rewarded), "reward/missing": (drawn - rewarded, drawn)}
         means |= {f"reward/{name}": (raw[2 * at], raw[2 * at + 1]) for at, name in enumerate(self.rewards)}
         means |= {"length/mean": (length, drawn), "length/truncated": (truncated, drawn)}
-        return {name: total / count for name, (total, count) in means.items() if count > 0}
+        numbers = {"reward/failed": failed, **({"answer/failed": drawn - answered} if votes else {})}
+        return {name: mean(total, count) for name, (total, count) in means.items()} | numbers
+
+
+def mean(total: float, count: float) -> float:
+    """The mean of a population; NaN for none."""
+    return total / count if count else math.nan
 
 
 def _shares(
     rows: Sequence[Sequence[float]], *, pass_at: Sequence[int], samples: int, votes: bool
 ) -> dict[str, list[float]]:
     """The value in [0, 1] of each prompt that counts, by metric."""
-    scored = [(int(rewarded), int(solved), vote) for _, rewarded, solved, vote, *_ in rows if rewarded > 0]
-    shares = {f"pass@{k}": [pass_at_k(n, solved, k) for n, solved, _ in scored if n >= k] for k in pass_at}
+    scored = [(int(n), int(solved), answered > 0, vote) for _, n, _, solved, answered, vote, *_ in rows]
+    shares = {f"pass@{k}": [pass_at_k(n, solved, k) for n, solved, *_ in scored if n >= k] for k in pass_at}
     if samples > 1:
-        shares[f"avg@{samples}"] = [solved / n for n, solved, _ in scored]
+        shares[f"avg@{samples}"] = [solved / n for n, solved, *_ in scored if n >= samples]
     if votes:
-        shares[f"maj@{samples}"] = [vote for _, _, vote in scored]
+        shares[f"maj@{samples}"] = [vote for n, _, answered, vote in scored if n >= samples and answered]
     return shares

@@ -1,6 +1,9 @@
 """Evaluations in a Trainer: figures by hand, files, callbacks, limits, stages, predictions."""
 
 import json
+import math
+import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -109,7 +112,8 @@ def test_nothing_to_evaluate_is_said() -> None:
 def test_validation_prompts_of_the_data_module_keep_their_names_beside_evaluations() -> None:
     data = tiny_prompts(validation=[[2], [3]])
     (alone,) = quiet_trainer().validate(scripted_module(()), data, verbose=False)
-    assert alone == {"val/reward/task": 0.5, "val/reward/parity_reward": 0.5, "val/length/mean": 2.5}
+    figures = {"val/reward/task": 0.5, "val/reward/parity_reward": 0.5, "val/reward/failed": 0, "val/length/mean": 2.5}
+    assert alone == figures
     (both,) = quiet_trainer().validate(scripted_module(several()), data, verbose=False)
     assert {name: both[name] for name in alone} == alone
     assert {name for name in both if name.count("/") < 3 and name not in alone} >= {"val/several/pass@4"}
@@ -120,11 +124,105 @@ def test_rewards_of_an_evaluation_are_its_own_and_missing_ones_count_nowhere() -
         return [0.5 if text.startswith("a") else None for text in completions]
 
     module = scripted_module(several(rewards={"half": half}, correct=0.5, answer=None))
-    with pytest.warns(UserWarning, match="gave no value"):
+    unmeasured = r"nothing could be measured for val/several/pass@4, val/several/avg@4, so they are NaN"
+    with pytest.warns(UserWarning, match="gave no value"), pytest.warns(UserWarning, match=unmeasured):
         (figures,) = quiet_trainer().validate(module, verbose=False)
     assert figures["val/several/reward/half"] == 0.5 and figures["val/several/reward/missing"] == pytest.approx(9 / 12)
-    assert figures["val/several/pass@1"] == 1.0 and "val/several/pass@4" not in figures
+    assert figures["val/several/pass@1"] == 1.0 and math.isnan(figures["val/several/pass@4"])
+    assert figures["val/several/reward/failed"] == 0
     assert not any("maj@" in name or "parity" in name for name in figures)
+
+
+@pytest.mark.filterwarnings("ignore:rows get no reward:UserWarning", "ignore:nothing could be measured:UserWarning")
+@pytest.mark.parametrize("bad", [1, 2])
+@pytest.mark.parametrize("kind", ["evaluation", "data module"])
+def test_a_validation_whose_rewards_fail_is_nan_to_callbacks_and_the_run_goes_on(
+    tmp_path: Path, bad: int, kind: str
+) -> None:
+    validations: list[int] = []
+
+    def judge(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if len(completions) == 2:
+            validations.append(1)
+            if len(validations) == bad:
+                raise ValueError("the judge is down")
+        return [float(place % 2) for place, _ in enumerate(completions)]
+
+    key = "val/e/pass@1" if kind == "evaluation" else "val/reward/task"
+    figures: list[float] = []
+
+    class Keep(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+            del pl_module
+            figures.append(float(trainer.callback_metrics[key]))
+
+    saving = ModelCheckpoint(tmp_path / "best", monitor=key, mode="max", filename="{step}")
+    prompts = [[2], [3]]
+    module = tiny_module(rewards=judge, evaluation=Evaluation("e", prompts) if kind == "evaluation" else ())
+    data = tiny_prompts(validation=None if kind == "evaluation" else prompts)
+    trainer = fit(
+        module, data=data, callbacks=[saving, Keep()], logger=CSVLogger(tmp_path, "runs"), enable_checkpointing=True,
+        val_check_interval=1, num_sanity_val_steps=0, max_steps=3,
+    )  # fmt: skip
+    assert trainer.global_step == 3
+    assert [math.isnan(value) for value in figures] == [number == bad for number in (1, 2, 3)]
+    assert [value for value in figures if not math.isnan(value)] == [0.5, 0.5]
+    assert saving.best_model_score == 0.5 and Path(saving.best_model_path).name != f"step={bad}.ckpt"
+    name = "e" if kind == "evaluation" else "validation"
+    (file,) = (tmp_path / "runs" / "version_0" / "failed_rewards").iterdir()
+    assert file.name == f"{name}-step_{bad:06d}-rank-0.jsonl" and len(file.read_text().splitlines()) == 2
+
+
+def test_early_stopping_ends_a_run_at_a_figure_that_is_nan() -> None:
+    def judge(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        raise ValueError("the judge is down")
+
+    stopping = EarlyStopping("val/e/pass@1", mode="max", patience=9, check_on_train_epoch_end=False)
+    module = tiny_module(evaluation=Evaluation("e", [[2], [3]], rewards=judge))
+    failed = pytest.warns(UserWarning, match=r"judge failed on 2\. First, reward judge raised.*the judge is down")
+    with failed, pytest.warns(UserWarning, match=r"measured for val/e/pass@1, .* check_finite=False"):
+        trainer = fit(module, callbacks=[stopping], val_check_interval=1)
+    assert trainer.global_step == 1 and trainer.callback_metrics["val/e/reward/failed"] == 2
+
+
+def unread(text: str) -> Any:
+    if text.startswith("b"):
+        raise ValueError("no number in it")
+    return [text] if text == "a a" else text
+
+
+@pytest.mark.parametrize(
+    ("answer", "failed", "match"),
+    [
+        (
+            unread,
+            12,
+            r'answer of evaluation "several" failed on 12 samples.* it returned \[.a a.\], a list, .* a tuple',
+        ),
+        (lambda text: [text], 12, "a list, which cannot be counted as a vote"),
+        (lambda text: unread(text) and 1 if text.startswith("b") else text, 9, "raised ValueError: no number in it"),
+    ],
+)
+def test_an_answer_that_fails_costs_its_sample_the_vote(answer: Any, failed: int, match: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (figures,) = quiet_trainer().validate(scripted_module(several(answer=answer)), verbose=False)
+    said = [str(warning.message) for warning in caught if "answer of evaluation" in str(warning.message)]
+    assert len(said) == 1 and re.search(match, said[0], re.DOTALL)
+    assert figures["val/several/answer/failed"] == failed
+    assert figures["val/several/pass@1"] == pytest.approx((1 / 2 + 1 / 4 + 0) / 3), "all else is counted"
+    if failed == 12:
+        assert math.isnan(figures["val/several/maj@4"])
+    else:  # the answers that are left: two of the first prompt, all odd and solved, and one of the second
+        assert figures["val/several/maj@4"] == pytest.approx((1 + 1) / 2)
+
+
+def test_the_bar_has_room_for_one_figure_of_each_evaluation() -> None:
+    module = scripted_module([GREEDY, several(pass_at=4)])
+    trainer = quiet_trainer()
+    trainer.validate(module, tiny_prompts(validation=[[2]]), verbose=False)
+    shown = {name for name in trainer.progress_bar_metrics if name.startswith("val/")}
+    assert shown == {"val/reward/task", "val/greedy/pass@1", "val/several/pass@4"}
 
 
 def test_samples_are_kept_beside_the_logger(tmp_path: Path) -> None:
