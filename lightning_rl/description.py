@@ -18,6 +18,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Set, Sized
+from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -32,6 +33,7 @@ Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
 MAX_ITEMS = 64  # of a list that is written out; of a longer one its length and a hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal.kl")
 ROOMS += ("signal.reductions",)
 NEVER = {"CodeTests", "Isolated", "Judge", "RewardModel", "Rewards", "Sandbox", "VLLMEngine", "VLLMServerEngine"}
@@ -92,6 +94,47 @@ def restorable() -> Mapping[str, Any]:
     schedules = torch.optim.lr_scheduler
     found += [kind for kind in vars(schedules).values() if _is_kind(kind, schedules.LRScheduler)]
     return MappingProxyType({path_of(one): one for one in found if inspect.isroutine(one) or inspect.isclass(one)})
+
+
+def is_import_path(value: Any) -> bool:
+    """Whether a value reads like the dotted name of something to import, and no folder has that name.
+
+    Example:
+        >>> [is_import_path(name) for name in ("my_package.policy", "Qwen/Qwen2.5-0.5B", "gpt2", len)]
+        [True, False, False, False]
+    """
+    return isinstance(value, str) and IMPORT_PATH.fullmatch(value) is not None and not Path(value).exists()
+
+
+def import_by_name(**given: Any) -> Any:
+    """What a dotted name such as ``"my_package.policy"`` stands for; anything else as it came.
+
+    Configuration files say functions by name, and what reads them takes an unannotated one for a text.
+
+    Args:
+        given: one argument by its name.
+
+    Raises:
+        ValueError: naming argument and name, and whether there is no such module, or nothing of that name in it.
+    """
+    ((option, name),) = given.items()
+    if not is_import_path(name):
+        return name
+    module, _, attribute = name.rpartition(".")
+    try:
+        holder = importlib.import_module(module)
+    except Exception as error:  # the module is code of the user, which may raise anything
+        where = "" if isinstance(error, ModuleNotFoundError) else f", which raised {type(error).__name__}"
+        raise ValueError(
+            f"expected {option}={name!r} to be found: there is no folder of that name, and importing {module!r} "
+            f"failed{where}: {error}"
+        ) from error
+    if not hasattr(holder, attribute):
+        near = get_close_matches(attribute, dir(holder), n=1, cutoff=0.5)
+        public = [known for known in vars(holder) if not known.startswith("_")]
+        cure = f"did you mean {module}.{near[0]}?" if near else f"it has {', '.join(public[:20])}"
+        raise ValueError(f"expected {option}={name!r} to be found, but module {module!r} has no {attribute!r}: {cure}")
+    return getattr(holder, attribute)
 
 
 def path_of(value: Any) -> str:

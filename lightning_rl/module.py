@@ -33,6 +33,7 @@ from lightning_rl.checkpointing import (
 from lightning_rl.configuration import check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
+from lightning_rl.description import import_by_name
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
@@ -151,7 +152,7 @@ class RLLightningModule(LightningModule):
         *,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
-        reduction: Reduction | SequenceSumNorm | str = "token_mean",
+        reduction: str | Reduction | SequenceSumNorm = "token_mean",
         value_loss: ValueLoss = ValueLoss(),  # noqa: B008  frozen
         reference: ModelSource | None = None,
         critic: ModelSource | None = None,
@@ -184,18 +185,28 @@ class RLLightningModule(LightningModule):
         check_counts(0, max_staleness=max_staleness, seed=seed)
         check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
         check_bools(packing=packing, activation_checkpointing=activation_checkpointing)
-        compatibility.check_sources(policy=policy, reference=reference, critic=critic)
+        self.sources = {
+            "policy": import_by_name(policy=policy),
+            "reference": import_by_name(reference=reference),
+            "critic": import_by_name(critic=critic),
+        }
+        compatibility.check_sources(**self.sources)
         compatibility.check_parts(engine=engine, sampling=sampling, value_loss=value_loss)
         compatibility.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
-        self.sources = {"policy": policy, "reference": reference, "critic": critic}
         check_numbers(above=0, finite=True, optional=True, reward_seconds=reward_seconds)
         check_numbers(above=0, at_most=1, optional=True, max_failed_rewards=max_failed_rewards)
         check_counts(1, optional=True, max_idle_rollouts=max_idle_rollouts)
         self.max_idle_rollouts = max_idle_rollouts
         self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
         self.rewards = Rewards(rewards, seconds=reward_seconds)
-        self.estimator, self.loss = resolve_advantages(advantages), resolve_loss(loss)
-        self.reduction, self.value_loss = resolve_reduction(reduction, sampling.max_new_tokens), value_loss
+        self.estimator, self.loss = (
+            resolve_advantages(import_by_name(advantages=advantages)),
+            resolve_loss(import_by_name(loss=loss)),
+        )
+        self.reduction, self.value_loss = (
+            resolve_reduction(import_by_name(reduction=reduction), sampling.max_new_tokens),
+            value_loss,
+        )
         self._optimizer, self._lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
@@ -205,7 +216,7 @@ class RLLightningModule(LightningModule):
         check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
         self.checkpoint_errors = checkpoint_errors
         self.allow_changes = compatibility.check_names(allow_changes=allow_changes)
-        self.tokenizer = build_tokenizer(tokenizer, policy)
+        self.tokenizer = build_tokenizer(tokenizer, self.sources["policy"])
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
         self._parallel: Parallel | None = None
@@ -215,6 +226,7 @@ class RLLightningModule(LightningModule):
         self._val_limit: int | float | None = None
         options |= {"engine": self.engine, "tokenizer": self.tokenizer, "rewards": self.rewards.sources}
         options |= {"advantages": self.estimator, "loss": self.loss, "reduction": self.reduction}
+        options |= self.sources
         self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
     # What the parts of a run are.

@@ -11,8 +11,11 @@ from kit.support import tiny_policy, tiny_tokenizer
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_rl import ClippedSurrogate, PromptDataModule, RLLightningModule
+from lightning_rl.advantages import ESTIMATORS
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
+from lightning_rl.losses import LOSSES
 from lightning_rl.metrics import callbacks_of
+from lightning_rl.signal.reductions import REDUCTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
 SMALL: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_progress_bar": False}
@@ -102,6 +105,66 @@ def test_print_config_shows_every_default_and_loads_again(folder: Path, capsys: 
     }  # fmt: skip
     (folder / "again.yaml").write_text(yaml.safe_dump(config))
     assert printed(capsys, "--config", "again.yaml") == config
+
+
+def test_every_known_name_is_printed_as_a_file_that_is_read_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"loss": list(LOSSES), "advantages": list(ESTIMATORS), "reduction": [*REDUCTIONS, "sequence_sum_norm"]}
+    for number in range(max(map(len, names.values()))):
+        chosen = {option: known[number % len(known)] for option, known in names.items()}
+        arguments = [f"--model.{option}={name}" for option, name in chosen.items()]
+        config = printed(capsys, "--config", "run.yaml", *arguments)
+        assert {option: config["model"][option] for option in names} == chosen
+        (folder / "again.yaml").write_text(yaml.safe_dump(config))
+        assert printed(capsys, "--config", "again.yaml") == config
+
+
+MODELS = """
+from kit.support import tiny_policy, tiny_tokenizer
+
+
+def policy():
+    return tiny_policy()
+
+
+def critic(seed=1):
+    return tiny_policy(seed)
+
+
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def mean(valid_tokens, trained, groups, global_sum):
+    return valid_tokens.double() / global_sum(valid_tokens.sum().double())
+
+
+def loss(view):
+    return -view.logprobs * view.advantages
+"""
+
+
+def test_functions_without_annotations_are_found_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_models.py").write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    named = {"policy": "policy", "reference": "policy", "critic": "critic", "tokenizer": "tokenizer"}
+    named |= {"reduction": "mean", "loss": "loss"}
+    config["model"] |= {option: f"my_models.{name}" for option, name in named.items()}
+    config["model"] |= {"advantages": "gae"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    shown = printed(capsys, "--config", "run.yaml")["model"]
+    assert {option: shown[option] for option in named} == {
+        option: f"my_models.{name}" for option, name in named.items()
+    }
+    cli = run("fit", "--config", "run.yaml")
+    assert cli.trainer.global_step == 2 and cli.model.tokenizer is not None
+    assert {name: getattr(source, "__name__", source) for name, source in cli.model.sources.items()} == {
+        "policy": "policy", "reference": "policy", "critic": "critic",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,18 @@ def test_options_replace_those_of_the_run(tmp_path: Path) -> None:
     assert loaded.group_size == 2 and type(loaded.loss).__name__ == "Reinforce"
 
 
+@pytest.mark.parametrize("option", ["policy", "tokenizer", "loss"])
+def test_a_dotted_name_in_a_checkpoint_is_not_imported(option: str, tmp_path: Path) -> None:
+    _, path = saved(tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    described = {"path": "planted.it"} if option == "tokenizer" else "planted.it"
+    checkpoint["lightning_rl"]["configuration"]["module"][option] = described
+    torch.save(checkpoint, path)
+    given = {name: value for name, value in AGAIN.items() if name != option}
+    with pytest.raises(ValueError, match=rf"expected {option}= to be given again.*{option} was planted\.it"):
+        RLLightningModule.load_from_checkpoint(path, **given)
+
+
 def test_it_exports_without_a_trainer(tmp_path: Path) -> None:
     module, path = saved(tmp_path, policy=pretrained(tmp_path / "policy"))
     RLLightningModule.load_from_checkpoint(path, rewards=parity_reward).save_pretrained(tmp_path / "export")

@@ -90,6 +90,18 @@ MODELS: dict[str, Case] = {
     ),
     "policy-built": (made(policy=tiny_policy()), "expected policy .* got a Qwen2ForCausalLM that is built already"),
     "policy-missing": (made(policy="./nowhere"), "name or folder of a tokenizer that can be loaded, got './nowhere'"),
+    "policy-no-such-function": (
+        made(policy="kit.support.tiny_polcy"),
+        r"policy='kit.support.tiny_polcy' .* module 'kit.support' has no 'tiny_polcy': did you mean .*tiny_policy",
+    ),
+    "policy-no-such-module": (
+        made(policy="my_package.policy"),
+        r"policy='my_package.policy' .* no folder of that name, and importing 'my_package' failed: No module named",
+    ),
+    "reference-no-such-function": (made(reference="kit.support.nope"), "'kit.support' has no 'nope': it has "),
+    "critic-no-such-module": (made(critic="kit.nothing.critic"), "expected critic='kit.nothing.critic' to be found"),
+    "tokenizer-no-such-module": (made(tokenizer="kit.nothing.it"), "expected tokenizer='kit.nothing.it' to be found"),
+    "loss-no-such-module": (made(loss="kit.nothing.loss"), "expected loss='kit.nothing.loss' to be found"),
     "policy-builds-nothing": (
         fitted(policy=lambda: None),
         "a function that builds a model of transformers, got NoneType",

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.archive import load_archive
 from lightning_rl.checkpointing.seal import check_seal
-from lightning_rl.description import restore
+from lightning_rl.description import is_import_path, restore
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
 
@@ -60,7 +60,13 @@ def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) 
     for name, description in described.items():
         if name in options:
             continue
+        if is_import_path(description):  # the constructor would import it
+            lost[name] = str(description)
+            continue
         if name == "tokenizer" and isinstance(description, Mapping) and description.get("path"):
+            if is_import_path(description["path"]):
+                lost[name] = description["path"]
+                continue
             options[name] = description["path"]
             continue
         try:

@@ -4,11 +4,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.description import import_by_name
 from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
@@ -34,11 +36,17 @@ class ModelBuilder(ABC):
 
 
 ModelSource = ModelBuilder | Callable[[], PreTrainedModel] | str | Path  # in the order that configuration files try
+CRITIC_HINT = ' (critic="shared" is a value head on the policy)'
 TokenizerSource = str | Path | PreTrainedTokenizerBase
 
 
-def build_model(source: ModelSource) -> PreTrainedModel:
-    """A causal language model, loaded in the default dtype (float32, or what a ``-true`` precision sets)."""
+def build_model(source: ModelSource, hint: str = "") -> PreTrainedModel:
+    """A causal language model, loaded in the default dtype (float32, or what a ``-true`` precision sets).
+
+    Args:
+        source: of the model.
+        hint: what the message says besides, if it cannot be loaded.
+    """
     if isinstance(source, str | Path):
         try:
             return AutoModelForCausalLM.from_pretrained(
@@ -49,7 +57,7 @@ def build_model(source: ModelSource) -> PreTrainedModel:
         except OSError as error:  # what transformers raises for a folder or name that it cannot load
             raise ValueError(
                 f"expected the name or folder of a causal language model that can be loaded, got {str(source)!r}: "
-                f'{str(error).splitlines()[0]} (critic="shared" is a value head on the policy)'
+                f"{str(error).splitlines()[0]}{hint}"
             ) from error
     model = source()
     if not isinstance(model, nn.Module):  # of transformers, or one that peft put around it
@@ -66,7 +74,7 @@ def build_policy(
         ValueError: if either check fails; the message says what to change.
     """
     model = base_model_of(build_model(policy))
-    backbone = None if critic is None else model if critic == "shared" else build_model(critic)
+    backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT)
     check_dropout(model)
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed)
     check_scoring(model, packed=packed)
@@ -109,7 +117,12 @@ def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:
-    """The tokenizer given, or the one that lies beside a policy given by name or path."""
+    """The tokenizer given, by itself or by the dotted name of it or of a function that makes it, or the one that lies
+    beside a policy given by name or path.
+    """
+    named: Any = import_by_name(tokenizer=tokenizer)
+    makes = named is not tokenizer and callable(named) and not isinstance(named, PreTrainedTokenizerBase)
+    tokenizer = named() if makes else named
     if tokenizer is None and isinstance(policy, str | Path):
         tokenizer = policy
     if tokenizer is not None and not isinstance(tokenizer, str | Path | PreTrainedTokenizerBase):

@@ -173,7 +173,7 @@ def test_a_validation_whose_rewards_fail_is_nan_to_callbacks_and_the_run_goes_on
     assert file.name == f"{name}-step_{bad:06d}-rank-0.jsonl" and len(file.read_text().splitlines()) == 2
 
 
-def test_early_stopping_ends_a_run_at_a_figure_that_is_nan() -> None:
+def test_early_stopping_ends_a_run_at_a_figure_that_is_nan(tmp_path: Path) -> None:
     def judge(prompts: Any, completions: Any, **_: Any) -> list[float]:
         raise ValueError("the judge is down")
 
@@ -181,7 +181,7 @@ def test_early_stopping_ends_a_run_at_a_figure_that_is_nan() -> None:
     module = tiny_module(evaluation=Evaluation("e", [[2], [3]], rewards=judge))
     failed = pytest.warns(UserWarning, match=r"judge failed on 2\. First, reward judge raised.*the judge is down")
     with failed, pytest.warns(UserWarning, match=r"measured for val/e/pass@1, .* check_finite=False"):
-        trainer = fit(module, callbacks=[stopping], val_check_interval=1)
+        trainer = fit(module, callbacks=[stopping], val_check_interval=1, default_root_dir=tmp_path)
     assert trainer.global_step == 1 and trainer.callback_metrics["val/e/reward/failed"] == 2
 
 
