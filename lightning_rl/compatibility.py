@@ -411,8 +411,8 @@ def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "lightning_rl" not in checkpoint:
         raise ValueError(
-            "expected a checkpoint of an RLLightningModule to resume from, got one of another module: to begin from "
-            "the weights of a model, pass its folder as policy="
+            "expected a checkpoint of an RLLightningModule to resume from or to evaluate, got one of another module: "
+            "to begin from the weights of a model, pass its folder as policy="
         )
     return checkpoint["lightning_rl"]
 

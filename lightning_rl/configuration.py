@@ -21,7 +21,7 @@ from lightning_rl.version import __version__
 
 ABSENT = "nothing"
 FIXED = ("minibatches", "epochs")  # a checkpoint counts tickets in their product
-FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing", "max_staleness", "lr_scheduler"}
+FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing"}
 FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
 FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
@@ -122,7 +122,8 @@ def check_resume(
 ) -> None:
     """Refuses to go on with a run under another configuration than it began with.
 
-    What changes memory, speed, validation or the length of a run is free. Other versions of the packages are warned of.
+    What changes memory, speed, validation or the length of a run is free; a schedule of the learning rate and
+    ``max_staleness`` change what trains. Other versions of the packages are warned of.
 
     Args:
         before: the configuration in the checkpoint.

@@ -1057,9 +1057,11 @@ class RLLightningModule(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
-        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if self._trainer is None:
             return
         state = compatibility.check_checkpoint(checkpoint)
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
         states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
         check_resume(state["configuration"], self.run.configuration, self.allow_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)

@@ -127,6 +127,13 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
         RLLightningModule.load_from_checkpoint(tmp_path / "other.ckpt")
 
 
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"got .*nowhere\.ckpt, which does not exist$"):
+        RLLightningModule.load_from_checkpoint(tmp_path / "nowhere.ckpt")
+    with pytest.raises(SystemExit, match=r"got .*nowhere\.ckpt, which does not exist$"):
+        main(["export", str(tmp_path / "nowhere.ckpt"), str(tmp_path / "export")])
+
+
 @pytest.mark.parametrize(("inside", "cure"), [(".metadata", "consolidate_checkpoint"), ("checkpoint/", "DeepSpeed")])
 def test_a_folder_is_refused_with_the_cure(inside: str, cure: str, tmp_path: Path) -> None:
     (tmp_path / "sharded.ckpt").mkdir()

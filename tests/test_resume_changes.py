@@ -7,19 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, parity_reward, tiny_module, tiny_prompts
+from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
 
 from lightning_rl import ClippedSurrogate, PromptDataModule
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask
 from lightning_rl.configuration import check_resume
+from lightning_rl.optimizers import warmup_then_linear
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pre-optimization state.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
     pytest.mark.filterwarnings("ignore:with one optimizer step per rollout:UserWarning"),
+    pytest.mark.filterwarnings("ignore:max_staleness=1 trains on samples of earlier weights:UserWarning"),
 ]
 
 
@@ -60,6 +66,12 @@ def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | 
             "optimizer",
             "lr: 0.01 in the checkpoint, 0.001",
         ),
+        (
+            {"lr_scheduler": warmup_then_linear(1, 9)},
+            "lr_scheduler",
+            "lr_scheduler: None in the checkpoint, {'partial': ",
+        ),
+        ({"max_staleness": 1, "loss": "ppo"}, "max_staleness", "max_staleness: 0 in the checkpoint, 1 now"),
         ({"max_grad_norm": 0.5}, "max_grad_norm", "max_grad_norm: 1.0 in the checkpoint, 0.5 now"),
         ({"callbacks": []}, "corrections", "corrections.no_eos_mask: NoEOSMask in the checkpoint, nothing now"),
         ({"callbacks": [NoEOSMask(), OPSM()]}, "corrections", "corrections.opsm: nothing in the checkpoint, OPSM now"),
@@ -87,6 +99,28 @@ def check_only(message: str, difference: str) -> None:
     lines = [line for line in message.splitlines() if line.startswith("  ")]
     others = [line for line in lines if difference not in line and "fingerprint" not in line]
     assert others == [] or difference.startswith("rewards.longer"), others
+
+
+@pytest.mark.parametrize(
+    ("now", "difference"),
+    [
+        (warmup_then_linear(1, 90), "lr_scheduler.keywords.total: 9 in the checkpoint, 90 now"),
+        (None, "lr_scheduler: {'partial'.* in the checkpoint, None now"),
+        (
+            partial(CosineAnnealingLR, T_max=5),
+            "lr_scheduler.partial: '.*WarmupThenLinear' in .* '.*CosineAnnealingLR' now",
+        ),
+    ],
+)
+def test_a_schedule_of_the_learning_rate_is_part_of_what_trains(now: Any, difference: str, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
+    schedule = warmup_then_linear(1, 9)
+    fit(tiny_module(lr_scheduler=schedule), callbacks=[saving], max_steps=2, enable_checkpointing=True)
+    assert resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=warmup_then_linear(1, 9)).global_step == 4
+    with pytest.raises(ValueError, match=difference):
+        resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now)
+    accepted = resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now, allow_changes=["lr_scheduler"])
+    assert accepted.global_step == 4
 
 
 def test_several_differences_are_named_at_once(checkpoint: Path) -> None:
@@ -128,6 +162,35 @@ def test_a_checkpoint_of_another_project_is_named(tmp_path: Path, checkpoint: Pa
     torch.save(foreign, tmp_path / "foreign.ckpt")
     with pytest.raises(ValueError, match="expected a checkpoint of an RLLightningModule to resume from"):
         resume(tmp_path / "foreign.ckpt")
+
+
+@pytest.mark.parametrize("content", ["dictionary", "weights", "tensor"])
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_path: Path) -> None:
+    weights = tiny_policy().state_dict()
+    contents = {"dictionary": {"state_dict": weights}, "weights": weights, "tensor": torch.ones(1)}
+    torch.save(contents[content], tmp_path / "plain.ckpt")
+    trainer = bare(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"an RLLightningModule .* got .*plain\.ckpt, which no Trainer wrote: .* policy="
+    ):
+        getattr(trainer, entry)(tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "plain.ckpt")
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_a_checkpoint_of_another_module_is_named_by_every_entry(entry: str, tmp_path: Path) -> None:
+    other = bare(tmp_path)
+    other.fit(BoringModel(), DataLoader(torch.zeros(2, 32), batch_size=1))
+    other.save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="RLLightningModule to resume from or to evaluate, got one of another module"):
+        getattr(bare(tmp_path), entry)(
+            tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "other.ckpt", weights_only=True
+        )
+
+
+def bare(folder: Path) -> Trainer:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return Trainer(accelerator="cpu", max_steps=1, default_root_dir=folder, enable_checkpointing=False, **quiet)
 
 
 def test_other_versions_are_warned_of() -> None:

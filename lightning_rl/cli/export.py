@@ -43,7 +43,7 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     try:
         idle |= {name: _source(part) for name, part in parts.items()}
         module = RLLightningModule.load_from_checkpoint(checkpoint, **idle)
-    except (ValueError, ImportError, AttributeError) as refused:
+    except (ValueError, ImportError, AttributeError, FileNotFoundError) as refused:
         raise SystemExit(str(refused)) from refused
     module.save_pretrained(folder)
     say(f"{folder}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")

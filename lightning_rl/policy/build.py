@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -121,8 +121,8 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     beside a policy given by name or path.
     """
     named: Any = import_by_name(tokenizer=tokenizer)
-    makes = named is not tokenizer and callable(named) and not isinstance(named, PreTrainedTokenizerBase)
-    tokenizer = named() if makes else named
+    if named is not tokenizer:
+        tokenizer = named if isinstance(named, PreTrainedTokenizerBase) or not callable(named) else cast(Any, named())
     if tokenizer is None and isinstance(policy, str | Path):
         tokenizer = policy
     if tokenizer is not None and not isinstance(tokenizer, str | Path | PreTrainedTokenizerBase):

@@ -127,13 +127,14 @@ def test_a_checkpoint_waits_for_the_rollout_in_flight_and_holds_it(tmp_path: Pat
 def test_a_checkpoint_with_more_in_flight_than_allowed_is_refused(tmp_path: Path) -> None:
     run(tmp_path, trainer={"max_steps": 6})
     with pytest.raises(ValueError, match=r"at most 0 rollouts in flight .* got 1: resume with max_staleness=1"):
-        run(max_staleness=0, trainer={"ckpt_path": tmp_path / "step=2.ckpt"})
+        run(max_staleness=0, allow_changes=["max_staleness"], trainer={"ckpt_path": tmp_path / "step=2.ckpt"})
 
 
 def test_a_synchronous_run_can_go_on_ahead(tmp_path: Path) -> None:
     seen = list[Rollout]()
     run(tmp_path, max_staleness=0, trainer={"max_steps": 4})
-    run(None, recorder(seen)("seen"), trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
+    allowed = ["max_staleness"]
+    run(None, recorder(seen)("seen"), allow_changes=allowed, trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]
     assert versions == [[1], [1]], "the first one had nobody to draw it ahead"
 
