@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.algorithm import Algorithm
@@ -34,6 +35,7 @@ from lightning_rl.distributed import parallel_of
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
+from lightning_rl.optimizers import OptimizerBuilder
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Rollout
 
 
@@ -352,16 +354,51 @@ def check_builders(*, optimizer: Any, lr_scheduler: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuses what ``optimizer=`` built if it is no optimizer.
+def check_trainable(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a policy that no step would change.
+
+    Raises:
+        ValueError: saying so.
+    """
+    if not groups[0]["params"]:
+        raise ValueError(
+            "expected a policy with parameters to train, got one whose parameters all have requires_grad=False: leave "
+            "some of them on in the function that is passed as policy=, or put adapters around the model"
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuses what ``lr_scheduler=`` built if it does not count optimizer steps.
 
     Raises:
         ValueError: naming what it built.
     """
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        reads = ", which waits for a metric" if isinstance(scheduler, ReduceLROnPlateau) else ""
+        raise ValueError(
+            "expected lr_scheduler to build a scheduler of torch.optim.lr_scheduler that counts optimizer steps, such "
+            f"as warmup_then_linear(5, 100), got {type(scheduler).__name__}{reads}"
+        )
+
+
+def build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:
+    """What ``optimizer=`` makes of parameter groups.
+
+    Raises:
+        ValueError: naming what it built if that is no optimizer, or why it could not.
+    """
+    try:
+        optimizer: Any = builder(groups)
+    except TypeError as error:  # torch compares options with numbers
+        raise ValueError(
+            f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, but it raised "
+            f"TypeError: {error}; options have to be numbers, and YAML takes 1e-6 for a text: write 1.0e-6"
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, got {optimizer!r}"
         )
+    return optimizer
 
 
 def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:

@@ -403,11 +403,14 @@ class RLLightningModule(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         """One optimizer for policy and critic, one parameter group each."""
-        optimizer = self._optimizer(self.parallel.optimizer_groups(self.required_policy.parameter_groups()))
-        compatibility.check_optimizer(optimizer)
+        groups = self.required_policy.parameter_groups()
+        compatibility.check_trainable(groups)
+        optimizer = compatibility.build_optimizer(self._optimizer, self.parallel.optimizer_groups(groups))
         if self._lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self._lr_scheduler(optimizer)}
+        scheduler = self._lr_scheduler(optimizer)
+        compatibility.check_scheduler(scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     @override
     def on_fit_start(self) -> None:
@@ -587,14 +590,14 @@ class RLLightningModule(LightningModule):
             return MadeStep(trace=trace)
         with self._phase("update"):
             gradient, trace = self._gradient(batch, trace)
-            norm, rate = self._optimizer_step(gradient, batch)
-        return MadeStep(trace=trace, gradient=gradient, norm=norm, rate=rate, tokens=tokens)
+            norm, rates = self._optimizer_step(gradient, batch)
+        return MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
 
     def _show_step(self, batch: Ticket, step: MadeStep) -> None:
         """Measures an optimizer step that was made and shows it to everyone who looks."""
         if step.gradient is not None:
-            self.run.idle.note(step.norm)
-            self._measure(step.gradient, step.norm, step.rate, step.tokens, step.trace)
+            self.run.idle.note(step.norm, step.rates)
+            self._measure(step.gradient, step.norm, step.rates[0], step.tokens, step.trace)
             if batch.step == self.steps_per_rollout - 1:  # the start of the next step looks at the others
                 cast(CurrentRollout, self.run.current).check_edits("during its last optimizer step", self._writers)
         self.run.count(batch.rollout)
@@ -701,14 +704,14 @@ class RLLightningModule(LightningModule):
         if self.run.tracer is not None:
             self.run.tracer.before_step(optimizer)
 
-    def _optimizer_step(self, gradient: StepGradient, ticket: Ticket) -> tuple[Tensor, float]:
+    def _optimizer_step(self, gradient: StepGradient, ticket: Ticket) -> tuple[Tensor, list[float]]:
         """Steps optimizer and scheduler, or neither if the gradient is not finite.
 
         Returns:
-            The norm before clipping, and the learning rate of the step.
+            The norm before clipping, and the learning rate of each parameter group at the step.
         """
         optimizer = cast(LightningOptimizer, self.optimizers())
-        rate = optimizer.param_groups[0]["lr"]
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
         scheduler, skipped = cast(LRScheduler | None, self.lr_schedulers()), self.run.skipped
         try:
             norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
@@ -719,7 +722,7 @@ class RLLightningModule(LightningModule):
         if scheduler is not None and skipped == self.run.skipped:
             scheduler.step()
         self.run.note_step()
-        return norm, rate
+        return norm, rates
 
     def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
         """Logs a step, and completes its trace."""

@@ -114,14 +114,14 @@ class MadeStep:
         trace: for those who observe it.
         gradient: that it was made with; None if nothing trained.
         norm: of the gradient before clipping.
-        rate: of learning.
+        rates: of learning, one for each parameter group.
         tokens: of all ranks that trained.
     """
 
     trace: StepTrace | None
     gradient: StepGradient | None = None
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rate: float = 0.0
+    rates: Sequence[float] = ()
     tokens: int = 0
 
     def outputs(self) -> dict[str, Tensor]:

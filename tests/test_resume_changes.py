@@ -10,7 +10,7 @@ import torch
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
@@ -180,7 +180,7 @@ def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_pat
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
 def test_a_checkpoint_of_another_module_is_named_by_every_entry(entry: str, tmp_path: Path) -> None:
     other = bare(tmp_path)
-    other.fit(BoringModel(), DataLoader(torch.zeros(2, 32), batch_size=1))
+    other.fit(BoringModel(), DataLoader(RandomDataset(32, 2)))
     other.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match="RLLightningModule to resume from or to evaluate, got one of another module"):
         getattr(bare(tmp_path), entry)(

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,19 @@ NUMBERS: dict[str, Case] = {
     "optimizer-none": (
         fitted(optimizer=lambda _: None),
         "expected optimizer to build a torch.optim.Optimizer .* None",
+    ),
+    "optimizer-rate-text": (
+        fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),
+        "but it raised TypeError: .*options have to be numbers, and YAML takes 1e-6 for a text: write 1.0e-6",
+    ),
+    "lr_scheduler-metric": (
+        fitted(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
+        "a scheduler .* that counts optimizer steps, such as .* got ReduceLROnPlateau, which waits for a metric",
+    ),
+    "lr_scheduler-none": (fitted(lr_scheduler=lambda _: None), "expected lr_scheduler to build .* got NoneType"),
+    "policy-frozen": (
+        fitted(policy=lambda: tiny_policy().requires_grad_(requires_grad=False)),
+        "a policy with parameters to train, got one whose parameters all have requires_grad=False: leave some",
     ),
     "lr_scheduler-name": (made(lr_scheduler="cosine"), "expected lr_scheduler to be a function .* got 'cosine'"),
     "lr_scheduler-number": (made(lr_scheduler=0.1), "expected lr_scheduler to be a function .* got 0.1"),

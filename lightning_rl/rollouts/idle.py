@@ -15,20 +15,28 @@ from lightning_rl.rollout import Rollout
 SHOWN = ("groups/sampled", "groups/filtered", "groups/zero_variance", "reward/failed", "length/truncated")
 
 
+STOPPED = (
+    "the learning rate was 0 in every parameter group at every optimizer step: raise lr of optimizer=, or let "
+    "lr_scheduler= go on to the last step of the run, such as warmup_then_linear(warmup, max_steps)"
+)
+
+
 class IdleRunError(RunEndError):
     """A run has learned nothing for too long."""
 
 
 @dataclass(slots=True)
 class IdleRollouts:
-    """Counts rollouts in a row without one optimizer step whose gradient was anything but zero.
+    """Counts rollouts in a row without one optimizer step that had a gradient and a learning rate.
 
     A rollout without a token that trains makes no step at all; one whose advantages are all zero makes steps that move
-    the policy by the optimizer's momentum and weight decay alone. Neither learns anything.
+    the policy by the optimizer's momentum and weight decay alone; with a rate of 0 in every parameter group nothing
+    moves. None of them learns anything. One group with a rate is enough, such as the critic's before the policy begins.
 
     Attributes:
         count: of rollouts in a row.
-        learning: whether the current rollout had a gradient so far.
+        learning: whether the current rollout had a gradient at a rate above 0 so far.
+        stopped: whether it had one at a rate of 0.
         figures: of the last rollout, over all ranks; empty before the first.
         reason: why the last idle rollout was one.
         ended: whether a rollout has ended since the fit began.
@@ -36,13 +44,18 @@ class IdleRollouts:
 
     count: int = 0
     learning: bool = False
+    stopped: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     ended: bool = False
 
-    def note(self, norm: Tensor) -> None:
-        """Takes the gradient norm of an optimizer step; one that is not finite is no sign of idleness."""
-        self.learning = self.learning or bool(norm != 0)
+    def note(self, norm: Tensor, rates: Sequence[float]) -> None:
+        """Takes the gradient norm of an optimizer step, of which one that is not finite is no sign of idleness, and the
+        learning rate of each parameter group.
+        """
+        moves, has_gradient = any(rate != 0 for rate in rates), bool(norm != 0)
+        self.learning = self.learning or (has_gradient and moves)
+        self.stopped = self.stopped or (has_gradient and not moves)
 
     def end_rollout(self, number: int, corrections: Corrections, max_count: int | None) -> None:
         """Counts a rollout after its last step.
@@ -51,10 +64,11 @@ class IdleRollouts:
         they are half of what the run puts up with.
         """
         self.ended = True
+        stopped, self.stopped = self.stopped, False
         self.count, self.learning = 0 if self.learning else self.count + 1, False
         if not self.count:
             return
-        self.reason = _reason(self.figures, corrections)
+        self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections)
         half = 0 if max_count is None else max(max_count // 2, 1)
         if self.count == (half if self.figures.get("trained tokens") else 1):
             warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}", stacklevel=2)
@@ -71,14 +85,15 @@ class IdleRollouts:
             return
         count, self.count = self.count, max_count - 1
         if self.ended:
+            lacked = "learning rate" if self.reason.startswith(STOPPED) else "gradient"
             raise IdleRunError(
-                f"expected the policy to learn, but {count} rollouts in a row had no gradient (max_idle_rollouts="
+                f"expected the policy to learn, but {count} rollouts in a row had no {lacked} (max_idle_rollouts="
                 f"{max_count}): {self.reason}"
             )
 
     def state(self) -> dict[str, Any]:
         """Plain values."""
-        return {"count": self.count, "learning": self.learning, "figures": dict(self.figures)}
+        return {"count": self.count, "learning": self.learning, "stopped": self.stopped, "figures": dict(self.figures)}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "IdleRollouts":
@@ -97,9 +112,12 @@ def census(rollout: Rollout) -> dict[str, Stat]:
 
 def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
     """What took everything away, what to change, and the figures that show it."""
+    return f"{_cause(figures, corrections)} ({_last(figures)})"
+
+
+def _last(figures: Mapping[str, float]) -> str:
     names = [*census_names(figures), *(name for name in SHOWN if name in figures)]
-    shown = ", ".join(f"{name} {figures[name]:g}" for name in names)
-    return f"{_cause(figures, corrections)} (last rollout: {shown})"
+    return "last rollout: " + ", ".join(f"{name} {figures[name]:g}" for name in names)
 
 
 def census_names(figures: Mapping[str, float]) -> list[str]:

@@ -2,14 +2,16 @@
 
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from torch.optim import AdamW
 
-from lightning_rl import RLCallback, RLLightningModule
+from lightning_rl import RLCallback, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.corrections import Corrections
@@ -122,7 +124,7 @@ def test_a_resumed_run_keeps_the_count_and_has_one_rollout_to_show(tmp_path: Pat
 
 def test_the_count_is_part_of_a_checkpoint_in_the_middle_of_a_rollout() -> None:
     idle = IdleRollouts(count=4, figures=FIGURES)
-    idle.note(torch.tensor(0.5))
+    idle.note(torch.tensor(0.5), [0.1])
     again = IdleRollouts.from_state(idle.state())
     assert (again.count, again.learning, again.figures) == (4, True, FIGURES)
 
@@ -130,9 +132,45 @@ def test_the_count_is_part_of_a_checkpoint_in_the_middle_of_a_rollout() -> None:
 def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
     idle = IdleRollouts(figures=FIGURES)
     for norm in (0.0, math.nan):
-        idle.note(torch.tensor(norm))
+        idle.note(torch.tensor(norm), [0.1])
     idle.end_rollout(0, Corrections(), 3)
     assert idle.count == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "idles"),
+    [
+        ([[0.0], [0.0]], True),
+        ([[0.0], [0.1]], False),
+        ([[0.0, 0.1], [0.0, 0.1]], False),  # the critic learns before the policy
+        ([[0.0, 0.0]], True),
+    ],
+)
+def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idles: bool) -> None:
+    idle = IdleRollouts(figures=FIGURES)
+    for rates in steps:
+        idle.note(torch.tensor(0.5), rates)
+    idle = IdleRollouts.from_state(idle.state())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        idle.end_rollout(0, Corrections(), 3)
+    assert idle.count == int(idles)
+    assert [("learning rate was 0 in every parameter group" in str(one.message)) for one in caught] == [True] * idles
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"optimizer": partial(AdamW, lr=0.0)}, 3),
+        ({"optimizer": partial(AdamW, lr=1e-3), "lr_scheduler": warmup_then_linear(1, 4)}, 7),
+    ],
+)
+def test_a_run_whose_learning_rate_is_zero_ends(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    message = r"3 rollouts in a row had no learning rate \(max_idle_rollouts=3\): .*\(last rollout: rows 16, "
+    ending = pytest.raises(IdleRunError, match=message)
+    with pytest.warns(UserWarning, match="taught the policy nothing: the learning rate was 0"), ending:
+        run(folder=tmp_path, rewards=parity_reward, **options)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == steps
 
 
 def test_the_limit_is_checked_at_construction() -> None:
