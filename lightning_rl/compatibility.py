@@ -56,6 +56,16 @@ def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
     )
 
 
+def check_reference(reference: Any, needed: Needs) -> None:
+    """Warns of a reference that is never loaded."""
+    if reference is not None and not needed.ref_logprobs:
+        warnings.warn(
+            "reference= is given, but nothing reads ref_logprobs, so it is not loaded: add ReferenceKL() or "
+            "AdaptiveKL() to the callbacks, or leave it out",
+            stacklevel=2,
+        )
+
+
 def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per_rollout: int) -> None:
     """Refuses fields that nobody provides, and warns of corrections that can never act.
 
@@ -415,8 +425,12 @@ def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
         )
 
 
-def check_names(**given: Any) -> tuple[str, ...]:
+def check_names(known: Iterable[str], **given: Any) -> tuple[str, ...]:
     """The strings of one argument.
+
+    Args:
+        known: those it may hold.
+        given: the argument.
 
     Raises:
         ValueError: if it is a single string, or holds something else.
@@ -424,6 +438,10 @@ def check_names(**given: Any) -> tuple[str, ...]:
     ((name, names),) = given.items()
     if isinstance(names, str) or not all(isinstance(one, str) for one in names):
         raise ValueError(f'expected {name} to be a list of names, such as ["optimizer"], got {names!r}')
+    known = list(known)
+    for one in names:
+        if one not in known:
+            raise ValueError(f"expected {name} to hold names out of {', '.join(known)}, got {one!r}")
     return tuple(names)
 
 

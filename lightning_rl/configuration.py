@@ -25,6 +25,7 @@ FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpoin
 FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
 FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
+BESIDE = ("corrections", "data", "precision")  # what a resume compares besides the options of the module
 SHOWN = (Interrupts, ModelSummary, ProgressBar)  # change nothing of a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 

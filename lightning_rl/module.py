@@ -30,7 +30,7 @@ from lightning_rl.checkpointing import (
     restore_options,
     write_pretrained,
 )
-from lightning_rl.configuration import check_resume, configuration
+from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.description import import_by_name
@@ -215,7 +215,8 @@ class RLLightningModule(LightningModule):
         self.skip_rollouts = compatibility.check_rollouts(skip_rollouts=skip_rollouts)
         check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
         self.checkpoint_errors = checkpoint_errors
-        self.allow_changes = compatibility.check_names(allow_changes=allow_changes)
+        known = (*(name for name in options if name not in ("self", "__class__")), *BESIDE)
+        self.allow_changes = compatibility.check_names(known, allow_changes=allow_changes)
         self.tokenizer = build_tokenizer(tokenizer, self.sources["policy"])
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
@@ -328,6 +329,7 @@ class RLLightningModule(LightningModule):
         if stage == "fit":
             self.rewards.check_weights()
             self._limit_validation()
+            compatibility.check_reference(self.sources["reference"], self.run.needs)
             engine.select_extras(compatibility.extras_to_select(corrections, engine, self.sampling))
             staleness = self.max_staleness
             compatibility.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
@@ -955,7 +957,8 @@ class RLLightningModule(LightningModule):
             prompts: one prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
             samples: answers to each prompt; None for one.
             sampling: how they are drawn; by default as for training, but greedily.
-            temperature: instead, that of the default.
+            temperature: instead, that of the default. The seed follows from the run's, the place of the prompt and the
+                number of the sample, so the same call gives the same texts; ``samples=`` gives different ones.
 
         Returns:
             A text for one prompt, a list of them for several; in the place of each text a list of ``samples`` texts if

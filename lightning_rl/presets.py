@@ -11,7 +11,7 @@ mapping, ``**{**recipe.options, "reduction": "prompt_mean"}``, and a correction 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +63,17 @@ class Preset:
     def __post_init__(self) -> None:
         """Freezes the options."""
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+
+    def __iter__(self) -> Iterator[RLCallback]:
+        """Refuses to be a list of callbacks: a preset is options and callbacks.
+
+        Raises:
+            TypeError: saying where each goes.
+        """
+        raise TypeError(
+            "expected callbacks, got a preset, which is options and callbacks: pass **preset.options to the module and "
+            "callbacks=[*preset.callbacks] to the Trainer"
+        )
 
 
 def ppo(*, beta: float = 0.05) -> Preset:

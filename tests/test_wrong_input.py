@@ -1,5 +1,6 @@
 """Wrong configurations and inputs: each is refused with a message that names what came and what to do."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -22,9 +23,11 @@ from lightning_rl import (
     RLLightningModule,
     Sampling,
     TransformersEngine,
+    VLLMEngine,
     VLLMServerEngine,
     presets,
 )
+from lightning_rl.advantages import ESTIMATORS
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import (
     OPSM,
@@ -40,6 +43,8 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.cli.serve import Address, check_options
+from lightning_rl.data.form import PromptForm
+from lightning_rl.losses import LOSSES
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import ExactMatch, NumberMatch
@@ -187,8 +192,17 @@ NUMBERS: dict[str, Case] = {
         "expected optimizer to build a torch.optim.Optimizer .* None",
     ),
     "optimizer-rate-text": (
-        fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),
+        fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyright: ignore[reportArgumentType]
         "but it raised TypeError: .*options have to be numbers, and YAML takes 1e-6 for a text: write 1.0e-6",
+    ),
+    "allow_changes-unknown": (made(allow_changes=["sede"]), "names out of policy, .*seed, corrections, .* got 'sede'"),
+    "loss-module": (made(loss=torch.nn.CrossEntropyLoss()), "a function of a LossView .* the module CrossEntropyLoss"),
+    "loss-number": (made(loss=[3]), r"expected a loss out of ppo, .* got \[3\]"),
+    "advantages-preset": (made(advantages=presets.grpo()), "expected advantages out of grpo, .* got Preset"),
+    "reduction-preset": (made(reduction=presets.grpo()), "expected a reduction out of token_mean, .* got Preset"),
+    "gpu_memory_utilization": (
+        lambda: VLLMEngine(gpu_memory_utilization=5),
+        r"expected gpu_memory_utilization in \(0, 1\] or None, got 5",
     ),
     "lr_scheduler-metric": (
         fitted(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
@@ -487,3 +501,83 @@ def test_a_wrong_line_of_a_file_is_named(line: str, message: str, tmp_path: Path
 
 def test_there_are_enough_cases() -> None:
     assert len(CASES) >= 80 and len({message for _, message in CASES.values()}) >= 80
+
+
+@pytest.mark.parametrize("known", [*ESTIMATORS.values(), *LOSSES.values()], ids=[*ESTIMATORS, *LOSSES])
+def test_every_switch_of_an_estimator_or_loss_is_true_or_false(known: Any) -> None:
+    for option in dataclasses.fields(known):
+        if option.init and isinstance(getattr(known, option.name), bool):
+            with pytest.raises(ValueError, match=f"expected {option.name} to be True or False, got 'x'"):
+                dataclasses.replace(known, **{option.name: "x"})
+
+
+def test_a_preset_is_no_list_of_callbacks() -> None:
+    with pytest.raises(TypeError, match=r"\*\*preset.options to the module and callbacks=\[\*preset.callbacks\]"):
+        bare(*presets.dapo(max_new_tokens=8))
+
+
+def test_a_reference_that_nothing_reads_is_said() -> None:
+    with pytest.warns(UserWarning, match="nothing reads ref_logprobs, so it is not loaded: add ReferenceKL"):
+        fit(tiny_module(reference="nowhere/model"), max_steps=1)
+
+
+WRONG_ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "number-as-column": ([{"prompt": [2], 3: "x"}], {}, "names of columns to be strings, got 3 in prompt 0: write '3'"),
+    "prompt-and-messages": (
+        [{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}],
+        {},
+        'one entry "prompt" or "messages", got both in .* columns={"prompt": "prompt"}',
+    ),
+    "variables-of-no-chat": (
+        ["a"],
+        {"chat_template_kwargs": {"x": 1}},
+        "chat messages, because chat_template_kwargs=.* got a string in prompt 0.*: pass chat=True",
+    ),
+    "variables-of-ids": ([[2]], {"chat_template_kwargs": {"x": 1}}, "got token ids in prompt 0"),
+    "column-for-column": (
+        [{"prompt": "a", "answer": "b"}],
+        {"columns": {"answer": "prompt"}},
+        'got none in .*, which has "answer": say',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROWS)
+def test_a_wrong_row_is_named(case: str) -> None:
+    rows, options, message = WRONG_ROWS[case]
+    with pytest.raises(ValueError, match=message):
+        fit(tiny_module(tokenizer=tiny_tokenizer()), data=PromptDataModule(rows, 1, **options), max_steps=1)
+
+
+def test_a_column_chosen_by_name_ends_the_doubt() -> None:
+    rows = [{"prompt": [2, 3], "messages": [{"role": "user", "content": "b"}]}]
+    assert PromptForm(columns={"prompt": "prompt"}).read(rows[0], "row 0").content == [2, 3]
+    assert PromptForm(columns={"messages": "messages"}).read(rows[0], "row 0").content == rows[0]["messages"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "rows.jsonl",
+            b'{"prompt": "\xe9"}\n',
+            "line 1 .*: it is in another encoding, such as Latin-1: save it as UTF-8",
+        ),
+        ("rows.json", b'[{"prompt": "\xe9"}]', "such as Latin-1: save it as UTF-8"),
+        ("rows.csv", b"prompt\n\xe9\n", "such as Latin-1: save it as UTF-8"),
+        (
+            "rows.csv",
+            b"prompt;answer\n1;2\n",
+            "the header 'prompt;answer' in .* are separated by ';': save the file with",
+        ),
+        ("rows.csv", b"prompt\tanswer\n1\t2\n", "or tabs as .tsv"),
+        ("rows.jsonl.gz", b"x", "got .*rows.jsonl.gz: decompress it to rows.jsonl"),
+        ("rows.txt", b"x", "got .*rows.txt: rename it, if it is in"),
+    ],
+)
+def test_a_file_in_another_format_is_named_with_the_cure(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(str(tmp_path / name), 1)

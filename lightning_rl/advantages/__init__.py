@@ -65,7 +65,7 @@ def resolve_advantages(advantages: Estimator | RowFunction | str) -> Estimator:
         raise ValueError(f"expected an object as advantages, got the class {advantages.__name__}: call it")
     if callable(advantages):
         return FunctionEstimator(advantages)
-    if advantages not in ESTIMATORS:
+    if not isinstance(advantages, str) or advantages not in ESTIMATORS:
         names = ", ".join(ESTIMATORS)
         raise ValueError(f"expected advantages out of {names}, an object or a function, got {advantages!r}")
     return ESTIMATORS[advantages]

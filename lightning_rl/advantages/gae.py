@@ -7,6 +7,7 @@ import torch
 from typing_extensions import override
 
 from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.returns import check_decay, gae
 
@@ -36,6 +37,7 @@ class GAE(Estimator):
     def __post_init__(self) -> None:
         """Checks the bounds."""
         check_decay(gamma=self.gamma, lam=self.lam)
+        check_bools(whitened=self.whitened)
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.advantages.base import RowEstimator
-from lightning_rl.arguments import check_numbers
+from lightning_rl.arguments import check_bools, check_numbers
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.statistics import Population, group_statistics
 
@@ -59,6 +59,7 @@ class GRPO(GroupRelative):
     def __post_init__(self) -> None:
         """Checks the bounds."""
         check_epsilon(self.epsilon)
+        check_bools(unbiased=self.unbiased)
 
     @override
     def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_rl.advantages.base import Advantages, RewardSignal, RowEstimator
 from lightning_rl.advantages.group_relative import check_epsilon
+from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid
 from lightning_rl.signal.statistics import batch_statistics, group_statistics
 
@@ -55,6 +56,7 @@ class Normalized(RowEstimator):
                 'expected leave_one_out=False with mean="none": without a mean there is nothing to leave out'
             )
         check_epsilon(self.epsilon)
+        check_bools(leave_one_out=self.leave_one_out, unbiased=self.unbiased)
         object.__setattr__(self, "within_groups", "batch" not in (self.mean, self.std))
         object.__setattr__(self, "shift_invariant", self.mean == "group" and self.std != "batch")
 

@@ -13,6 +13,9 @@ from typing import Any
 from lightning_rl.data.rows import FileRows, MemoryRows
 from lightning_rl.naming import in_words
 
+SAVE_UTF_8 = "it is in another encoding, such as Latin-1: save it as UTF-8"
+DELIMITERS = (";", "\t", "|", ",")
+
 
 def read_json_lines(path: Path) -> FileRows:
     """The rows of a JSON Lines file: one JSON value on each line that is not blank. Every line is parsed once here.
@@ -28,9 +31,11 @@ def read_json_lines(path: Path) -> FileRows:
                     _parse_json(line)
                 except ValueError as error:
                     text = line.decode("utf-8", errors="replace").strip()
+                    coded = isinstance(error, UnicodeDecodeError)
+                    cure = SAVE_UTF_8 if coded else "write each row as one line, with nothing behind it"
                     raise ValueError(
-                        f"expected one JSON value on each line, got {text[:80]!r} in {path}, line {number} ({error}): "
-                        "write each row as one line, with nothing behind it"
+                        f"expected one JSON value on each line{', in UTF-8' if coded else ''}, got {text[:80]!r} in "
+                        f"{path}, line {number} ({error}): {cure}"
                     ) from error
                 spans.extend((begin, len(line), number))
             begin += len(line)
@@ -50,7 +55,8 @@ def read_json(path: Path) -> MemoryRows:
     try:
         rows = json.loads(path.read_bytes().decode("utf-8-sig"))
     except ValueError as error:
-        cure = "a file with one value on each line is to end in .jsonl"
+        coded = isinstance(error, UnicodeDecodeError)
+        cure = SAVE_UTF_8 if coded else "a file with one value on each line is to end in .jsonl"
         raise ValueError(f"expected {path} to hold one JSON list of rows, got an error ({error}): {cure}") from error
     if not isinstance(rows, list):
         keys = f" with the entries {in_words(rows)}" if isinstance(rows, Mapping) else ""
@@ -72,6 +78,12 @@ def read_csv(path: Path, delimiter: str = ",") -> FileRows:
     if len(set(names)) < len(names) or not all(names):
         raise ValueError(
             f"expected a header with a name of its own for each column, got {in_words(names)} in {path}, line {first}"
+        )
+    other = next((mark for mark in DELIMITERS if len(names) == 1 and mark in names[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"expected values with {delimiter!r} between them, got the header {names[0]!r} in {path}, line {first}, "
+            f"whose values are separated by {other!r}: save the file with {delimiter!r}, or tabs as .tsv"
         )
     for begin, size, number, values in records:
         if len(values) != len(names):
@@ -106,9 +118,10 @@ def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, int, int, li
         try:
             values = next(records, None)
         except (csv.Error, UnicodeDecodeError) as error:
+            quoted = 'quote a value that holds a separator, a quote or a newline, and write "" for a quote in it'
             raise ValueError(
                 f"expected values with {delimiter!r} between them, in UTF-8, got an error in {path}, line {first} "
-                f'({error}): quote a value that holds a separator, a quote or a newline, and write "" for a quote in it'
+                f"({error}): {SAVE_UTF_8 if isinstance(error, UnicodeDecodeError) else quoted}"
             ) from error
         if values is None:
             return

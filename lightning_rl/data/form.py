@@ -4,12 +4,13 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_rl.arguments import check_bools
 from lightning_rl.naming import check_columns, in_words, name_of
 
-CONTENT = ("prompt", "messages")  # the columns that may hold the prompt; the first one that a row has
+CONTENT = ("prompt", "messages")  # the columns that may hold the prompt
 QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # what other data sets call it
 RENDERING = (
     "add_generation_prompt",
@@ -88,9 +89,9 @@ class PromptForm:
         """
         columns = self.columns or {}
         check_mapping(columns, names, where)
-        renamed = [*columns, *(name for name in names if name not in columns.values())]
+        renamed = list(dict.fromkeys([*columns, *(name for name in names if name not in columns.values())]))
         check_columns(renamed, where)
-        content_column(renamed, where)
+        content_column(renamed, where, columns)
 
     def read(self, row: Any, name: str) -> "Reading":
         """The prompt of a row as the model is to see it, and the other columns.
@@ -113,7 +114,7 @@ class PromptForm:
             return Reading(self._content(row, name), {}, name)
         row = self._rename(row, name)
         check_columns(row, name)
-        column = content_column(row, name)
+        column = content_column(row, name, self.columns or {})
         source = (self.columns or {}).get(column, column)
         place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
         columns = {key: value for key, value in row.items() if key != column}
@@ -130,16 +131,26 @@ class PromptForm:
     def _content(self, content: Any, name: str) -> Any:
         if isinstance(content, str):
             if self.system is None and not self.chat:
+                self._check_variables("a string", name)
                 return content
             content = [{"role": "user", "content": content}]
         if is_token_ids(content):
             if self.system is not None:
                 raise ValueError(f"expected a string or chat messages, because system= is set, got token ids in {name}")
+            self._check_variables("token ids", name)
             return content
         messages = read_messages(content, name)
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
+
+    def _check_variables(self, got: str, name: str) -> None:
+        """Refuses variables of a chat template where there is no chat."""
+        if self.chat_template_kwargs:
+            raise ValueError(
+                f"expected chat messages, because chat_template_kwargs={dict(self.chat_template_kwargs)} is set, got "
+                f"{got} in {name}: pass chat=True to make a chat of a string, or leave chat_template_kwargs out"
+            )
 
 
 def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
@@ -173,15 +184,28 @@ def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str
             )
 
 
-def content_column(names: Sequence[str] | Mapping[str, Any], where: str) -> str:
+def content_column(
+    names: Sequence[str] | Mapping[str, Any], where: str, columns: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Which column holds the prompt.
+
+    Args:
+        names: of the columns.
+        where: what errors call the row.
+        columns: as the user maps them, which says which of two it is.
 
     Raises:
         ValueError: naming the columns that exist, and how to say which of them it is.
     """
-    for column in CONTENT:
-        if column in names:
-            return column
+    present = [column for column in CONTENT if column in names]
+    chosen = [column for column in present if column in columns] if len(present) > 1 else present
+    if len(chosen) == 1:
+        return chosen[0]
+    if present:
+        raise ValueError(
+            f'expected one entry "prompt" or "messages", got both in {where}: say which one is the prompt, as '
+            'columns={"prompt": "prompt"} or columns={"messages": "messages"}; rewards get the other one'
+        )
     known = [name for name in QUESTIONS if name in names]
     cure = f'columns={{"prompt": "{known[0] if known else next(iter(names), "...")}"}}'
     raise ValueError(

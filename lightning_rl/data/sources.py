@@ -12,6 +12,7 @@ from lightning_rl.naming import in_words
 
 PromptSource = str | Path | Iterable[Any]  # str first: a command line takes the first that fits
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 READERS = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
@@ -62,7 +63,13 @@ def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:
     path = Path(source)
     if path.is_file() or path.suffix in READERS:
         if path.suffix not in READERS:
-            raise ValueError(f"expected a file whose name ends in {in_words(READERS)}, got {path}: rename it")
+            packed = path.suffix in COMPRESSED
+            cure = (
+                f"decompress it to {path.with_suffix('').name}"
+                if packed
+                else "rename it, if it is in one of these formats"
+            )
+            raise ValueError(f"expected a file whose name ends in {in_words(READERS)}, got {path}: {cure}")
         if not path.is_file():
             raise FileNotFoundError(f"expected a file of prompts, got {path}, which is none: look at {path.absolute()}")
         if name is not None or split not in (None, "train"):

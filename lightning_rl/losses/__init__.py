@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.base import FunctionLoss, PolicyLoss
@@ -59,8 +59,13 @@ def resolve_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> Polic
         return loss
     if isinstance(loss, type):
         raise ValueError(f"expected an object as loss, got the class {loss.__name__}: call it")
+    if isinstance(loss, nn.Module):
+        raise ValueError(
+            f"expected a loss out of {', '.join(LOSSES)}, or a function of a LossView that returns a loss for each "
+            f"token, got the module {type(loss).__name__}"
+        )
     if callable(loss):
         return FunctionLoss(loss)
-    if loss not in LOSSES:
+    if not isinstance(loss, str) or loss not in LOSSES:
         raise ValueError(f"expected a loss out of {', '.join(LOSSES)}, an object or a function, got {loss!r}")
     return LOSSES[loss]

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.arguments import check_bools
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
 from lightning_rl.signal.masked import masked_fill_invalid
@@ -37,6 +38,11 @@ class GSPO(ClippedSurrogate):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     per_token: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        super().__post_init__()
+        check_bools(per_token=self.per_token)
 
     @override
     def importance(self, view: LossView) -> Float[Tensor, "B T"]:

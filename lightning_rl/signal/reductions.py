@@ -103,7 +103,7 @@ def resolve_reduction(reduction: Reduction | str, max_length: int) -> Reduction:
         raise ValueError(f"expected an object as reduction, got the class {reduction.__name__}: call it")
     if callable(reduction):
         return reduction
-    if reduction not in reductions:
+    if not isinstance(reduction, str) or reduction not in reductions:
         names = ", ".join(reductions)
         raise ValueError(f"expected a reduction out of {names}, an object or a function, got {reduction!r}")
     return reductions[reduction]

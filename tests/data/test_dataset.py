@@ -187,7 +187,7 @@ def test_a_fingerprint_changes_with_whatever_the_policy_is_shown() -> None:
         of([*ROWS[:-1], {**ROWS[-1], "answer": -1}]),
         of(ROWS, chat=True),
         of(ROWS, system="b"),
-        of(ROWS, chat_template_kwargs={"x": 1}),
+        of(ROWS, chat=True, chat_template_kwargs={"x": 1}),
         of(ROWS, preprocess=lambda row: {**row, "prompt": "b"}),
     ]
     assert len(set(changes)) == len(changes)

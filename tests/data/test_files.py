@@ -38,7 +38,10 @@ def test_rows_of_json_lines_know_their_lines(tmp_path: Path) -> None:
             r"got '\{\"prompt\": \"a\"\},' in .*a\.jsonl, line 1 \(Extra data.*: write each row as one",
         ),
         (b'[\n{"prompt": "a"}\n]\n', r"got '\[' in .*a\.jsonl, line 1 "),
-        (b'{"prompt": "a"}\n"\xff"\n', r"got .* in .*a\.jsonl, line 2 \('utf-8' codec can't decode byte 0xff"),
+        (
+            b'{"prompt": "a"}\n"\xff"\n',
+            r"in UTF-8, got .* in .*a\.jsonl, line 2 \('utf-8' codec .* byte 0xff.*save it as UTF-8",
+        ),
     ],
     ids=["cut-off", "comma-behind", "a-list-over-lines", "not-utf-8"],
 )

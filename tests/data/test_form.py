@@ -36,7 +36,14 @@ def prompt_of(row: Any, **options: Any) -> tuple[Any, tuple[int, ...], dict[str,
     ("row", "options", "content", "ids", "columns"),
     [
         pytest.param({"messages": [USER], "n": 1}, {}, [USER], (2, 4, 5, 3), {"n": 1}, id="messages"),
-        pytest.param({"prompt": "a", "messages": 1}, {}, "a", (2,), {"messages": 1}, id="prompt-before-messages"),
+        pytest.param(
+            {"prompt": "a", "messages": 1},
+            {"columns": {"prompt": "prompt"}},
+            "a",
+            (2,),
+            {"messages": 1},
+            id="prompt-beside-messages",
+        ),
         pytest.param(
             {"question": "a b", "n": 1}, {"columns": {"prompt": "question"}}, "a b", (2, 3), {"n": 1}, id="column"
         ),

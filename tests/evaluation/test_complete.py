@@ -128,3 +128,10 @@ def test_a_single_prompt_is_known_as_one(prompts: Any) -> None:
 @pytest.mark.parametrize("prompts", [[], ["a"], [[1]], [CHAT], [{"prompt": "a"}], [{"prompt": "a"}, CHAT]])
 def test_several_prompts_are_known_as_such(prompts: Any) -> None:
     assert not is_single(prompts)
+
+
+def test_a_call_gives_the_same_texts_each_time_and_samples_differ() -> None:
+    module = tiny_module(tokenizer=tiny_tokenizer())
+    texts = module.complete("a b", samples=4, temperature=1.0)
+    assert module.complete("a b", samples=4, temperature=1.0) == texts and len(set(texts)) > 1
+    assert module.complete("a b", temperature=1.0) == texts[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.arguments import check_numbers
 from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
 from lightning_rl.generation.vllm import internals
@@ -74,6 +75,7 @@ class VLLMEngine(Engine):
             raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
         if lora not in ("merged", "adapter"):
             raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
+        check_numbers(above=0, at_most=1, optional=True, gpu_memory_utilization=options.get("gpu_memory_utilization"))
         self.options = options
         self.max_model_len = max_model_len
         self.dtype = dtype
