@@ -1,6 +1,5 @@
 """Export: a checkpoint becomes the arguments of a module, and a policy a Hugging Face folder."""
 
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,30 +35,6 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     if "model" in checkpoint:  # what was a folder of FSDP1
         checkpoint["state_dict"] = checkpoint.pop("model")
     return checkpoint
-
-
-def check_origin(path: str | Path | None) -> None:
-    """Refuses a file whose content Lightning did not write, which its Trainer fails on without saying so.
-
-    Reads no tensor. What cannot be read like this is left to who reads it whole.
-
-    Args:
-        path: of the checkpoint that a Trainer was given; None for none.
-
-    Raises:
-        ValueError: naming the file and what to do.
-    """
-    if path is None or not Path(path).is_file():
-        return
-    try:
-        content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
-        return
-    if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
-        raise ValueError(
-            f"expected a checkpoint of an RLLightningModule to resume from or to evaluate, got {path}, which no "
-            "Trainer wrote: to begin from the weights of a model, pass its folder as policy="
-        )
 
 
 def _consolidation(folder: Path) -> str:

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl.checkpointing.atomic import is_local
-from lightning_rl.checkpointing.export import check_origin
 from lightning_rl.checkpointing.folder import RunFolder, release
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import RunEndError, failing_together, meet, process_maximum
@@ -138,8 +137,6 @@ class Interrupts(Callback):
         finally:
             self._restore()
             self._close(pl_module)
-        if isinstance(exception, KeyError | IndexError | TypeError | AttributeError):
-            check_origin(trainer.ckpt_path)  # what Lightning stumbles over in a file that is not its own
 
     def _abandon(self, trainer: Trainer, pl_module: LightningModule, reason: str, status: int) -> NoReturn:
         """Ends the process where no exception can: in the midst of a reward that swallows all of them."""
