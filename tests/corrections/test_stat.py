@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import Stat
-from lightning_rl.corrections.stat import StatReduction, merge_moments
+from lightning_rl.corrections.stat import StatReduction, disjoint, merge_moments
 
 NAN, INF = math.nan, math.inf
 
@@ -138,3 +138,10 @@ def test_choosing_a_figure_leaves_the_original_alone() -> None:
         "sum",
     )
     assert stat.reduction == "mean" and stat.maximum().moments is stat.moments
+
+
+def test_a_metric_from_two_places_is_refused() -> None:
+    once = {"a/b": Stat.single(1.0)}
+    assert set(disjoint(once, {"a/c": Stat.single(2.0)})) == {"a/b", "a/c"}
+    with pytest.raises(ValueError, match="expected each metric from one place, got a/b from two"):
+        disjoint(once, {"a/b": Stat.single(2.0)})

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
+    EngineError,
     FakeEngine,
     Finish,
     PromptDataModule,
@@ -193,7 +194,7 @@ def test_1_12_a_log_probability_is_missing_for_no_token() -> None:
         given = torch.full((4 - request.sample_id,), -1.0)
         return Completion(token_ids=(2,) * 4, logprobs=given, finish=Finish.LENGTH, version=6)
 
-    with pytest.raises(ValueError, match="expected a log-probability for each of 4 tokens"):
+    with pytest.raises(EngineError, match="expected a log-probability for each of 4 tokens"):
         sample_groups(sampler_of(script=short), [Prompt(0, (2,), None, {})])
 
 
