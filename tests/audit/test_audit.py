@@ -146,8 +146,15 @@ def test_no_alarm_in_other_configurations(name: str, tmp_path: Path) -> None:
         assert not audit.findings and audit.seconds > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def often_enough(number: int) -> pytest.MarkDecorator:
+    """Every twelfth fault in each run of the tests, all of them in the long one and in ``make test-faults``."""
+    return pytest.mark.long if number % 12 else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=fault.name, marks=often_enough(number)) for number, fault in enumerate(faults.FAULTS)],
+)
 def test_every_fault_is_found_with_its_culprit(fault: faults.Fault) -> None:
     found = faults.found_by_audit(fault)
     assert any(fault.named_by(check, culprit) for check, culprit in found), found
