@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.audit.checks import CHECKS, Check, judge
-from lightning_rl.audit.checks.rewards import samples_of
+from lightning_rl.audit.checks.rewards import samples_of_calls
 from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.draws import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
@@ -150,6 +150,7 @@ class SignalAudit(RLCallback):
     def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
         if self._run is not None and self._run.audited:
             self._run.calls += calls
+            self._run.rounds.append(rollout)
 
     @override
     def observe(self, rollout: Rollout) -> None:
@@ -235,6 +236,7 @@ class _RunWatch:
         self.audited, self._turn, self._number = False, 0, 0
         self.batches: list[Sequence[tuple[Request, Completion]]] = []
         self.calls: list[RewardCall] = []
+        self.rounds: list[Rollout] = []
         self._reference: Tensor | None = None
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
@@ -243,14 +245,15 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.begin(active=True)
         self._rates = StepRates(module.required_policy)
-        self._rewards, self._prompts, self._earlier = RewardWatch(), PromptWatch(module), list[Earlier]()
+        self._rewards = RewardWatch(module.rewards.functions)
+        self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
 
     def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
         self._scheduled, self._step, self._ticket = _epoch_of(self.module), None, ticket.index
         if ticket.step == 0:
             self.audited, self._number = audited, ticket.rollout
-            self.batches, self.calls, self._evidence, self._passes = [], [], None, {}
+            self.batches, self.calls, self.rounds, self._evidence, self._passes = [], [], [], None, {}
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
 
@@ -262,7 +265,7 @@ class _RunWatch:
         rows = some_rows(groups, self._turn)
         self._turn += 1
         critic, weights = module.required_policy.value_head is not None, reference_weights(module)
-        facts, samples = RunFacts.of(module), [samples_of(self.batches, call) for call in self.calls]
+        facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
         draws = score_draws(module, self.batches, self._number, facts.tolerance)
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),
@@ -276,6 +279,7 @@ class _RunWatch:
             double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
             batches=self.batches,
             calls=self.calls,
+            rounds=self.rounds,
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),

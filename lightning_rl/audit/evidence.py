@@ -97,6 +97,7 @@ class Evidence:
         double_temperature: the same at twice the temperature; None without a critic.
         batches: what the engine was asked for this rollout and returned, batch by batch.
         calls: what the reward functions were given and returned.
+        rounds: the scored samples of each round of generation, before any filter.
         replies: what copies of the reward functions said when they were asked again.
         draws: a few samples as the engine returned them, under the policy's own forward.
         earlier: what is kept of earlier audited rollouts.
@@ -121,6 +122,7 @@ class Evidence:
     double_temperature: Outputs | None = None
     batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()
+    rounds: Sequence[Rollout] = ()
     replies: Sequence[RewardReply] = ()
     draws: Sequence[Draw] = ()
     earlier: Sequence[Earlier] = ()

@@ -2,11 +2,13 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.fork import TOO_LATE, Fork, NoReplyError, ask_copy
 from lightning_rl.rewards import Isolated, RewardCall
 from lightning_rl.rewards.call import CallStyle, Notes, Rows
@@ -17,6 +19,7 @@ MIN_ROWS, MAX_ROWS = 4, 8  # of a call that some are left out of; that are asked
 MAX_SECONDS = 0.1  # that a call may have taken in the run
 PATIENCE = 2.0  # seconds for all functions of a run together
 
+MAX_PAIRS = 6  # of rows of which one is asked about after the others
 EARLY_TURNS, TURNS = (1, 2, 4, 8), 16  # audits at which rewards are asked again
 
 Values = Sequence[float | None]
@@ -60,9 +63,16 @@ class RewardQuestions:
     Args:
         calls: of this rollout.
         samples: of the rows of each call, as far as they are known.
+        fresh: copies of the functions as they were before they had scored anything, by name.
     """
 
-    def __init__(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[RewardCall],
+        samples: Sequence[Sequence[int]],
+        fresh: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._fresh = fresh or {}
         latest = {call.name: (call, ids) for call, ids in zip(calls, samples, strict=True) if len(call.values) > 1}
         self._asked = list(latest.values())
         self._silent = [RewardReply(call.name, reason) for call, _ in self._asked if (reason := silence_of(call))]
@@ -86,13 +96,18 @@ class RewardQuestions:
             self._fork = None
 
     def _ask_all(self) -> list[RewardReply]:
-        return [_ask(call, ids) for call, ids in self._asked]
+        return [_ask(call, ids, self._fresh.get(call.name)) for call, ids in self._asked]
 
 
 class RewardWatch:
-    """Asks the rewards of a run again: once in the beginning and then now and then, for a copy of it is not cheap."""
+    """Asks the rewards of a run again: once in the beginning and then now and then, for a copy of it is not cheap.
 
-    def __init__(self) -> None:
+    Args:
+        functions: of the run by name, which have scored nothing so far.
+    """
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        self._fresh = {name: copy_state(function) for name, function in functions.items()}
         self._turn, self._questions = 0, cast(RewardQuestions | None, None)
         self._silent: list[RewardReply] = []
 
@@ -107,7 +122,7 @@ class RewardWatch:
         self._silent = [reply for reply in self._silent if TOO_LATE in reply.reason]
         hangs = {reply.name for reply in self._silent}
         pairs = [(call, ids) for call, ids in zip(calls, samples, strict=True) if call.name not in hangs]
-        self._questions = RewardQuestions([call for call, _ in pairs], [ids for _, ids in pairs])
+        self._questions = RewardQuestions([call for call, _ in pairs], [ids for _, ids in pairs], self._fresh)
 
     def take_replies(self) -> list[RewardReply]:
         """What was answered about this rollout; about one that nobody asked about, why nothing was."""
@@ -150,34 +165,101 @@ def same_value(value: float | None, other: float | None) -> bool:
     return bool(torch.isclose(torch.tensor(float(value)), torch.tensor(float(other)), equal_nan=True))
 
 
-def _ask(call: RewardCall, samples: Sequence[int]) -> RewardReply:
+def _ask(call: RewardCall, samples: Sequence[int], fresh: Any) -> RewardReply:
     """What copies of this process, which is one itself, say about a few rows of a call."""
     number = len(call.values)
     stride = 1 if number < MIN_ROWS else max(2, number // MAX_ROWS)  # without some of the others, if there are enough
     rows = list(range(number - 1, -1, -stride))[:MAX_ROWS]
-    recorded = [call.values[row] for row in rows]
-    known = [samples[row] for row in rows] if len(samples) == number else []
+    known = samples if len(samples) == number else []
     try:
         alone, edited = ask_copy(lambda: _watch_call(call, call.rows.select(rows)), PATIENCE)
-        repeated = None
+        after = _ask_after(call, call.rows.select(rows), fresh)
+        for row in _ends(call):  # beside nobody at all
+            alone = [*alone, *_last_values(call, call.rows.select([row]))]
+            rows = [*rows, row]
+        recorded, repeated = [call.values[row] for row in rows], None
         if not equal_values(alone, recorded):
             everything = ask_copy(lambda: _values(call, call.rows), PATIENCE)
             repeated = [everything[row] for row in rows]
-        after = _ask_after(call, call.rows.select(rows))
     except NoReplyError as none:
         return RewardReply(call.name, f"reward {call.name} could not be asked again: {none}")
-    return RewardReply(call.name, "", rows, known, recorded, alone, repeated, edited, after)
+    return RewardReply(
+        call.name, "", rows, [known[row] for row in rows] if known else [], recorded, alone, repeated, edited, after
+    )
 
 
-def _ask_after(call: RewardCall, rows: Rows) -> tuple[Values, Values] | None:
+def _ends(call: RewardCall) -> list[int]:
+    """The shortest and the longest row of a call, if they differ."""
+    lengths = [len(ids) for ids in call.completion_ids]
+    ends = [lengths.index(min(lengths)), lengths.index(max(lengths))]
+    return ends if lengths[ends[0]] < lengths[ends[1]] else []
+
+
+def _ask_after(call: RewardCall, rows: Rows, fresh: Any) -> tuple[Values, Values] | None:
+    """The values of some rows after two different calls, which differ if the function remembers what it scored; the
+    first pair that does, if any.
+    """
+    if getattr(call.function, "remembers", False):
+        return None
+    after = _ask_after_others(call, rows)
+    if after is None or not equal_values(*after):
+        return after
+    questions = [(call, _of_equal_length(rows, max(map(len, call.completion_ids))))]
+    questions += [] if fresh is None else [(call._replace(function=fresh), rows)]
+    for asked, few in questions:
+        reply = Fork(lambda asked=asked, few=few: _ask_one_by_one(asked, few), PATIENCE).reply()
+        if reply.value is not None and not equal_values(*reply.value):
+            return reply.value
+    return after
+
+
+def _ask_one_by_one(call: RewardCall, rows: Rows) -> tuple[Values, Values] | None:
+    """The values of single rows after a call about the others, and after one about copies of themselves.
+
+    Whatever the function keeps a value by, an answer that shares it with an earlier one gets the value of that one.
+    None if it differs by itself.
+    """
+    number, after_others, after_itself = len(rows), list[float | None](), list[float | None]()
+    pairs = [(rows.select([row] * (number - 1)), rows.select([row])) for row in range(min(number, MAX_PAIRS))]
+    for row, (itself, alone) in enumerate(pairs):
+        if len({str(value) for value in _values_of_twin(call, itself)}) > 1:
+            return None
+        others = rows.select([other for other in range(number) if other != row])
+        after_others += _values_of_twin(call, others, alone)
+        after_itself += _values_of_twin(call, itself, alone)
+    again = _values_of_twin(call, *pairs[0])
+    return (after_others, after_itself) if equal_values(again, after_itself[:1]) else None
+
+
+def _values_of_twin(call: RewardCall, *batches: Rows) -> Values:
+    """The values of the last of several calls of a copy of the function; of one process many can be asked."""
+    twin = call._replace(function=copy_state(call.function))
+    return [_values(twin, rows) for rows in batches][-1]
+
+
+def _of_equal_length(rows: Rows, longest: int) -> Rows:
+    """Answers to one prompt that nobody has seen, different ones of one length that no answer has had."""
+    length = 2 * longest + 1
+    texts = [text for text in rows.completions if isinstance(text, str)]
+    characters = 2 * max(map(len, texts), default=0) + 1
+    completions = [_cut(text, characters) if isinstance(text, str) else text for text in rows.completions]
+    first = rows.select([0] * len(rows))
+    ids = [_cut(list(row), length) for row in rows.completion_ids]
+    return replace(_other_prompts(first), completions=completions, completion_ids=ids)
+
+
+def _cut(part: Any, length: int) -> Any:
+    """A text or list again and again, up to a length."""
+    return (part * (length // max(len(part), 1) + 1))[:length]
+
+
+def _ask_after_others(call: RewardCall, rows: Rows) -> tuple[Values, Values] | None:
     """The values of some rows after a call about other ones and after a call about still others.
 
     All have prompts that the function has not seen, and every call has the same number of rows, begins from the same
     global generators and is the same in number: neither noise nor a curriculum makes a difference, but a memory of
     what was scored does.
     """
-    if getattr(call.function, "remembers", False):
-        return None
     rows = _other_prompts(rows)
     turned, longer = _turn_completions(rows, 1), _turn_completions(rows, 2, twice=True)
     first, second = _last_values(call, turned, rows), _last_values(call, longer, rows)

@@ -10,6 +10,7 @@ from kit.evidence import evidence_of
 from typing_extensions import override
 
 from lightning_rl.audit import CHECKS
+from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.replies import RewardQuestions, RewardReply
 from lightning_rl.rewards import Isolated, RewardCall
 
@@ -135,6 +136,22 @@ def marking(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) ->
     return [1.0] * len(prompts)
 
 
+class ByLength(Remembered):
+    """The first value of a length for all answers of this length."""
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [self.memo.setdefault(str(len(row)), float(sum(row) % 7)) for row in ids]
+
+
+class ByFirstToken(Remembered):
+    """The first value of an answer that begins like this one."""
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [self.memo.setdefault(str(row[0]), float(sum(row))) for row in ids]
+
+
 class Novelty(Cached):
     """Rewards what was never seen, and says that it remembers."""
 
@@ -172,17 +189,30 @@ def checks_that_fail(*replies: RewardReply) -> list[str]:
         (Scaled(), ["reward_memory"]),
         (Centred(), ["reward_memory"]),
         (Remembered(), ["reward_memory"]),
+        (ByLength(), ["reward_memory"]),
+        (ByFirstToken(), ["reward_memory"]),
         (by_place, ["reward_order"]),
         (beside_others, ["reward_order"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else getattr(value, "__name__", type(value).__name__),
 )
 def test_memory_and_order_are_told_from_noise_and_curricula(function: Any, failing: list[str]) -> None:
+    fresh = copy_state(function)
     call = call_of(function)
     before = {name: str(value) for name, value in getattr(function, "__dict__", {}).items()}
-    (reply,) = RewardQuestions([call], [SAMPLES]).replies()
+    (reply,) = RewardQuestions([call], [SAMPLES], {"judge": fresh}).replies()
     assert not reply.reason and checks_that_fail(reply) == failing
     assert {name: str(value) for name, value in getattr(function, "__dict__", {}).items()} == before, "asked in the run"
+
+
+@pytest.mark.parametrize("longest", [range(16), [5]], ids=["all", "one"])
+def test_a_reward_beside_the_longest_of_its_call_is_found_whichever_rows_are_asked(longest: Any) -> None:
+    """Half of the rows are asked about together, and the longest ones may be among them."""
+    ids = [[2] * (8 if row in longest else 1 + row % 4) for row in range(15)] + [[3, 1]]
+    values = beside_others(None, None, completion_ids=ids)
+    call = RewardCall("judge", ids, values, 0.0, ["a"] * 16, [""] * 16, {}, beside_others)
+    (reply,) = RewardQuestions([call], [range(16)]).replies()
+    assert checks_that_fail(reply) == ["reward_order"]
 
 
 def test_a_mutated_prompt_is_found_and_the_prompts_of_the_run_stay() -> None:

@@ -24,7 +24,12 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
     """The reward of every row is the weighted sum of what the functions said of its own completion: none is joined by
     position or handed to a neighbour.
     """
-    mixed_up = [(call, samples) for call in evidence.calls if (samples := _samples_of_others(evidence, call))]
+    known = samples_of_calls(evidence.batches, evidence.calls)
+    mixed_up = [
+        (call, wrong)
+        for call, samples in zip(evidence.calls, known, strict=True)
+        if (wrong := _samples_of_others(evidence, call, samples))
+    ]
     for call, samples in mixed_up:
         yield Finding(
             culprit=f"stage draw, the call of reward {call.name}",
@@ -52,8 +57,8 @@ def _weighted_sums(evidence: Evidence) -> dict[int, float]:
     """The weighted sum of all functions for each sample of which every call is known; NaN where one failed."""
     weights, functions = evidence.facts.reward_weights, len({call.name for call in evidence.calls})
     totals, counts = defaultdict[int, float](float), Counter[int]()
-    for call in evidence.calls:
-        for sample, value in zip(samples_of(evidence.batches, call), call.values, strict=False):
+    for call, samples in zip(evidence.calls, samples_of_calls(evidence.batches, evidence.calls), strict=True):
+        for sample, value in zip(samples, call.values, strict=False):
             counts[sample] += 1
             totals[sample] += 0.0 if value is None else value * weights.get(call.name, 0.0)
     return {sample: total for sample, total in totals.items() if counts[sample] == functions and not isnan(total)}
@@ -68,10 +73,9 @@ def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int,
             yield sampled[len(sampled) - size :]
 
 
-def _samples_of_others(evidence: Evidence, call: RewardCall) -> list[int]:
+def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[int]) -> list[int]:
     """Samples whose function was given another row's completion."""
     asked, text = [tuple(ids) for ids in call.completion_ids], evidence.text
-    samples = samples_of(evidence.batches, call)
     if samples and text is not None:
         rows = zip(samples[:MAX_ROWS], asked, call.prompts, call.completions, strict=False)
         return [sample for sample, ids, prompt, completion in rows if completion_form(prompt, text(ids)) != completion]
@@ -136,13 +140,35 @@ def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
             yield Finding(culprit=f"reward {reply.name}", observed=observed, samples=reply.samples[:4])
 
 
-def samples_of(batches: Batches, call: RewardCall) -> list[int]:
-    """The samples that a call was about, in its order; empty if it was about something else."""
-    asked = [tuple(ids) for ids in call.completion_ids]
-    for batch in _batches(batches, len(asked)):
-        if [ids for _, ids in batch] == asked:
-            return [sample for sample, _ in batch]
-    return []
+def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list[int]]:
+    """The samples that each call was about, in its order; empty if it was about something else.
+
+    A function is called in the order in which the engine answered: answers that are equal, token by token, belong to
+    the first of the batches that no earlier call of the function was about.
+    """
+    begins, samples = defaultdict[str, tuple[int, int]](lambda: (0, 0)), list[list[int]]()
+    drawn = [[tuple(completion.token_ids) for _, completion in batch] for batch in batches]
+    for call in calls:
+        asked = [tuple(ids) for ids in call.completion_ids]
+        place = _place_of(drawn, asked, begins[call.name])
+        if place is None:
+            samples.append([])
+            continue
+        batch, first = place
+        begins[call.name] = batch, first + len(asked)
+        samples.append([request.sample_id for request, _ in batches[batch][first : first + len(asked)]])
+    return samples
+
+
+def _place_of(
+    drawn: Sequence[Sequence[tuple[int, ...]]], asked: Sequence[tuple[int, ...]], begin: tuple[int, int]
+) -> tuple[int, int] | None:
+    """The first batch and row from ``begin`` on where the engine drew what was asked about."""
+    for batch, answers in enumerate(drawn):
+        for first in (0, len(answers) - len(asked)):
+            if first >= 0 and (batch, first) >= begin and answers[first : first + len(asked)] == asked:
+                return batch, first
+    return None
 
 
 def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:

@@ -15,9 +15,10 @@ from lightning_rl.corrections.stat import merge_moments, reduce_moments
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import PROMPT, Rollout
 
-METRICS = "rollout_metrics"
+METRICS, FILTER = "rollout_metrics", "keep_groups"
 WIDER = 3  # positions of padding
 JITTER = 1e-3  # by which rewards are kept apart, so that nothing is decided by a tie
+FILTERED_GROUPS = 6  # that a filter is asked about
 PROVIDING_GROUPS = 2  # that fields are provided for again, perhaps by a model
 
 
@@ -85,6 +86,33 @@ def _apart(rollout: Rollout) -> Rollout:
     return rollout.replace(rewards=rollout.rewards + jitter * rollout.rewards.abs().max().clamp(min=1.0))
 
 
+def _with_equal_groups(rollout: Rollout) -> Rollout:
+    """A copy in which some groups have one reward for all of their rows, and no two of the others the same."""
+    within = torch.sin(1.0 + 3.0 * rollout.sample_ids) * (torch.sin(2.0 + 5.0 * rollout.groups) > 0)
+    return rollout.replace(rewards=(torch.cos(rollout.groups.double()) + within).to(rollout.rewards.dtype))
+
+
+def _shown(evidence: Evidence, contribution: Contribution) -> Rollout:
+    """A few groups as a contribution is shown them: a filter sees those that it drops as well."""
+    if contribution.method != FILTER or not evidence.rounds:
+        return evidence.groups.sanitize()
+    rollout = evidence.rounds[0]
+    few = torch.isin(rollout.groups, rollout.groups[rollout.real].unique()[:FILTERED_GROUPS])
+    rollout = rollout.select(few)
+    rewarded = rollout.rewarded & evidence.algorithm.corrections.reward_mask(rollout)
+    return rollout.replace(rewarded=rewarded).sanitize()
+
+
+def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
+    """The changed copies on which a contribution has to say the same; far more padding for a filter."""
+    further = list[Change]()
+    if contribution.method == FILTER:
+        wide = rollout.fit_width(2 * rollout.width + WIDER)
+        everything = torch.arange(len(rollout), device=rollout.groups.device)
+        further = [Change("the same with more padding behind prompts and responses", wide, everything)]
+    return [*changes(rollout), *further]
+
+
 def _tied_rows(rollout: Rollout) -> Tensor:
     """Rows whose length another row of their group has as well, so that a tie may be decided by the order, [B]."""
     same = (rollout.groups[:, None] == rollout.groups) & (rollout.response_lengths[:, None] == rollout.response_lengths)
@@ -130,6 +158,9 @@ def repeats_itself(contribution: Contribution, rollout: Rollout) -> bool:
 def strays(contribution: Contribution, rollout: Rollout, change: Change) -> Tensor:
     """The rows of which a contribution really says something else on a changed copy: ties apart, [b] bool."""
     moved = moved_rows(contribution, rollout, change)
+    if contribution.method == FILTER:  # which often asks for ties: groups without a difference in their rewards
+        other = change._replace(rollout=_with_equal_groups(change.rollout))
+        return moved | moved_rows(contribution, _with_equal_groups(rollout), other)
     if not moved.any() or contribution.method == METRICS:
         return moved
     apart = change._replace(rollout=_apart(change.rollout))
@@ -142,16 +173,16 @@ def contribution_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
     """What a correction says of a row before the update is the same for rows in another order and with more padding,
     and a filter decides about whole groups: nothing is joined by position.
     """
-    rollout = evidence.groups.sanitize()
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
+        rollout = _shown(evidence, contribution)
         if not repeats_itself(contribution, rollout):
             yield Skip(f"{contribution} does not repeat itself")
             continue
-        if contribution.method == "keep_groups" and len(split := _split_groups(contribution(rollout), rollout)):
+        if contribution.method == FILTER and len(split := _split_groups(contribution(rollout), rollout)):
             expected = "one decision for all samples of a prompt"
             yield Finding(culprit=str(contribution), expected=expected, samples=split)
             continue
-        for change in changes(rollout):
+        for change in _changes_of(contribution, rollout):
             moved = strays(contribution, rollout, change)
             if moved.any():
                 samples = change.rollout.sample_ids[moved][:4].tolist()
@@ -173,16 +204,14 @@ def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
     """What a correction says of a row before the update depends on the rows of its own prompt alone, so it is the same
     however rows are split over ranks, unless it declares ``batch_statistics``.
     """
-    rollout = evidence.groups.sanitize()
-    split = parts(rollout)
-    if len(split) < 2:
+    if len(evidence.groups.groups.unique()) < 2:
         yield Skip("only one prompt was looked at")
-        return
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
+        rollout = _shown(evidence, contribution)
         metrics = contribution.method == METRICS  # which are made of all rows
         if metrics or compares_prompts(contribution) or not repeats_itself(contribution, rollout):
             continue
-        for change in split:
+        for change in parts(rollout):
             moved = strays(contribution, rollout, change)
             if moved.any():
                 yield Finding(culprit=str(contribution), samples=change.rollout.sample_ids[moved][:4].tolist())
