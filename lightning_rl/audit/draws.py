@@ -4,6 +4,7 @@ They are chosen by their identity alone, before any filter and whatever they say
 rewards would make likely tokens likelier.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ BUDGET, ALL_BUDGET = 192, 2048  # sampled tokens and all tokens, beyond which th
 MAX_PROMPTS = 6  # of others
 CUT = 2.0  # nats above the entropy at which a surprise is cut, so that it is bounded
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
+GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
+LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that an engine may ask of every sample
 
 
 class Draw(NamedTuple):
@@ -33,6 +36,8 @@ class Draw(NamedTuple):
         surprise: minus the log-probability of each token, cut at a bound, minus its expectation, [N] float64.
         variance: of that surprise, by the whole distribution, [N].
         reach: how far below and above 0 the surprise can be, [2, N].
+        greedy: logarithm of how much likelier the sample is for an engine that draws a part of them greedily.
+        unended: the same for engines that end none before each of :data:`LEAST_TOKENS`.
         others: for samples of other prompts, the same distance under their prompts, or without the engine's
             log-probabilities how many nats likelier the tokens are under them.
     """
@@ -43,6 +48,8 @@ class Draw(NamedTuple):
     variance: Tensor
     reach: Tensor
     others: Mapping[int, float]
+    greedy: float = 0.0
+    unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
 
 
 class Earlier(NamedTuple):
@@ -53,12 +60,16 @@ class Earlier(NamedTuple):
         samples: identities of what was drawn.
         responses: the tokens of as many samples.
         moments: of its draws.
+        likelier: the logarithms of :func:`likelihood_ratios` of its draws.
+        seeds: of as many samples as there are responses.
     """
 
     number: int
     samples: Sequence[int]
     responses: Sequence[tuple[int, ...]]
     moments: tuple[float, ...]
+    likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
+    seeds: Sequence[int] = ()
 
 
 def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
@@ -79,6 +90,8 @@ def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[D
         [request.sample_id for request, _ in pairs],
         [tuple(completion.token_ids) for _, completion in pairs],
         moments_of(draws),
+        likelihood_ratios(draws),
+        [request.seed for request, _ in pairs],
     )
 
 
@@ -89,6 +102,15 @@ def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
     surprise, variance = torch.cat([draw.surprise for draw in draws]), torch.cat([draw.variance for draw in draws])
     below, above = torch.cat([draw.reach for draw in draws], -1).amax(-1).tolist()
     return float(len(surprise)), float(surprise.sum()), float(variance.sum()), below, above
+
+
+def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
+    """How much likelier all draws are for an engine that draws a part greedily, and for each least number of tokens:
+    logarithms.
+    """
+    return tuple(sum(parts) for parts in zip(*((draw.greedy, *draw.unended) for draw in draws), strict=True)) or (
+        0.0,
+    ) * (1 + len(LEAST_TOKENS))
 
 
 @torch.no_grad()
@@ -108,9 +130,9 @@ def score_draws(
     few = fresh[: _affordable(fresh)]
     if not few or not forwards_plainly(module):
         return []
-    model = module.required_policy.model
+    model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
     with module.trainer.precision_plugin.forward_context():
-        draws = [_draw(*pair, scores) for pair, scores in zip(few, _scores(model, few), strict=True)]
+        draws = [_draw(*pair, scores, ends, tolerance) for pair, scores in zip(few, _scores(model, few), strict=True)]
         return [_with_others(model, draw, pair, fresh, tolerance) for draw, pair in zip(draws, few, strict=True)]
 
 
@@ -150,7 +172,7 @@ def _scores(model: nn.Module, pairs: Sequence[Pair]) -> list[Tensor]:
     return scores
 
 
-def _draw(request: Request, completion: Completion, scores: Tensor) -> Draw:
+def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> Draw:
     own = _own(completion, scores)
     probabilities, surprises = scores.exp(), -scores.clamp(min=-1e9)
     entropy = (probabilities * surprises).sum(-1)
@@ -165,7 +187,25 @@ def _draw(request: Request, completion: Completion, scores: Tensor) -> Draw:
         variance,
         torch.stack([mean, cut - mean]),
         {},
+        _greedy_ratio(own, scores, tolerance),
+        _unended_ratios(completion, scores, ends, tolerance),
     )
+
+
+def _greedy_ratio(own: Tensor, scores: Tensor, tolerance: float) -> float:
+    """How much likelier a sample is for an engine that draws :data:`GREEDY_SHARE` of them greedily: a logarithm."""
+    if (own < scores.amax(-1)).any():
+        return math.log1p(-GREEDY_SHARE)
+    surest = -float(own.sum()) - tolerance * len(own)
+    return float(torch.logaddexp(*torch.tensor([math.log1p(-GREEDY_SHARE), math.log(GREEDY_SHARE) + surest])))
+
+
+def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> tuple[float, ...]:
+    """How much likelier a sample is for engines that end none before so many tokens: logarithms."""
+    going_on = -torch.log1p(-scores[:, list(ends)].exp().sum(-1) * math.exp(-tolerance))
+    ended = [place for place, token in enumerate(completion.token_ids[: len(scores)]) if token in ends]
+    first = ended[0] if ended else len(scores)
+    return tuple(-math.inf if first < least - 1 else float(going_on[: least - 1].sum()) for least in LEAST_TOKENS)
 
 
 def _own(completion: Completion, scores: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Samples as samples: what chance cannot explain is found, and what it can is not."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from kit.evidence import culprits, evidence_of
+from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl import Finish, Sampling
-from lightning_rl.audit import CHECKS
+from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.checks.draws import surprising_repeats
 from lightning_rl.audit.draws import Draw, Earlier, Pair, moments_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.prompts import HeldOut
-from lightning_rl.generation import Completion, Request
+from lightning_rl.generation import Completion, Request, TransformersEngine
 
 SAMPLING = Sampling(eos_token_ids=())
 
@@ -33,17 +36,23 @@ def with_batch(*pairs: Pair, **fields: Any) -> Evidence:
     return replace(evidence_of(), batches=[list(pairs)], **fields)
 
 
-def test_equal_seeds_in_a_group_are_found_and_in_different_groups_not() -> None:
-    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, seed=7) for row in range(2)))) == [
-        "stage draw, the seeds of the requests"
-    ]
-    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, prompt=row, seed=7) for row in range(4)))) == []
+def test_equal_seeds_are_found_in_a_group_in_a_rollout_and_over_rollouts() -> None:
+    """Seeds that are the place in the group give four rows of one prompt four seeds, and four prompts the same ones."""
+    found = ["stage draw, the seeds of the requests"]
+    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, seed=7) for row in range(2)))) == found
+    places = [pair(row, [row], 1.0, prompt=row // 4, seed=row % 4) for row in range(16)]
+    assert culprits("seeds", with_batch(*places)) == found
+    fresh = with_batch(*(pair(row, [row], 1.0) for row in range(16)), number=1)
+    earlier = Earlier(0, [], [], moments_of([]), seeds=[1000 + row for row in range(16)])
+    assert culprits("seeds", fresh) == []
+    assert culprits("seeds", replace(fresh, earlier=[earlier])) == found
+    assert culprits("seeds", replace(fresh, earlier=[earlier._replace(number=1)])) == []  # it was made again
 
 
 def test_one_equal_seed_among_many_samples_is_chance() -> None:
     """64 prompts of 64 samples have 129,024 pairs: one in 16,644 such rollouts has an equal pair, which is no proof."""
     pairs = [
-        pair(64 * g + row, [row], 1.0, prompt=g, seed=5 if g == row == 0 else row)
+        pair(64 * g + row, [row], 1.0, prompt=g, seed=5 if g == row == 0 else 64 * g + row)
         for g in range(64)
         for row in range(64)
     ]
@@ -170,3 +179,48 @@ def test_the_bound_of_repeats_is_that_of_its_docstring() -> None:
     for nats, found in ((needed + 0.01, 2), (needed - 0.01, 0)):
         repeats = [(nats - math.log(3), sample) for sample in range(2)]
         assert len(surprising_repeats(repeats, 4)) == found
+
+
+class Unended(TransformersEngine):
+    """Draws again until a sample has four tokens."""
+
+    @override
+    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
+        drawn = list(super().generate(requests, logprobs=logprobs))
+        while short := [place for place, one in enumerate(drawn) if len(one.token_ids) < 4]:
+            requests = [replace(request, seed=request.seed + 1) for request in requests]
+            again = super().generate([requests[place] for place in short], logprobs=logprobs)
+            for place, completion in zip(short, again, strict=True):
+                drawn[place] = completion
+        return drawn
+
+
+class PartlyGreedy(TransformersEngine):
+    """Draws every fourth sample greedily, and says of it what the policy says."""
+
+    @override
+    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
+        sure = [
+            replace(request, sampling=replace(request.sampling, temperature=1e-3 if place % 4 == 0 else 1.0))
+            for place, request in enumerate(requests)
+        ]
+        return super().generate(sure, logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (TransformersEngine, ""),
+        (Unended, "none that ends before"),
+        (PartlyGreedy, "too many of which every token is the likeliest"),
+    ],
+)
+def test_six_rollouts_show_an_engine_that_ends_no_sample_early_or_draws_some_greedily(
+    engine: type[TransformersEngine], said: str
+) -> None:
+    audit = SignalAudit(1, checks=["sample_process"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tiny_module(engine=engine()), callbacks=[audit], data=tiny_prompts(24, 4))
+    observed = [finding.observed for finding in audit.findings]
+    assert bool(observed) is bool(said) and all(said in text for text in observed)

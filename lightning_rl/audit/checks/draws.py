@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.draws import moments_of, trained_pairs
+from lightning_rl.audit.draws import LEAST_TOKENS, likelihood_ratios, moments_of, trained_pairs
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Skip
 from lightning_rl.finding import Finding
@@ -29,20 +29,24 @@ NOTHING = "nothing that the engine returned for this rollout is known"
     cure="make the seed of a request from run, rollout and sample id",
 )
 def seeds(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The samples of a prompt are drawn with different seeds: no more of them are equal than chance allows."""
-    groups = defaultdict[tuple[int, ...], list[tuple[int, int]]](list)
-    for request, _ in trained_pairs(evidence.batches):
-        groups[request.prefix_ids].append((request.seed, request.sample_id))
-    if not groups:
+    """All samples are drawn with different seeds, within a rollout and over them: no more are equal than by chance."""
+    seeds = [(request.seed, request.sample_id) for request, _ in trained_pairs(evidence.batches)]
+    if not seeds:
         yield Skip(NOTHING)
-    pairs = sum(math.comb(len(group), 2) for group in groups.values())
-    equal = [sample for group in groups.values() for sample in _repeats(group)]
-    if _poisson_tail(pairs / SEEDS, len(equal)) < CHANCE:
-        yield Finding(observed=f"{len(equal)} that another sample of the prompt has too", samples=equal[:4])
+    earlier = {seed for rollout in evidence.earlier if rollout.number != evidence.number for seed in rollout.seeds}
+    within, again = _repeats(seeds), [sample for seed, sample in seeds if seed in earlier]
+    cases = (
+        ("that another sample of the rollout has too", within, math.comb(len(seeds), 2)),
+        ("that a sample of an earlier rollout had", again, len(seeds) * len(earlier)),
+    )
+    for whose, equal, pairs in cases:
+        if _poisson_tail(pairs / SEEDS, len(equal)) < CHANCE:
+            yield Finding(observed=f"{len(equal)} {whose}", samples=equal[:4])
+            return
 
 
 def _repeats(group: Sequence[tuple[int, int]]) -> list[int]:
-    """Samples whose seed an earlier one of their group has."""
+    """Samples whose seed an earlier one has."""
     known = set[int]()
     return [sample for seed, sample in group if seed in known or known.add(seed)]
 
@@ -127,6 +131,30 @@ def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
             observed=f"tokens that are {abs(surprise) / tokens:.3g} nats {likelier} than that, over {tokens:.0f}",
             samples=[draw.sample for draw in evidence.draws],
         )
+
+
+@check(
+    culprit="engine {engine}",
+    expected="samples that are drawn from the policy's own probabilities, every one and to the end",
+    cure="look for samples that are drawn greedily, and for min_tokens or another rule that keeps samples from ending",
+)
+def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Over a few rollouts, samples are not likelier by far for an engine that draws some of them greedily, or ends none
+    before so many tokens, than for the policy.
+
+    A likelihood ratio exceeds a bound with a probability of at most one over it (Ville 1939).
+    """
+    if not evidence.draws:
+        yield Skip("no fresh sample could be scored by the policy's own forward")
+        return
+    recent = [*(rollout.likelier for rollout in evidence.earlier), likelihood_ratios(evidence.draws)]
+    greedy, *unended = (sum(parts) for parts in zip(*recent, strict=True))
+    bound, samples = NATS + math.log(1 + len(LEAST_TOKENS)), [draw.sample for draw in evidence.draws]
+    if greedy > bound:
+        yield Finding(observed="too many of which every token is the likeliest", samples=samples)
+    elif max(unended) > bound:
+        least = LEAST_TOKENS[unended.index(max(unended))]
+        yield Finding(observed=f"none that ends before {least} tokens", samples=samples)
 
 
 @check(
