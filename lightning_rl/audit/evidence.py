@@ -13,7 +13,7 @@ from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.prompts import HeldOut
+from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.replies import RewardReply
 from lightning_rl.audit.step import RecomputedStep, StepEvidence
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
@@ -103,7 +103,8 @@ class Evidence:
         earlier: what is kept of earlier audited rollouts.
         stream_prompts: what the training data has for a few samples at their places of the stream, by identity.
         reward_prompts: the token ids of what the rewards see of a few prompts, by sample.
-        held_out: what trains of the validation set; None without one.
+        repeats: how often the rows of the training data are drawn; None where they are meant to return.
+        held_out: what trains of the validation set or of an evaluation; None without one.
         text: a completion as the rewards see it, from its token ids; None if unknown.
         plain: some of ``rows`` by a model's own plain forward.
         reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
@@ -128,6 +129,7 @@ class Evidence:
     earlier: Sequence[Earlier] = ()
     stream_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     reward_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    repeats: Repeats | None = None
     held_out: HeldOut | None = None
     text: Callable[[Sequence[int]], str] | None = None
     plain: Sequence[PlainForward] = ()

@@ -1,16 +1,24 @@
 """Prompts: what the training data has at the places of a rollout, what the rewards see of it, and what is held out."""
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from lightning_rl.data import PromptDataModule
 from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.form import is_token_ids
+from lightning_rl.data.stream import PromptStream
+from lightning_rl.evaluation.prompts import encode_prompts
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 
 MAX_HELD_OUT, MAX_GROUPS = 4096, 4
+MAX_ROWS = 2048  # of the training data that are read
+STREAM_ROWS = 256  # of a stream, which its own connection has read before
+AGAIN = 0.9  # share of the rows that a source draws again which has stopped to move
 
 Ids = tuple[int, ...]
 
@@ -23,11 +31,36 @@ class HeldOut(NamedTuple):
         trained: how many of them have trained so far.
         longest: tokens of the longest of those in this rollout.
         samples: of this rollout that answer them.
+        shared: how many of them the training data has.
+        chance: that so many are shared where rows of one source fell to either side by lot.
+        name: of the evaluation; empty for the validation prompts of the data module.
     """
 
     number: int
     trained: int
     longest: int
+    samples: Sequence[int]
+    shared: int = 0
+    chance: float = 1.0
+    name: str = ""
+
+
+class Repeats(NamedTuple):
+    """How often the rows of the training data are drawn.
+
+    Attributes:
+        shared: groups of this rollout that several ranks have.
+        again: rows that were drawn more often in this pass over the data than it has them, over all ranks.
+        own_order: whether nobody has replaced the data module's own order, which draws no row twice.
+        nats: how much likelier all rollouts so far are for a source that has stopped to move than for rows that are
+            drawn by lot, as a logarithm.
+        samples: of this rank with rows that were drawn again, or that another rank has too.
+    """
+
+    shared: int
+    again: int
+    own_order: bool
+    nats: float
     samples: Sequence[int]
 
 
@@ -40,8 +73,10 @@ class PromptWatch:
 
     def __init__(self, module: RLLightningModule) -> None:
         self._module, self._data = module, module.prompt_stream
-        self._held_out: frozenset[Ids] | None = None
+        self._held_out: dict[str, frozenset[Ids]] | None = None
         self._trained = set[Ids]()
+        self._data_rows: Counter[Ids] | None = None
+        self._drawn, self._places, self._nats = defaultdict[int, Counter[Ids]](Counter), set[int](), 0.0
 
     def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
         """The token ids that the training data has for a few samples of a rollout, by identity."""
@@ -69,24 +104,110 @@ class PromptWatch:
         return Encoder.of(self._data.prompts.form, None, tokenizer, None, None).encode([content], ["a prompt"])[0]
 
     def held_out(self, rollout: Rollout) -> HeldOut | None:
-        """What a rollout trains of the validation set; None without one, or where it is the training set on purpose."""
-        held_out = self._validation_prompts()
-        if not held_out:
-            return None
-        samples, longest = list[int](), 0
-        lengths = rollout.prompt_lengths.tolist()
-        for row, (sample, ids) in enumerate(zip(rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), strict=True)):
-            prompt = tuple(ids[: lengths[row]])
-            if sample >= 0 and prompt in held_out:
-                self._trained.add(prompt)
-                samples.append(sample)
-                longest = max(longest, len(prompt))
-        return HeldOut(len(held_out), len(self._trained), longest, samples[:4])
+        """What a rollout trains of the validation set or of the evaluation that shares most with the training data;
+        None without any, or where they are the training set on purpose.
+        """
+        sets = [self._held_out_of(name, prompts, rollout) for name, prompts in self._held_out_prompts().items()]
+        return max(sets, key=lambda one: (one.longest, one.shared / one.number, one.trained / one.number), default=None)
 
-    def _validation_prompts(self) -> frozenset[Ids]:
+    def _held_out_of(self, name: str, held_out: frozenset[Ids], rollout: Rollout) -> HeldOut:
+        rows, samples = self._rows, list[int]()
+        trained = [(sample, prompt) for sample, prompt in _prompts_of(rollout) if prompt in held_out]
+        self._trained.update(prompt for _, prompt in trained)
+        samples = [sample for sample, _ in trained]
+        longest, shared = max((len(prompt) for _, prompt in trained), default=0), len(held_out & rows.keys())
+        return HeldOut(
+            number=len(held_out),
+            trained=len(self._trained & held_out),
+            longest=longest,
+            samples=samples[:4],
+            shared=shared,
+            chance=_chance_of_shared(shared, len(held_out), rows),
+            name=name,
+        )
+
+    def _held_out_prompts(self) -> dict[str, frozenset[Ids]]:
+        """The token ids of every set that is held out, by name."""
         if self._held_out is None:
-            self._held_out = frozenset(() if _is_on_purpose(self._data) else _first_prompts(self._data))
+            first = slice(MAX_HELD_OUT)
+            sets = {} if _is_on_purpose(self._data) else {"": frozenset(_first_prompts(self._data))}
+            for evaluation in self._module.evaluations:
+                encoded = encode_prompts(
+                    evaluation.prompts,
+                    self._module.tokenizer,
+                    self._module.required_policy.model,
+                    self._module.run.sampling.max_new_tokens,
+                )
+                sets[evaluation.name] = frozenset(prompt.token_ids for prompt in encoded[first])
+            self._held_out = {name: one for name, one in sets.items() if one and one != self._rows.keys()}
         return self._held_out
+
+    @property
+    def _rows(self) -> Counter[Ids]:
+        """Rows of the training data, of a large one some, of a stream the first ones, each with its number."""
+        if self._data_rows is None:
+            prompts = self._data.prompts
+            if isinstance(prompts, PromptStream):
+                read = [prompts.form.read(row, "a row of the stream") for row in islice(prompts.dataset, STREAM_ROWS)]
+                self._data_rows = Counter(self._encode(reading.content) for reading in read)
+            else:
+                some = range(0, len(prompts), -(-len(prompts) // MAX_ROWS))
+                self._data_rows = Counter(prompt.token_ids for prompt in prompts.prompts(some))
+        return self._data_rows
+
+    def repeats(self, rollout: Rollout) -> Repeats | None:
+        """Which rows of the data a rollout has once too often, over all ranks; None where they are meant to return. A
+        collective.
+        """
+        own = {sample // self._module.group_size: prompt for sample, prompt in _prompts_of(rollout)}
+        shares = self._module.parallel.collectives.objects(own)
+        if self._module.trainer.overfit_batches:  # pyright: ignore[reportAttributeAccessIssue]
+            return None
+        owners = Counter(place for share in shares for place in share)
+        shared = {place for place, number in owners.items() if number > 1}
+        drawn = {place: prompt for share in shares for place, prompt in share.items() if place not in self._places}
+        again = self._draw(drawn)
+        places = {place for place in own if place in shared or place in again}
+        samples = [sample for sample, _ in _prompts_of(rollout) if sample // self._module.group_size in places]
+        kept = ("at", "take", "_number_of")
+        own_order = self._data.pass_length is not None and all(
+            getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
+        )
+        return Repeats(len(shared), len(again), own_order, self._nats, samples[:4])
+
+    def _draw(self, drawn: Mapping[int, Ids]) -> set[int]:
+        """Counts rows, and returns the places of those that their pass over the data has had before."""
+        rows, again = self._rows, set[int]()
+        total = rows.total()
+        length = self._data.pass_length or total
+        before = {number: counts.total() for number, counts in self._drawn.items()}
+        for place, prompt in sorted(drawn.items()):
+            counts = self._drawn[place // length]
+            counts[prompt] += 1
+            if counts[prompt] > max(rows[prompt], 1) * -(-length // total):
+                again.add(place)
+            if place // length in before:
+                seen = min(len(counts), length // 2) / length
+                self._nats += math.log(AGAIN / seen) if place in again else math.log((1 - AGAIN) / (1 - seen))
+        self._nats, self._places = max(self._nats, 0.0), self._places.union(drawn)
+        return again
+
+
+def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
+    """Every real sample with its prompt."""
+    columns = (rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist())
+    return [(sample, tuple(ids[:length])) for sample, ids, length in zip(*columns, strict=True) if sample >= 0]
+
+
+def _chance_of_shared(shared: int, held_out: int, rows: Counter[Ids]) -> float:
+    """A bound of the chance that so many of all equal pairs lie across two sets that were dealt by lot (Chernoff)."""
+    number, within = rows.total(), sum(count > 1 for count in rows.values())
+    every, cards = shared + within, number + held_out
+    expected, part = 2 * number * held_out / (cards * (cards - 1)), shared / max(every, 1)
+    if part <= expected:
+        return 1.0
+    rest = 0.0 if part == 1 else (1 - part) * math.log((1 - part) / (1 - expected))
+    return math.exp(-every * (part * math.log(part / expected) + rest))
 
 
 def _first_prompts(data: PromptDataModule) -> Mapping[Ids, None]:

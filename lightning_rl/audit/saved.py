@@ -14,7 +14,7 @@ from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.prompts import HeldOut
+from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.replies import RewardReply
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, RLCallback
@@ -59,6 +59,8 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
         state[name] = [tuple(value) for value in getattr(evidence, name)]
     state |= {"stream_prompts": dict(evidence.stream_prompts), "reward_prompts": dict(evidence.reward_prompts)}
     state["held_out"] = None if evidence.held_out is None else tuple(evidence.held_out)
+    state["repeats"] = None if evidence.repeats is None else tuple(evidence.repeats)
+    state["rounds"] = [part.state() for part in evidence.rounds]
     if (step := evidence.step) is not None:
         parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
         values = {"rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
@@ -123,6 +125,8 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         earlier=[Earlier(*earlier) for earlier in state["earlier"]],
         stream_prompts=state["stream_prompts"],
         reward_prompts=state["reward_prompts"],
+        rounds=[Rollout.from_state(part) for part in state["rounds"]],
+        repeats=None if state["repeats"] is None else Repeats(*state["repeats"]),
         held_out=None if state["held_out"] is None else HeldOut(*state["held_out"]),
         replies=[RewardReply(*reply) for reply in state["replies"]],
         plain=[PlainForward(*plain) for plain in state["plain"]],

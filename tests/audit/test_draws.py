@@ -1,24 +1,27 @@
 """Samples as samples: what chance cannot explain is found, and what it can is not."""
 
 import math
+import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from datasets import IterableDataset
 from kit.evidence import culprits, evidence_of
 from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Finish, Sampling
+from lightning_rl import Evaluation, Finish, PromptDataModule, Sampling
 from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.checks.draws import surprising_repeats
 from lightning_rl.audit.draws import Draw, Earlier, Pair, moments_of
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.prompts import HeldOut
+from lightning_rl.audit.prompts import HeldOut, Repeats
+from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request, TransformersEngine
 
 SAMPLING = Sampling(eos_token_ids=())
@@ -167,10 +170,90 @@ def test_a_cursor_that_never_moves_is_found() -> None:
         (HeldOut(10, 1, 3, [4]), False),  # short prompts meet by accident
         (HeldOut(10, 1, 40, [4]), True),
         (HeldOut(10, 10, 3, [4]), True),
+        (HeldOut(10, 0, 0, [], shared=10), True),  # all of an evaluation, before any has trained
+        (HeldOut(10, 0, 0, [], shared=3, chance=1e-3), False),
+        (HeldOut(10, 0, 0, [], shared=5, chance=1e-7), True),
     ],
 )
 def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: bool) -> None:
     assert bool(culprits("held_out_prompts", replace(evidence_of(), held_out=held_out))) is found
+
+
+@pytest.mark.parametrize(
+    ("repeats", "found"),
+    [
+        (Repeats(0, 0, own_order=True, nats=0.0, samples=[]), []),
+        (Repeats(0, 1, own_order=True, nats=0.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
+        (Repeats(0, 3, own_order=False, nats=5.0, samples=[4]), []),  # an order of one's own, which draws by lot
+        (Repeats(0, 3, own_order=False, nats=30.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
+        (Repeats(2, 0, own_order=True, nats=0.0, samples=[4]), ["stage draw, the prompts of each rank"]),
+    ],
+)
+def test_rows_that_return_too_early_are_found(repeats: Repeats, found: list[str]) -> None:
+    assert culprits("prompt_cursor", replace(evidence_of(), repeats=repeats)) == found
+
+
+class Stuck(PromptDataModule):
+    """Has the first prompts at every place."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        places = list(places)
+        return [replace(p, index=i) for p, i in zip(super().at([i % 4 for i in places]), places, strict=True)]
+
+
+class ByLot(PromptDataModule):
+    """Draws with replacement."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        drawn = [(i, random.Random(i).randrange(36)) for i in places]
+        return [replace(super(ByLot, self).at([row])[0], index=i) for i, row in drawn]
+
+
+def said_of_data(data: PromptDataModule, evaluation: Sequence[Evaluation] = (), rollouts: int = 5) -> list[str]:
+    audit = SignalAudit(1, checks=["prompt_source", "prompt_cursor", "held_out_prompts"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = tiny_module(evaluation=evaluation)
+        fit(module, callbacks=[audit], data=data, max_epochs=-1, max_steps=rollouts, limit_val_batches=0)
+    return sorted({f"{finding.check}: {finding.culprit}" for finding in audit.findings})
+
+
+PAIRS = [[2 + row // 6, 8 + row % 6] for row in range(36)]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda: PromptDataModule(PAIRS, 4), []),
+        (lambda: PromptDataModule(PAIRS[:4], 4), []),  # an epoch of one rollout
+        (lambda: PromptDataModule([*PAIRS[:3], *PAIRS[:3]], 4), []),  # every row twice
+        (lambda: PromptDataModule(IterableDataset.from_generator(rows_of(PAIRS)), 4, epoch_length=9), []),
+        (lambda: ByLot(PAIRS, 4), []),
+        (lambda: Stuck(PAIRS, 4), ["prompt_cursor: stage draw, the cursor of the prompts"]),
+    ],
+    ids=["shuffled", "small", "twice", "stream", "by lot", "stuck"],
+)
+def test_a_source_that_stopped_is_told_from_small_ones(data: Callable[[], PromptDataModule], said: list[str]) -> None:
+    assert said_of_data(data()) == said
+
+
+def rows_of(prompts: Sequence[Any]) -> Callable[[], Iterator[dict[str, Any]]]:
+    return lambda: ({"prompt": prompt} for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "held_out", "said"),
+    [
+        ("other", [[2, 3], [3, 4], [4, 2], [3, 3]], []),
+        ("train", PAIRS, []),  # the training set itself is measured on purpose
+        ("leaked", PAIRS[3:9], ["held_out_prompts: the data, prompts of evaluation leaked"]),
+        ("met", [PAIRS[3], [2, 2], [3, 3]], []),
+    ],
+)
+def test_an_evaluation_that_trains_is_found(name: str, held_out: list[list[int]], said: list[str]) -> None:
+    assert said_of_data(PromptDataModule(PAIRS, 4), [Evaluation(name, held_out)], rollouts=1) == said
 
 
 def test_the_bound_of_repeats_is_that_of_its_docstring() -> None:

@@ -18,6 +18,7 @@ from lightning_rl.finding import Finding
 CHANCE = 1e-9  # of a false alarm, at each look
 NATS = -math.log(CHANCE)
 SEEDS = 2.0**31
+CHANCE_OF_DATA, SEVERAL = 1e-6, 3  # of two sets, which are compared once in a run; prompts that they share
 LONG = 16  # tokens of a prompt that no two rows of different data share by accident
 
 NOTHING = "nothing that the engine returned for this rollout is known"
@@ -231,13 +232,29 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="move the cursor with every prompt that is taken, and save it with the run",
 )
 def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
-    """The stream of prompts moves: no sample of a rollout has the identity of one of an earlier rollout."""
-    ids = set(evidence.rollout.sample_ids.tolist())
+    """The stream of prompts moves: no sample of a rollout has the identity of one of an earlier rollout, a pass over
+    the data has no row more often than the data, and no prompt is on two ranks.
+    """
+    ids, repeats = set(evidence.rollout.sample_ids.tolist()), evidence.repeats
     for rollout in evidence.earlier:
         again = sorted(ids.intersection(rollout.samples))
         if again and rollout.number != evidence.number:
             yield Finding(observed=f"{len(again)} of rollout {rollout.number}", samples=again[:4])
             return
+    if repeats is not None and repeats.shared:
+        yield Finding(
+            culprit="stage draw, the prompts of each rank",
+            expected="a share of its own on every rank",
+            observed=f"{repeats.shared} prompts that several ranks have",
+            samples=repeats.samples,
+            cure="deal the prompts of a rollout out to the ranks",
+        )
+    elif repeats is not None and repeats.again and (repeats.own_order or repeats.nats > NATS):
+        yield Finding(
+            expected="no row of the data more often in a pass than the data has it",
+            observed=f"{repeats.again} rows that were drawn before in this pass",
+            samples=repeats.samples,
+        )
 
 
 @check(
@@ -246,11 +263,17 @@ def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
     cure="leave the rows of the validation set out of the training data",
 )
 def held_out_prompts(evidence: Evidence) -> Iterator[Finding]:
-    """No prompt of the validation set trains: one of at least 16 tokens, or of shorter ones the whole set."""
+    """No prompt of the validation set or of an evaluation trains: one of at least 16 tokens; of shorter ones more than
+    chance puts into both, or the whole set.
+    """
     held = evidence.held_out
     if held is None:
         return
     trained, samples = held.trained, list(held.samples)
+    culprit = f"the data, prompts of evaluation {held.name}" if held.name else ""
     if samples and (held.longest >= LONG or (trained == held.number and held.number > 1)):
         observed = f"{trained} of {held.number} so far"
-        yield Finding(observed=observed, samples=samples[:4])
+        yield Finding(culprit=culprit, observed=observed, samples=samples[:4])
+    elif held.shared >= SEVERAL and (held.shared == held.number or held.chance < CHANCE_OF_DATA):
+        observed = f"{held.shared} of {held.number} in the training data"
+        yield Finding(culprit=culprit, observed=observed, samples=samples[:4])
