@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.rewards import samples_of_calls
+from lightning_rl.audit.copies import numbers_of
 from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.draws import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
@@ -287,6 +288,9 @@ class _RunWatch:
             repeats=self._prompts.repeats(rollout),
             held_out=self._prompts.held_out(rollout),
             text=module.sampler.text,
+            numbers=module.parallel.collectives.objects(
+                {callback.name: numbers_of(callback) for callback in self._corrections if callback.bends}
+            ),
             plain=plain_forwards(module, rows),
             reference_weights=(weights if self._reference is None else self._reference, weights),
         )

@@ -46,6 +46,17 @@ def copy_state(thing: Thing) -> Thing:
         return copy.copy(thing)
 
 
+def numbers_of(thing: Any, prefix: str = "") -> dict[str, float]:
+    """The numbers that an object keeps under names, and those of its parts, by path."""
+    numbers = dict[str, float]()
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            numbers[prefix + name] = float(value)
+        elif not prefix and not isinstance(value, (*SHARED, Tensor)):
+            numbers |= numbers_of(value, f"{name}.")
+    return numbers
+
+
 class _Copier:
     """Copies through pickle, which knows how everything is taken apart; what pickle cannot take goes around it."""
 

@@ -109,6 +109,7 @@ class Evidence:
         plain: some of ``rows`` by a model's own plain forward.
         reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
         step: one optimizer step as it was made; None before the first.
+        numbers: that each correction keeps, by its name and theirs, for each rank.
         edits: of fields of the rollout, by whatever way, with who made them.
     """
 
@@ -135,6 +136,7 @@ class Evidence:
     plain: Sequence[PlainForward] = ()
     reference_weights: tuple[Tensor, ...] = ()
     step: StepEvidence | None = None
+    numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()
 
     @property

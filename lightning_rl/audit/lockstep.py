@@ -1,13 +1,19 @@
-"""Lockstep: one correction on the rows of several ranks in one process, each of which hears what the others gather."""
+"""Lockstep: one correction on the rows of several ranks in one process, each of which hears what the others gather,
+and the numbers that it has on each of them.
+"""
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.audit.copies import copy_state, numbers_of
 from lightning_rl.audit.evidence import Contribution
+from lightning_rl.corrections import RLCallback
 from lightning_rl.distributed import Collectives
 from lightning_rl.rollout import Rollout
 
@@ -63,3 +69,34 @@ def contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) -> 
             break
         gathered.append(shares)
     raise RuntimeError(f"expected the same collectives of {contribution} on every rank, got other ones")
+
+
+def with_numbers_of_others(callback: RLCallback, numbers: Sequence[Mapping[str, float]]) -> Iterator[RLCallback]:
+    """Copies of a correction with the numbers that it has on each rank where they are others.
+
+    Args:
+        callback: as it is here.
+        numbers: :func:`numbers_of` it on each rank.
+    """
+    own = numbers_of(callback)
+    for theirs in numbers:
+        others = {name: value for name, value in theirs.items() if name in own and not _equal(own[name], value)}
+        if others:
+            twin = copy_state(callback)
+            for name, value in others.items():
+                _put(twin, name, value)
+            yield twin
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
+def _put(thing: Any, name: str, value: float) -> None:
+    """Replaces a number, of a kind that stays."""
+    *path, last = name.split(".")
+    for step in path:
+        thing = getattr(thing, step)
+    held = getattr(thing, last)
+    new = torch.full_like(held, value) if isinstance(held, Tensor) else type(held)(value)
+    object.__setattr__(thing, last, new)

@@ -60,6 +60,7 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     state |= {"stream_prompts": dict(evidence.stream_prompts), "reward_prompts": dict(evidence.reward_prompts)}
     state["held_out"] = None if evidence.held_out is None else tuple(evidence.held_out)
     state["repeats"] = None if evidence.repeats is None else tuple(evidence.repeats)
+    state["numbers"] = [{name: dict(part) for name, part in numbers.items()} for numbers in evidence.numbers]
     state["rounds"] = [part.state() for part in evidence.rounds]
     if (step := evidence.step) is not None:
         parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
@@ -125,6 +126,7 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         earlier=[Earlier(*earlier) for earlier in state["earlier"]],
         stream_prompts=state["stream_prompts"],
         reward_prompts=state["reward_prompts"],
+        numbers=state["numbers"],
         rounds=[Rollout.from_state(part) for part in state["rounds"]],
         repeats=None if state["repeats"] is None else Repeats(*state["repeats"]),
         held_out=None if state["held_out"] is None else HeldOut(*state["held_out"]),

@@ -8,6 +8,7 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import edits_of
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
 from lightning_rl.audit.finding import bitwise_equal
+from lightning_rl.audit.lockstep import with_numbers_of_others
 from lightning_rl.corrections import LossTerm, Stat
 from lightning_rl.finding import Finding
 
@@ -41,6 +42,28 @@ def _tensors(contribution: object) -> list[Tensor]:
     if isinstance(contribution, dict):
         return [stat.moments for stat in contribution.values() if isinstance(stat, Stat)]
     return [contribution] if isinstance(contribution, Tensor) else []
+
+
+@check(
+    expected="the same contribution with the numbers that it keeps on any rank",
+    observed="another one with those of another rank",
+    cure="adapt to statistics of all ranks: self.collectives.sum",
+)
+def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
+    """What a correction keeps and computes with, such as a coefficient that adapts, is the same on all ranks."""
+    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
+    for callback in evidence.algorithm.corrections.callbacks:
+        numbers = [rank[callback.name] for rank in evidence.numbers if callback.name in rank]
+        for twin in with_numbers_of_others(callback, numbers):
+            for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+                measures = contribution.method in ("rollout_metrics", "metrics")
+                if contribution.callback is not callback or measures:
+                    continue
+                shown = early if contribution.method in SHOWN_A_ROLLOUT else late
+                own, other = (_tensors(one(shown)) for one in (contribution, contribution._replace(callback=twin)))
+                if not all(map(bitwise_equal, own, other)):
+                    yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
+                    return
 
 
 @check(culprit="loss {loss}", cure="return a new tensor [b, T]; masks and means are the core's")
