@@ -84,7 +84,7 @@ def with_numbers_of_others(callback: RLCallback, numbers: Sequence[Mapping[str, 
         if others:
             twin = copy_state(callback)
             for name, value in others.items():
-                _put(twin, name, value)
+                _write(twin, name, value)
             yield twin
 
 
@@ -92,7 +92,7 @@ def _equal(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
-def _put(thing: Any, name: str, value: float) -> None:
+def _write(thing: Any, name: str, value: float) -> None:
     """Replaces a number, of a kind that stays."""
     *path, last = name.split(".")
     for step in path:

@@ -122,7 +122,7 @@ class PromptWatch:
             longest=longest,
             samples=samples[:4],
             shared=shared,
-            chance=_chance_of_shared(shared, len(held_out), rows),
+            chance=_chance_of_overlap(shared, len(held_out), rows),
             name=name,
         )
 
@@ -199,7 +199,7 @@ def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
     return [(sample, tuple(ids[:length])) for sample, ids, length in zip(*columns, strict=True) if sample >= 0]
 
 
-def _chance_of_shared(shared: int, held_out: int, rows: Counter[Ids]) -> float:
+def _chance_of_overlap(shared: int, held_out: int, rows: Counter[Ids]) -> float:
     """A bound of the chance that so many of all equal pairs lie across two sets that were dealt by lot (Chernoff)."""
     number, within = rows.total(), sum(count > 1 for count in rows.values())
     every, cards = shared + within, number + held_out

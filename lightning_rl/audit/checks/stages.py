@@ -92,7 +92,7 @@ def _with_equal_groups(rollout: Rollout) -> Rollout:
     return rollout.replace(rewards=(torch.cos(rollout.groups.double()) + within).to(rollout.rewards.dtype))
 
 
-def _shown(evidence: Evidence, contribution: Contribution) -> Rollout:
+def _rows_of(evidence: Evidence, contribution: Contribution) -> Rollout:
     """A few groups as a contribution is shown them: a filter sees those that it drops as well."""
     if contribution.method != FILTER or not evidence.rounds:
         return evidence.groups.sanitize()
@@ -174,7 +174,7 @@ def contribution_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
     and a filter decides about whole groups: nothing is joined by position.
     """
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
-        rollout = _shown(evidence, contribution)
+        rollout = _rows_of(evidence, contribution)
         if not repeats_itself(contribution, rollout):
             yield Skip(f"{contribution} does not repeat itself")
             continue
@@ -207,7 +207,7 @@ def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
     if len(evidence.groups.groups.unique()) < 2:
         yield Skip("only one prompt was looked at")
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
-        rollout = _shown(evidence, contribution)
+        rollout = _rows_of(evidence, contribution)
         metrics = contribution.method == METRICS  # which are made of all rows
         if metrics or compares_prompts(contribution) or not repeats_itself(contribution, rollout):
             continue
