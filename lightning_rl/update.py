@@ -288,8 +288,14 @@ class ParameterTracer:
             hooks[place] = hooks.pop(place)
         self._handles.append(handle)
 
+    def after_clipping(self) -> None:
+        """Once the gradient is complete, before the optimizer is called, which may never look at hooks."""
+        self.before_step(self.optimizer)
+        for trace in self.trace.parameters.values():
+            trace.clipped = trace.gradient
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once the gradient is complete, before the optimizer uses it."""
+        """Within the optimizer, after the hooks before its step."""
         numbers = {
             id(parameter): numbers
             for group in optimizer.param_groups
@@ -302,8 +308,8 @@ class ParameterTracer:
         for name, trace in self.trace.parameters.items():
             held = numbers.get(id(parameters[name]))
             trace.options, trace.held, trace.lr = held or {}, held is not None, (held or {}).get("lr", 0.0)
-            if name in copies:
-                trace.gradient, trace.dtype = copies[name].double(), copies[name].dtype
+            trace.gradient = copies[name].double() if name in copies else None
+            trace.dtype = copies[name].dtype if name in copies else None
         self._add_up()
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
         self.trace.clipped_norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

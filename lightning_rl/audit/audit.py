@@ -29,15 +29,24 @@ from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.draws import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.figures import sampling_figures
 from lightning_rl.audit.finding import AuditError
-from lightning_rl.audit.forwards import forwards_plainly, plain_forwards, policy_outputs, reference_weights
+from lightning_rl.audit.forwards import (
+    forwards_plainly,
+    plain_forwards,
+    policy_outputs,
+    reference_weights,
+    silent_parameters,
+)
 from lightning_rl.audit.hooks import suspects
 from lightning_rl.audit.prompts import PromptWatch
+from lightning_rl.audit.rates import StepRates
 from lightning_rl.audit.replies import RewardWatch
-from lightning_rl.audit.rows import RowWatch, StepRates
+from lightning_rl.audit.rows import RowWatch
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
+from lightning_rl.audit.turns import in_turn
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
 from lightning_rl.data import Ticket
@@ -63,7 +72,8 @@ class SignalAudit(RLCallback):
     Args:
         every_n_rollouts: how often.
         mode: ``"warn"`` or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
-        checks: names of those to run; None for all.
+        checks: names of those to run, at every audit; None for all, each at its turns
+            (:func:`~lightning_rl.audit.turns.takes_turn`).
         deliberate: beginnings of findings that are meant, as they are printed, such as ``"group_isolation: estimator
             whitened"``; they go to ``declared`` and never warn or raise.
 
@@ -101,6 +111,7 @@ class SignalAudit(RLCallback):
         self.deliberate = tuple(deliberate)
         self.every_n_rollouts = every_n_rollouts
         self.mode = mode
+        self._rotates = checks is None
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
         self.findings: list[Finding] = []
         self.declared: list[Finding] = []
@@ -151,7 +162,7 @@ class SignalAudit(RLCallback):
     def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
         if self._run is not None and self._run.audited:
             self._run.calls += calls
-            self._run.rounds.append(rollout)
+            self._run.rounds.append((rollout, calls))
 
     @override
     def observe(self, rollout: Rollout) -> None:
@@ -192,7 +203,7 @@ class SignalAudit(RLCallback):
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
         run, number = cast(_RunWatch, self._run), evidence.number
-        turn = [check for check in self.checks if check.of_step is of_step]
+        turn = in_turn(self.checks, run.turn if self._rotates else 1, of_step=of_step)
         findings, skipped = judge(turn, evidence)
         self.declared += [finding for finding in findings if str(finding).startswith(self.deliberate)]
         findings = [finding for finding in findings if not str(finding).startswith(self.deliberate)]
@@ -234,10 +245,10 @@ class _RunWatch:
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
         self._row = RowWatch(module)
         self.fields = FieldWatch(module, others, after_step=self._row.close)
-        self.audited, self._turn, self._number = False, 0, 0
+        self.audited, self.turn, self._number = False, 0, 0
         self.batches: list[Sequence[tuple[Request, Completion]]] = []
         self.calls: list[RewardCall] = []
-        self.rounds: list[Rollout] = []
+        self.rounds: list[tuple[Rollout, Sequence[RewardCall]]] = []
         self._reference: Tensor | None = None
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
@@ -245,7 +256,7 @@ class _RunWatch:
         self._ticket, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
         self.fields.state.begin(active=True)
-        self._rates = StepRates(module.required_policy)
+        self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards = RewardWatch(module.rewards.functions)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
 
@@ -257,14 +268,16 @@ class _RunWatch:
             self.batches, self.calls, self.rounds, self._evidence, self._passes = [], [], [], None, {}
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
+        if self.audited:
+            self._rates.begin_step()
 
     def look_at(self, rollout: Rollout) -> Evidence:
         """Evidence of a finished rollout. Every rank takes part."""
         module = self.module
         self.fields.begin(rollout)
-        groups = some_groups(rollout, self._turn)
-        rows = some_rows(groups, self._turn)
-        self._turn += 1
+        groups = some_groups(rollout, self.turn)
+        rows = some_rows(groups, self.turn)
+        self.turn += 1
         critic, weights = module.required_policy.value_head is not None, reference_weights(module)
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
         draws = score_draws(module, self.batches, self._number, facts.tolerance)
@@ -280,7 +293,7 @@ class _RunWatch:
             double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
             batches=self.batches,
             calls=self.calls,
-            rounds=self.rounds,
+            rounds=[part for part, _ in self.rounds],
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
@@ -316,14 +329,22 @@ class _RunWatch:
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         step.recomputed = recompute_step(evidence, step)
-        step.idle, step.frozen = self._rates.note(trace), self._rates.frozen()
-        step.blamed = {**suspects(module, self.fields.callbacks), **self.fields.state.blamed}
+        step.stepping, step.frozen = self._rates.note(trace), self._rates.frozen()
+        step.silent = silent_parameters(module, step)
+        step.blamed = self._culprits()
         if self.fields.edited:
             step.logged = {}
         else:
-            figures = self._row.note(trace, evidence, step, self._corrections)
+            sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts)
+            figures = self._row.note(trace, evidence, step, self._corrections, sampled)
             step.figures = {name: (stat.moments, stat.reduction) for name, stat in figures.items()}
         self._evidence, self._step = evidence, step
+
+    def _culprits(self) -> dict[str, str]:
+        """Who changed, or could have changed, what a step is made of."""
+        seen = self.fields.state.blamed
+        hooked = {"hooked gradients": seen["gradients"]} if "gradients" in seen else {}
+        return {**suspects(self.module, self.fields.callbacks), **hooked, **seen}
 
     def miss_step(self, trace: StepTrace) -> None:
         """An optimizer step was left out, whose rows count as seen."""
@@ -351,8 +372,8 @@ class _RunWatch:
         if self._step is not None:
             if before is not None and after is not None:
                 self._step.scheduler_steps = after - before
-            self._step.row, self._step.row_figures = row, row_figures
-            self._step.blamed = {**self._step.blamed, **self.fields.state.blamed}
+            self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
+            self._step.blamed = self._culprits()
         replies = self._rewards.take_replies() if ticket.step == self.module.steps_per_rollout - 1 else []
         return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 RECOMPUTED = "logged_metrics"
 
 COVERAGE: Mapping[str, str] = {
-    "rollout/aborted": "not covered: groups that a filter replaced, aborted rows among them, are not in the rollout",
-    "reward/failed": "not covered: counted where rewards are called, whose failures do not reach the rollout",
+    "rollout/aborted": RECOMPUTED,
+    "reward/failed": RECOMPUTED,
     "reward/task": RECOMPUTED,
     "reward/<function>": RECOMPUTED,
     "reward/shaped": RECOMPUTED,
@@ -18,7 +18,7 @@ COVERAGE: Mapping[str, str] = {
     "length/<figure>": RECOMPUTED,
     "staleness/<figure>": RECOMPUTED,
     "groups/zero_variance": RECOMPUTED,
-    "groups/<number>": "not covered: groups that a filter replaced are not in the rollout",
+    "groups/<number>": RECOMPUTED,
     "prompts/dropped": "not covered: counted by the data module, before any rollout",
     "kl/ref": RECOMPUTED,
     "kl/rollout": RECOMPUTED,

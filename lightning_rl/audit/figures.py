@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.finding import rounding
 from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import StatReduction, reduce_moments
+from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
 from lightning_rl.signal.ratios import LOG_RATIO_BOUND
 
@@ -90,6 +93,34 @@ def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict
     return {name: population(one, REDUCTIONS.get(name, "mean")) for name, one in values.items()} | _reward_figures(
         rollout, algorithm
     )
+
+
+def sampling_figures(
+    rounds: Sequence[tuple[Rollout, Sequence[RewardCall]]], rollout: Rollout, facts: RunFacts
+) -> dict[str, Stat]:
+    """What the core counts before a rollout is finished, from the samples of each round and what rewards said of them.
+
+    A row counts as failed if a function that has a weight gave it neither a number nor nothing.
+    """
+    sampled, failed = [len(part) for part, _ in rounds], 0
+    if not facts.group_size or not rounds or any(number % facts.group_size for number in sampled):
+        return {}
+    for part, calls in rounds:
+        wrong = {
+            row
+            for call in calls
+            if len(call.values) == len(part) and facts.reward_weights.get(call.name)
+            for row, value in enumerate(call.values)
+            if value is not None and not math.isfinite(value)
+        }
+        failed += len(wrong)
+    counts = {
+        "groups/sampled": sum(sampled) // facts.group_size,
+        "groups/filtered": (sum(sampled) - len(rollout)) // facts.group_size,
+        "rollout/aborted": sum(int((part.finish == Finish.ABORT).sum()) for part, _ in rounds),
+        "reward/failed": failed,
+    }
+    return {name: replace(population(torch.tensor([float(n)])), reduction="sum") for name, n in counts.items()}
 
 
 def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:

@@ -1,12 +1,16 @@
 """Forwards: what the models say of a few rows, by the run's own way and by a model's plain one."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
+from lightning_rl.audit.rates import dependencies
+from lightning_rl.audit.step import StepEvidence
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.lora import adapters_off
@@ -15,6 +19,7 @@ from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
+SILENT_ROWS, SILENT = 4, 8  # rows and parameters that are tried, where a backward pass reached none
 FLOOR = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
 
 
@@ -70,6 +75,41 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
         for part in outputs
     ]
     return Outputs(*parts)  # pyright: ignore[reportArgumentType]
+
+
+@torch.no_grad()
+def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str]:
+    """Names of parameters that no backward pass of a step reached, though what was trained depends on them."""
+    names = [name for name, one in step.parameters.items() if not one.passes and one.gradient is None]
+    if not names or step.recomputed is None:
+        return []
+    further = step.recomputed.further
+    trained = {
+        "logprobs": bool(step.recomputed.gradient.any()),
+        "entropy": "entropy" in further and bool(further["entropy"].any()),
+        "values": "current_values" in further and bool(further["current_values"].any()),
+    }
+    alive = (step.recomputed.gradient != 0).any(-1) | (further.get("current_values", step.gradient) != 0).any(-1)
+    rows = step.rows.select(alive.nonzero()[:SILENT_ROWS, 0])
+    if not len(rows):
+        return []
+    microbatch = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.packing)
+    layout = microbatch.to(rows.groups.device).step(0)[0].layout
+    policy = module.required_policy
+    modes = [(part, part.training) for part in policy.modules()]
+
+    def say(moved: Mapping[str, Tensor]) -> Tensor:
+        outputs = functional_call(policy, dict(moved), (layout,))._asdict()
+        return torch.cat([outputs[name].double().flatten() for name, here in trained.items() if here])
+
+    few = names[:: max(len(names) // SILENT, 1)][:SILENT]
+    policy.eval()
+    try:
+        with module.trainer.precision_plugin.forward_context():
+            return list(dependencies(policy, few, say))
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def reference_weights(module: RLLightningModule) -> Tensor:

@@ -1,6 +1,6 @@
 """Hooks: what each hook of a callback or a module changes of gradients, weights, optimizer and metrics."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ HOOKS = (
     "on_before_optimizer_step",
 )
 OF_MODULE = HOOKS[1:]  # in the first one the core makes a rollout
+RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
 OWN = ("lightning", "lightning_rl")
 TUNED, FROZEN = "optimizer's numbers", "trained parameters"
 Snapshot = dict[str, Tensor]
@@ -38,17 +39,30 @@ def is_own(part: object) -> bool:
     return type(part).__module__.split(".")[0] in OWN
 
 
-def hooks_by_action(callbacks: Iterable[Callback], module: RLLightningModule) -> dict[str, str]:
+def overrides(part: object, hook: str, base: type) -> bool:
+    """Whether an object has another method than its base, be it of its class, of its own, or put into the base."""
+    method = getattr(part, hook)
+    function = getattr(method, "__func__", method)
+    home = str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0]
+    return function is not getattr(base, hook) or home not in OWN
+
+
+def hooks_by_action(
+    callbacks: Iterable[Callback],
+    module: RLLightningModule,
+    hooks: Sequence[str] = HOOKS,
+    of_module: Sequence[str] = OF_MODULE,
+) -> dict[str, str]:
     """Every hook that somebody overrides: the culprit by the action of the Trainer's profiler."""
     culprits = dict[str, str]()
     for callback in callbacks:
-        for hook in HOOKS:
-            if getattr(type(callback), hook) is not getattr(Callback, hook):
+        for hook in hooks:
+            if overrides(callback, hook, Callback):
                 action = f"[Callback]{callback.state_key}.{hook}"
                 culprits[action] = f"callback {name_of_callback(callback)}.{hook}"
     kind = type(module)
-    for hook in OF_MODULE:
-        if getattr(kind, hook) is not getattr(RLLightningModule, hook):
+    for hook in of_module:
+        if overrides(module, hook, RLLightningModule):
             culprits[f"[LightningModule]{kind.__name__}.{hook}"] = f"module {kind.__name__}.{hook}"
     return culprits
 
@@ -61,14 +75,19 @@ class StateWatch:
         callbacks: whose hooks are looked at.
 
     Attributes:
-        blamed: who changed gradients, weights, the optimizer or metrics in this rollout, by what it was.
+        setting: the hooks that could set a learning rate: culprits by action.
+        blamed: who changed gradients, weights, the optimizer, metrics or the plan in this rollout, by what it was.
+        idled: who set every learning rate to 0, in whichever rollout; empty for nobody.
     """
 
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
         self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
         self.actions = hooks_by_action(foreign, module)
+        self.setting = hooks_by_action(foreign, module, [*HOOKS, *RATE_HOOKS], [*HOOKS, *RATE_HOOKS])
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
         self._before: Snapshot | None = None
+        self._rates: list[float] = []
+        self.idled = ""
         self._edits: list[Finding] = []
         self.blamed: dict[str, str] = {}
         self.active = False
@@ -77,6 +96,16 @@ class StateWatch:
         """A rollout is next, which is looked at or not; its hooks may run before it is asked for."""
         frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # which lasts
         self.active, self._edits, self.blamed = active, [], frozen
+
+    def before_rates(self) -> None:
+        """Code begins that could set a learning rate."""
+        self._rates = _rates(self._module)
+
+    def after_rates(self, culprit: str) -> None:
+        """It is over."""
+        rates = _rates(self._module)
+        if rates != self._rates:
+            self.idled = "" if any(rate > 0 for rate in rates) else culprit
 
     def enter(self) -> None:
         """A hook begins."""
@@ -115,6 +144,10 @@ class StateWatch:
         return edits
 
 
+def _rates(module: RLLightningModule) -> list[float]:
+    return [float(group["lr"]) for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
+
+
 def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
     """What a hook could change, in a few numbers each."""
     parameters = dict(module.required_policy.named_parameters())
@@ -139,6 +172,12 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
         ]
         if kept:
             yield "optimizer", _norms(kept)
+    if module.run.current is not None:
+        plan = module.run.current.plan.microbatches()
+        yield (
+            "plan",
+            torch.tensor([len(plan), *(row for microbatch in plan for row in [-1, *microbatch.index.tolist()])]),
+        )
     for name, group in module.run.metrics.groups.items():
         if group.keys:
             yield f"metrics of {name}", group.moments.flatten().clone()
@@ -184,7 +223,7 @@ def suspects(module: RLLightningModule, callbacks: Iterable[Callback]) -> dict[s
     own = {
         hook: f"module {kind.__name__}.{hook}"
         for hook in ("training_step", "backward", "manual_backward", "optimizer_step")
-        if getattr(kind, hook) is not getattr(RLLightningModule, hook)
+        if overrides(module, hook, RLLightningModule)
     }
     backward += [own[hook] for hook in ("training_step", "backward", "manual_backward") if hook in own]
     within = [one for optimizer in module.trainer.optimizers for one in optimizer_hooks(optimizer)]

@@ -1,11 +1,12 @@
 """Rows: what reaches the loggers and Lightning, beside what it should be over the steps since the last row."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.audit.evidence import Evidence
@@ -63,11 +64,14 @@ class RowWatch:
         self._rollout: dict[str, Stat] = {}
         self._rollouts, self._complete = 0, True
         self._steps: list[dict[str, Stat]] = []
+        self._handed, self._opened = set[str](), False
+        self.missing: tuple[str, ...] = ()
 
     def open(self) -> None:
         """Stands beside the run's loggers: the core is about to write a row, if it writes one."""
         if self._module.trainer.loggers and self._logger not in self._module.trainer.loggers:
             self._module.trainer.loggers.append(self._logger)
+            self._opened = True
 
     def close(self) -> None:
         """Leaves them alone: whoever looks through the loggers of a Trainer finds those of the run."""
@@ -75,14 +79,29 @@ class RowWatch:
             self._module.trainer.loggers.remove(self._logger)
 
     def note(
-        self, trace: StepTrace, evidence: Evidence, step: StepEvidence, callbacks: Sequence[RLCallback]
+        self,
+        trace: StepTrace,
+        evidence: Evidence,
+        step: StepEvidence,
+        callbacks: Sequence[RLCallback],
+        sampled: Mapping[str, Stat],
     ) -> dict[str, Stat]:
-        """What the metrics of a rollout and of one of its steps should be; counts towards the next row."""
+        """What the metrics of a rollout and of one of its steps should be; counts towards the next row.
+
+        Args:
+            trace: of the step.
+            evidence: of the rollout.
+            step: what is known of the trace.
+            callbacks: of the run.
+            sampled: what is known from before the rollout was finished.
+        """
         algorithm, outputs = evidence.algorithm, step.outputs
+        self._handed |= {name for name, parts in trace.logged.items() if _has_figure(parts[-1])}
         if trace.step == 0 or not self._rollout:
             self._rollouts += trace.step == 0
             self._rollout = rollout_figures(evidence.rollout, evidence.number, algorithm)
             self._rollout |= callback_figures(callbacks, evidence.rollout)
+            self._rollout |= sampled
             self._rollout["rollout"] = population(torch.tensor([float(evidence.number)]), "max")
         parts = {} if step.recomputed is None or step.norm is None else step.recomputed.parts
         views = [microbatch.view for microbatch in trace.microbatches]
@@ -94,13 +113,21 @@ class RowWatch:
 
     def end_step(self, ticket: int, *, seen: bool) -> tuple[dict[str, dict[str, float]], dict[str, tuple[Tensor, str]]]:
         """What was logged with an optimizer step, and what should have been; nothing without a row."""
-        self._complete = self._complete and seen
+        self._complete, self.missing = self._complete and seen, ()
         trainer: Any = self._module.trainer
         every = rows_every(trainer.log_every_n_steps, self._module.steps_per_rollout)
         if not every or (ticket + 1) % every:
             return {}, {}
         whole = self._complete and self._rollouts <= 1 and self._module.parallel.ranks == 1
         row, expected = dict[str, dict[str, float]](), dict[str, Stat]()
+        if self._opened and self._complete and self._rollouts <= 1:
+            silent = {
+                name
+                for part in [self._rollout, *self._steps]
+                for name, stat in part.items()
+                if stat.value() != stat.value()
+            }
+            self.missing = tuple(sorted(self._handed - silent - self._logger.rows.get(ticket, {}).keys()))
         if whole:
             expected = merge(self._steps) | self._rollout
             places = {"the loggers": self._logger.rows.pop(ticket, {}), "callback_metrics": trainer.callback_metrics}
@@ -108,9 +135,15 @@ class RowWatch:
                 place: {name: float(figure) for name, figure in figures.items() if name in expected}
                 for place, figures in places.items()
             }
-        self._steps, self._rollouts, self._complete = [], 0, True
+        self._steps, self._rollouts, self._complete, self._handed, self._opened = [], 0, True, set(), False
         self._logger.rows.clear()
         return row, {name: (stat.moments, stat.reduction) for name, stat in expected.items()}
+
+
+def _has_figure(moments: Tensor) -> bool:
+    """Whether a statistic has a population of finite numbers, and so a figure in the row."""
+    count, mean = moments[:2].tolist()
+    return count > 0 and math.isfinite(mean)
 
 
 def _numbers(trace: StepTrace, step: StepEvidence) -> dict[str, Stat]:
@@ -120,30 +153,3 @@ def _numbers(trace: StepTrace, step: StepEvidence) -> dict[str, Stat]:
     if first is not None and first.held:
         numbers["optim/lr"] = first.lr
     return {name: population(torch.tensor([number], dtype=torch.float64)) for name, number in numbers.items()}
-
-
-class StepRates:
-    """Remembers from audit to audit which parameters train, and at which rates.
-
-    Args:
-        policy: its parameters that need a gradient now have to need one later.
-    """
-
-    def __init__(self, policy: nn.Module) -> None:
-        self._policy = policy
-        self._trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-        self._idle, self._rollout = 0, -1
-
-    def note(self, trace: StepTrace) -> int:
-        """In how many audited rollouts in a row, this one included, no step had a rate above 0."""
-        if any(parameter.lr > 0 for parameter in trace.parameters.values()) or not trace.parameters:
-            self._idle = 0
-        elif trace.rollout_number != self._rollout:
-            self._idle += 1
-        self._rollout = trace.rollout_number
-        return self._idle
-
-    def frozen(self) -> list[str]:
-        """Names of parameters that needed a gradient and do no more."""
-        needing = {name for name, parameter in self._policy.named_parameters() if parameter.requires_grad}
-        return [name for name in self._trained if name not in needing]

@@ -15,6 +15,7 @@ from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompts import HeldOut, Repeats
+from lightning_rl.audit.rates import Stepping
 from lightning_rl.audit.replies import RewardReply
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, RLCallback
@@ -65,6 +66,7 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     if (step := evidence.step) is not None:
         parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
         values = {"rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
+        values["stepping"] = asdict(step.stepping)
         state["step"] = _fields_of(step) | values
         del state["step"]["recomputed"]  # it is, with what is cured
     state["edits"] = [asdict(finding) for finding in evidence.edits]
@@ -150,7 +152,8 @@ def _fields_of(value: Any) -> dict[str, Any]:
 def _step(state: Mapping[str, Any]) -> StepEvidence:
     parameters = {name: ParameterTrace(**parameter) for name, parameter in state["parameters"].items()}
     rows, outputs = Rollout.from_state(state["rows"]), Outputs(*state["outputs"])
-    return StepEvidence(**{**state, "rows": rows, "outputs": outputs, "parameters": parameters})
+    stepping = Stepping(**state["stepping"])
+    return StepEvidence(**{**state, "rows": rows, "outputs": outputs, "parameters": parameters, "stepping": stepping})
 
 
 def _on_cpu(value: Any) -> Any:

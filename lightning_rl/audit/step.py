@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_rl.audit.rates import Stepping
 from lightning_rl.corrections import ParameterTrace, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
@@ -50,14 +51,16 @@ class StepEvidence:
         parameters: by name; none on several devices.
         optimizer: name of its class; empty on several devices.
         blamed: who changed, or could have changed, ``gradients``, ``weights``, ``optimizer``, ``metrics`` or the
-            ``backward`` from outside of the core, as culprits.
-        idle: in how many audited steps in a row, this one included, no parameter group had a rate above 0.
+            ``backward``, ``plan`` from outside of the core, as culprits.
+        stepping: how the optimizer steps.
+        silent: names of parameters that no backward pass reached, though what the policy says depends on them.
         frozen: names of parameters that were trained when the fit began, and now need no gradient.
         scheduler_steps: how often the scheduler stepped; None without one.
         logged: moments by metric, of the rollout, the step and its microbatches.
         figures: what the metrics should be, of this rollout and step: moments and name of the reduction.
         row: what reached the loggers and Lightning, by place and metric.
         row_figures: what that should be; empty if nothing was logged, or if it spans what was not audited.
+        missing: metrics that were handed to the log and are not in the row.
     """
 
     rows: Rollout
@@ -75,13 +78,15 @@ class StepEvidence:
     parameters: Mapping[str, ParameterTrace] = field(default_factory=dict)
     optimizer: str = ""
     blamed: Mapping[str, str] = field(default_factory=dict)
-    idle: int = 0
+    stepping: Stepping = field(default_factory=Stepping)
+    silent: Sequence[str] = ()
     frozen: Sequence[str] = ()
     scheduler_steps: int | None = None
     logged: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     figures: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
     row: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     row_figures: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    missing: Sequence[str] = ()
 
     @staticmethod
     def of(

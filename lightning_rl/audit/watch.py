@@ -52,8 +52,12 @@ class HookProfiler:
             self.look()
         if action_name in self.state.actions:
             self.state.enter()
+        if action_name in self.state.setting:
+            self.state.before_rates()
         with self.profiler.profile(action_name):
             yield action_name
+        if action_name in self.state.setting:
+            self.state.after_rates(self.state.setting[action_name])
         if action_name.endswith(".training_step"):
             self.after_step()
         if action_name in self.state.actions:

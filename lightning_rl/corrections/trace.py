@@ -18,7 +18,8 @@ class ParameterTrace:
         summed: gradients of all backward passes added up, float64.
         magnitude: their sizes added up, which is what rounding goes by; None for that of ``summed``.
         passes: how many there were.
-        gradient: what the optimizer got, float64.
+        clipped: once all passes were added up and clipped, before the optimizer was called, float64.
+        gradient: what the optimizer got, float64, after the hooks before it and what it did itself.
         dtype: of the gradient; None without one.
         before: values before the step.
         after: values after it.
@@ -31,6 +32,7 @@ class ParameterTrace:
     summed: Tensor
     magnitude: Tensor | None = None
     passes: int = 0
+    clipped: Tensor | None = None
     gradient: Tensor | None = None
     dtype: torch.dtype | None = None
     before: Tensor | None = None

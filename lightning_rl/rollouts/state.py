@@ -206,6 +206,8 @@ class RunState:
         if torch.isfinite(norm):
             self.nonfinite_in_a_row = 0
             self.stepped = True
+            if self.tracer is not None:
+                self.tracer.after_clipping()
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1

@@ -213,7 +213,7 @@ def test_updates_that_are_lost_in_bfloat16_are_found() -> None:
     "optimizer",
     [
         partial(fused_adamw, lr=1e-2, weight_decay=0.1),
-        partial(AdamW, lr=1e-3, betas=(0.8, 0.95), weight_decay=0.1, maximize=True),
+        partial(AdamW, lr=1e-3, betas=(0.8, 0.95), weight_decay=0.1),
         partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
         partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         partial(SGD, lr=0.1, momentum=0.9, dampening=0.1),

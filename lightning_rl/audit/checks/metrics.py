@@ -1,6 +1,6 @@
 """Checks of what is logged: raw KL from untouched inputs, populations before rejection, sizes of weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -8,12 +8,13 @@ from lightning_rl import algorithm
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.figures import kl_values
+from lightning_rl.audit.figures import is_figure, kl_values, merge
 from lightning_rl.audit.finding import NO_ROWS, Skip
-from lightning_rl.corrections import LossView, RLCallback
+from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.finding import Finding
 
 MIN_ESS = 0.02
+ALONE_ROWS = 3  # microbatches of one row each, beside that of all others
 FEW_TOKENS, ALONE = 8, 1.5  # so few tokens cannot fall below the floor: then it is the number that counts
 
 
@@ -32,11 +33,13 @@ def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
             yield Finding(culprit=f"metric {name}", expected=expected, observed=observed)
 
 
-@check(cure="Stat.of(values, view.valid_tokens), never a mask that the correction has narrowed")
+@check(cure="Stat.of(values, view.valid_tokens), never a mask that the correction has narrowed, nor a mean of its own")
 def metric_populations(evidence: Evidence) -> Iterator[Finding]:
     """A correction measures what was there before it rejected anything, and no masked value; a subset of tokens that it
-    does not reject is its own business.
+    does not reject is its own business. Joined over microbatches, what it or the loss measures is the same however rows
+    are cut into them and in whichever order.
     """
+    yield from _moving_with_cuts(evidence)
     view, poisoned_view = evidence.view().sanitize(), evidence.view(poison(evidence.rows))
     whole = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
     for contribution in evidence.contributions("metrics"):
@@ -56,6 +59,60 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
             expected = f"{name} over all valid tokens or trained rows, before rejection"
             yield Finding(culprit=str(contribution), expected=expected, observed=observed)
             return
+
+
+def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:
+    """A finding for each metric that depends on the cut into microbatches, or on the order of rows."""
+    view = evidence.prepare(evidence.view().sanitize())
+    rows = range(len(view))
+    single = [[row] for row in rows[:ALONE_ROWS]]
+    cuts = [[*single, list(rows[ALONE_ROWS:])], [list(reversed(rows))]] if len(rows) > 1 else []
+    for culprit, measure in _measures(evidence):
+        whole = measure(view)
+        for name, (cut, stat) in _first_changes(measure, view, whole, cuts).items():
+            expected = f"{name} = {whole[name].value():.6g}, however rows are cut into microbatches"
+            how = "with single rows" if len(cut) > 1 else "in the reverse order"
+            yield Finding(culprit=culprit, expected=expected, observed=f"{stat.value():.6g} {how}")
+            return
+    groups = evidence.groups
+    turned = groups.select(torch.arange(len(groups) - 1, -1, -1, device=groups.groups.device))
+    for contribution in evidence.contributions("rollout_metrics"):
+        whole, others = contribution(groups), contribution(turned)
+        for name in [name for name, stat in whole.items() if name not in others or not _alike(stat, others[name])][:1]:
+            yield Finding(culprit=str(contribution), expected=f"{name} whatever the order of rows")
+
+
+Measure = Callable[[LossView], Mapping[str, Stat]]
+
+
+def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
+    """Who measures something of a microbatch, as a culprit, and how."""
+    for contribution in evidence.contributions("metrics"):
+        yield str(contribution), contribution
+    yield f"loss {evidence.names['loss']}", evidence.algorithm.loss.metrics
+
+
+def _first_changes(
+    measure: Measure, view: LossView, whole: Mapping[str, Stat], cuts: list[list[list[int]]]
+) -> dict[str, tuple[list[list[int]], Stat]]:
+    """The metrics that another cut changes, with the first such cut and what they are then."""
+    changes = dict[str, tuple[list[list[int]], Stat]]()
+    for cut in cuts if whole else []:
+        joint = merge(measure(_microbatch(view, part)) for part in cut if part)
+        for name, stat in whole.items():
+            if name in joint and not _alike(stat, joint[name]):
+                changes.setdefault(name, (cut, joint[name]))
+    return changes
+
+
+def _microbatch(view: LossView, rows: list[int]) -> LossView:
+    index = torch.tensor(rows, device=view.groups.device)
+    return view.select(index, width=max(1, int(view.response_lengths[index].max())))
+
+
+def _alike(one: Stat, other: Stat) -> bool:
+    """Whether two statistics have one figure, up to rounding."""
+    return is_figure(other.value(), Stat(one.moments.cpu(), one.reduction))
 
 
 def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:

@@ -18,6 +18,7 @@ UNSEEN = "no optimizer step was seen: it had no valid token, its gradient was no
 ONE_DEVICE = "parameters are followed on a single device alone"
 REPRESENTABLE = 100.0  # a step has to be so many units in the last place for a parameter to have to move
 FEW, MANY = 0.02, 0.25  # share of all entries, and of those of one parameter, that may be off without a word
+NAMED = 3  # metrics that a row lacks
 IDLE_ROLLOUTS = 2  # in a row, at a rate of 0
 
 
@@ -50,7 +51,7 @@ def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
         return
     ours, theirs = sorted(step.rows.sample_ids.tolist()), sorted(step.planned.tolist())
     if ours != theirs:
-        yield _row_change(ours, theirs, "the rows of the plan")
+        yield _row_change(ours, theirs, "the rows of the plan", step.blamed.get("plan", ""))
         return
     size, number = evidence.facts.minibatches, step.number + 1
     steps = range(number - size, number)
@@ -61,7 +62,7 @@ def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
     idle = set(rollout.sample_ids.tolist()) - set(theirs)  # nothing of them counts
     ours = [sample for sample in ours if sample not in idle]
     if ours != theirs:
-        yield _row_change(ours, theirs, "every trained row once in a pass", "stage plan")
+        yield _row_change(ours, theirs, "every trained row once in a pass", step.blamed.get("plan", "stage plan"))
 
 
 def _row_change(ours: list[int], theirs: list[int], expected: str, culprit: str = "") -> Finding:
@@ -154,11 +155,25 @@ def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
             ours,
             theirs,
             step.rows.sample_ids,
-            culprit=step.blamed.get("backward", ""),
+            culprit=_backward_culprit(evidence, step, what, ours, theirs),
             observed=observed,
             rtol=rtol,
             atol=atol,
         )
+
+
+def _backward_culprit(evidence: Evidence, step: StepEvidence, what: str, ours: Tensor, theirs: Tensor) -> str:
+    """Who is to blame for a gradient of a step: the backward that somebody has, or whose part it is."""
+    if "backward" in step.blamed:
+        return step.blamed["backward"]
+    if what == "current_values":
+        return "the critic: its value head, or the value loss"
+    order = step.rows.valid_tokens.cumsum(-1)
+    last = step.rows.valid_tokens & (order == order[:, -1:])
+    forgotten = (ours == 0) & (theirs != 0)
+    if forgotten.any() and not (forgotten & ~last).any():
+        return f"loss {evidence.names['loss']}, or the backward, at the last token of each response"
+    return ""
 
 
 @check(
@@ -174,11 +189,17 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     if step is None or step.norm is None or not step.parameters:
         yield Skip(UNSEEN if step is None else ONE_DEVICE)
         return
-    culprit = step.blamed.get("gradients", "")
+    culprit = step.blamed.get("gradients") or (_stepper(step) if _edited_within(step) else "")
     lost = [name for name, one in step.parameters.items() if one.gradient is None and bool((one.summed != 0).any())]
     if lost:
         expected, observed = f"a gradient of {lost[0]}", f"none, nor of {len(lost) - 1} others, though they had some"
         yield Finding(culprit=culprit, expected=expected, observed=observed)
+    if step.silent:
+        yield Finding(
+            culprit=f"policy, its parameter {step.silent[0]}, which something in its forward cuts off",
+            expected=f"a gradient of {step.silent[0]}, on which what is trained depends",
+            observed=f"none, nor of {len(step.silent) - 1} others",
+        )
     followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
     if not followed:
         return
@@ -199,6 +220,18 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     elif clipped is not None and bool((summed != 0).any()) and abs(factor - clipped) > 1e-3 * clipped:
         expected = f"gradients times {clipped:.3g}, as the logged norm says"
         yield Finding(culprit=culprit, expected=expected, observed=f"gradients times {factor:.3g}")
+
+
+def _edited_within(step: StepEvidence) -> bool:
+    """Whether the gradients that the optimizer used are others than those that it was called with."""
+    for one in step.parameters.values():
+        before, after = one.clipped, one.gradient
+        if before is None or after is None:
+            if before is not after:
+                return True
+        elif not torch.equal(before, after):
+            return True
+    return False
 
 
 def _join(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
@@ -231,11 +264,17 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
     if not step.parameters:
         yield Skip(ONE_DEVICE)
     stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
-    if stuck and any(map(_moves, step.parameters.values())):
+    if stuck:
         yield Finding(
-            culprit=f"optimizer, parameter {stuck[0]}",
+            culprit=f"{_stepper(step)}, parameter {stuck[0]}",
             expected="every trained parameter to move",
             observed=stuck[0] + (f" and {len(stuck) - 1} others" if len(stuck) > 1 else "") + " stood still",
+        )
+    if step.stepping.uphill:
+        yield Finding(
+            culprit=_stepper(step),
+            expected="weights that move against the gradient of the loss",
+            observed="weights that moved with it in every step that was looked at: it climbs",
         )
     if step.frozen:
         yield Finding(
@@ -276,18 +315,28 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
     if step is None or not step.parameters:
         yield Skip(UNSEEN if step is None else ONE_DEVICE)
         return
-    culprit = step.blamed.get("weights") or step.blamed.get("optimizer") or f"optimizer {step.optimizer}"
-    if step.idle >= IDLE_ROLLOUTS:
+    culprit, stepping = _stepper(step), step.stepping
+    if stepping.idle >= IDLE_ROLLOUTS or stepping.idle_parameters:
+        few = stepping.idle_parameters
         yield Finding(
-            culprit=culprit,
+            culprit=stepping.rate_setter or culprit,
             expected="a learning rate above 0",
-            observed=f"0 for every parameter in the last {step.idle} rollouts that were looked at",
+            observed=f"0 for {few[0] if few else 'every parameter'} in the last rollouts that were looked at",
         )
+    if stepping.steps > 1:
+        expected, observed = "one step of the optimizer at a time", f"{stepping.steps} by its own count"
+        yield Finding(culprit=culprit, expected=expected, observed=observed)
     held = {name: one for name, one in step.parameters.items() if one.held}
-    known = moves_by_rule(step.optimizer, held)
+    known = moves_by_rule(stepping.rule or step.optimizer, held)
     if any(one.gradient is not None and name not in known for name, one in held.items()):
         yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is not known here")
     yield from _rule_findings(step, known, culprit)
+
+
+def _stepper(step: StepEvidence) -> str:
+    """Who is to blame where weights do not move as they should."""
+    edits = [step.blamed[what] for what in ("weights", "optimizer", "hooked gradients") if what in step.blamed]
+    return edits[0] if edits else f"optimizer {step.optimizer}"
 
 
 def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) -> Iterator[Finding]:
@@ -346,6 +395,9 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
                 observed=f"{figure:.6g} over {count:.0f}",
                 samples=samples,
             )
+    for name in step.missing[:NAMED]:
+        expected, observed = f"{name} in the row, as it was handed to the log", "a row without it"
+        yield Finding(culprit=culprit or f"metric {name}", expected=expected, observed=observed, samples=samples)
     if not step.row_figures:
         yield Skip("no row was logged with this step, or it spans ranks or steps that were not looked at")
     for name, stat in _stats(step.row_figures).items():

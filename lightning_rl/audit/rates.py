@@ -1,0 +1,194 @@
+"""Rates: how the optimizers of a run step, by their own counts, their learning rates, and where the weights go."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_rl.corrections import ParameterTrace, StepTrace
+from lightning_rl.module import RLLightningModule
+from lightning_rl.naming import name_of
+
+UPHILL = 0.1  # cosine of move and gradient from which on a move climbs: chance leaves less
+APART = 1e-5  # nats, from which on two forwards differ
+PRIVATE = ("differentiable", "fused", "foreach", "capturable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepping:
+    """How an optimizer has stepped, as far as its own rule does not say.
+
+    Attributes:
+        rule: name of the optimizer of PyTorch whose rule must hold; empty for one that is not known.
+        steps: how many steps it took in one optimizer step, by its own count, if not one.
+        uphill: whether the weights moved with the gradient in every step that was looked at: in the first one of a run,
+            before which nothing has an average, or in three.
+        idle: in how many audited rollouts in a row, this one included, no parameter group had a rate above 0.
+        idle_parameters: names of those whose rate was 0 as long, while others of the same model had one.
+        rate_setter: who set these rates to 0; empty if nobody was seen.
+    """
+
+    rule: str = ""
+    steps: int = 1
+    uphill: bool = False
+    idle: int = 0
+    idle_parameters: tuple[str, ...] = ()
+    rate_setter: str = ""
+
+
+def rule_of(optimizer: Optimizer) -> str:
+    """Name of the optimizer of PyTorch whose rule an optimizer says to follow: its own, or that of its parent.
+
+    A subclass with an option of its own has a rule of its own: then the name is empty.
+    """
+    known = (
+        one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim") and one is not Optimizer
+    )
+    kind = next(known, None)
+    if kind is None or kind is type(optimizer):
+        return "" if kind is None else kind.__name__
+    try:
+        parent: Any = kind
+        own = parent([torch.zeros(1, requires_grad=True)]).defaults.keys()
+    except (TypeError, ValueError):  # one with an argument that has no default
+        return ""
+    return kind.__name__ if optimizer.defaults.keys() <= own | set(PRIVATE) else ""
+
+
+def scheduler_name(module: RLLightningModule) -> str:
+    """The scheduler of a run as a culprit, with the functions that it calls and who built it; empty without one."""
+    scheduler: Any = module.lr_schedulers()
+    if scheduler is None:
+        return ""
+    functions = [function for function in getattr(scheduler, "lr_lambdas", None) or () if function is not None]
+    named = list(dict.fromkeys(getattr(function, "__qualname__", type(function).__name__) for function in functions))
+    builder = module.options.get("lr_scheduler")
+    builder = getattr(builder, "func", builder)  # of a partial
+    return ", ".join([f"scheduler {type(scheduler).__name__}", *named, *([f"built by {name_of(builder)}"])])
+
+
+class StepRates:
+    """Remembers from audit to audit which parameters train, at which rates, and where they go.
+
+    Args:
+        module: the run; parameters of its policy that need a gradient now have to need one later.
+        idled: who set all rates to 0 in a hook, if somebody did.
+    """
+
+    def __init__(self, module: RLLightningModule, idled: Callable[[], str]) -> None:
+        self._module, self._policy, self._idled = module, module.required_policy, idled
+        self._trained = [name for name, parameter in self._policy.named_parameters() if parameter.requires_grad]
+        self._idle, self._rollout, self._at_zero = 0, -1, dict[str, int]()
+        self._steps, self._uphill = 0, 0
+        self._first = -1 if module.trainer.global_step else 0
+        self._counts: dict[int, float] = {}
+
+    def begin_step(self) -> None:
+        """An optimizer step that is looked at begins."""
+        self._counts = _counts(self._module.trainer.optimizers)
+
+    def note(self, trace: StepTrace) -> Stepping:
+        """What is known after a step that was looked at."""
+        self._note_rates(trace)
+        self._note_direction(trace.parameters)
+        optimizers = self._module.trainer.optimizers
+        lazy = tuple(name for name, number in self._at_zero.items() if number > 1) if not self._idle else ()
+        return Stepping(
+            rule=rule_of(optimizers[0]) if len(optimizers) == 1 else trace.optimizer,
+            steps=self._own_steps(optimizers),
+            uphill=self._uphill == self._steps and self._steps >= (1 if self._first == trace.rollout_number else 3),
+            idle=self._idle,
+            idle_parameters=lazy,
+            rate_setter=self._rate_setter() if self._idle or lazy else "",
+        )
+
+    def _note_rates(self, trace: StepTrace) -> None:
+        rates = {name: one.lr for name, one in trace.parameters.items() if one.held}
+        new, running = trace.rollout_number != self._rollout, _parts_at_work(rates)
+        self._rollout = trace.rollout_number
+        if running or not trace.parameters:
+            self._idle = 0
+        elif new:
+            self._idle += 1
+        for name, rate in rates.items():
+            if rate > 0 or name.partition(".")[0] not in running:
+                self._at_zero.pop(name, None)
+            elif new or name not in self._at_zero:
+                self._at_zero[name] = self._at_zero.get(name, 0) + 1
+
+    def _note_direction(self, parameters: Mapping[str, ParameterTrace]) -> None:
+        moves, gradients = list[Tensor](), list[Tensor]()
+        for one in parameters.values():
+            if one.gradient is not None and one.before is not None and one.after is not None:
+                moves.append(one.after.double() - one.before.double())
+                gradients.append(one.gradient)
+        if not moves:
+            return
+        move, gradient = torch.cat(moves), torch.cat(gradients)
+        size = float(move.norm() * gradient.norm())
+        if size > 0:
+            self._steps += 1
+            self._uphill += float(move @ gradient) > UPHILL * size
+
+    def _own_steps(self, optimizers: list[Optimizer]) -> int:
+        """The number of steps by the optimizers' own counts; 1 where they do not count."""
+        grown = [after - self._counts.get(key, 0.0) for key, after in _counts(optimizers).items()]
+        return int(max(grown, default=1.0)) if max(grown, default=1.0) > 1 else 1
+
+    def _rate_setter(self) -> str:
+        if culprit := self._idled():
+            return culprit
+        groups = [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+        meant = all(group.get("initial_lr", 0.0) == 0 for group in groups if not group["lr"] > 0)
+        return "" if meant else scheduler_name(self._module)
+
+    def frozen(self) -> list[str]:
+        """Names of parameters that needed a gradient and do no more."""
+        needing = {name for name, parameter in self._policy.named_parameters() if parameter.requires_grad}
+        return [name for name in self._trained if name not in needing]
+
+
+def _parts_at_work(rates: Mapping[str, float]) -> set[str]:
+    """Which models, policy or critic, have a parameter with a rate above 0."""
+    return {name.partition(".")[0] for name, rate in rates.items() if rate > 0}
+
+
+def _family(optimizers: list[Optimizer]) -> Iterator[Optimizer]:
+    """Optimizers, and those that they hold."""
+    for optimizer in optimizers:
+        yield optimizer
+        yield from (part for part in vars(optimizer).values() if isinstance(part, Optimizer))
+
+
+def _counts(optimizers: list[Optimizer]) -> dict[int, float]:
+    """How often each parameter has stepped, by what the optimizers keep of it."""
+    kept = dict[int, Any]()
+    for optimizer in _family(optimizers):
+        for parameter, state in optimizer.state.items():
+            if isinstance(state, dict) and "step" in state:
+                kept[id(parameter)] = state["step"]
+    return {key: float(step) for key, step in kept.items()}
+
+
+@torch.no_grad()
+def dependencies(
+    policy: nn.Module, names: Iterable[str], say: Callable[[Mapping[str, Tensor]], Tensor]
+) -> Iterator[str]:
+    """Which of some parameters change what a policy says, each moved a little on its own.
+
+    Args:
+        policy: with the parameters.
+        names: of those that are moved.
+        say: a forward of the policy with some parameters in the place of its own.
+    """
+    parameters, plain = dict(policy.named_parameters()), None
+    for name in names:
+        plain = say({}) if plain is None else plain
+        weight = parameters[name].detach()
+        pattern = torch.sin(1.0 + 3.0 * torch.arange(weight.numel(), device=weight.device)).reshape(weight.shape)
+        moved = weight + (pattern * (weight.double().abs().mean() + 1e-2)).to(weight.dtype)
+        if float((say({name: moved}) - plain).abs().amax()) > APART:
+            yield name

@@ -1,0 +1,37 @@
+"""Turns: at which audits of a run each check looks, so that audits stay cheap and a fault that lasts is found soon."""
+
+from collections.abc import Sequence
+
+from lightning_rl.audit.checks import Check
+
+REPEATED = (
+    *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
+    *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields"),
+    *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
+    *("gradient_liveness", "loss_direction", "terms_add_up", "ratio_counts_once", "distances_pull_back"),
+    *("declared_ratio", "joint_ratio", "contributions_fit", "loss_fits", "knob_liveness", "metric_populations"),
+    *("pure_contributions", "reward_conservation", "token_returns", "raw_kl"),
+)
+"""Checks that repeat a stage of the run on changed copies: what they judge is the same code in every rollout."""
+
+ROTATION = 3
+
+
+def takes_turn(check: Check, number: int) -> bool:
+    """Whether a check looks at the audit of a number, counted from 1.
+
+    Those that repeat stages look at the audits 1, 2, 4, 8, ... and in between at every third, in rotation; the others,
+    which look at what happened in this rollout alone, always.
+
+    Example:
+        >>> from lightning_rl.audit.checks import CHECKS
+        >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
+        [1, 2, 4, 7, 8, 10]
+    """
+    everything = number & (number - 1) == 0
+    return everything or check.name not in REPEATED or REPEATED.index(check.name) % ROTATION == number % ROTATION
+
+
+def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:
+    """The checks of the rollout, or of its steps, whose turn the audit of a number is."""
+    return [check for check in checks if check.of_step is of_step and takes_turn(check, number)]
