@@ -6,8 +6,8 @@ is refused, and then there is no answer.
 """
 
 import gc
+import json
 import os
-import pickle
 import select
 import signal
 import sys
@@ -35,6 +35,11 @@ REACHING = (
     "os.link",
     "os.symlink",
     "os.truncate",
+    "os.utime",
+    "os.kill",
+    "os.chmod",
+    "os.chown",
+    "os.setxattr",
 )
 """Beginnings of the events of ``sys.addaudithook`` that leave the process."""
 
@@ -47,7 +52,7 @@ class Reply(NamedTuple):
     """What a task came to.
 
     Attributes:
-        value: that it returned, pickled and unpickled.
+        value: that it returned, as JSON has it: a sequence is a list.
         reason: why there is none, as one clause; empty if there is one.
     """
 
@@ -63,13 +68,14 @@ class Fork:
     """A task in a copy of this process, which starts at once.
 
     Args:
-        task: what the copy does; its result has to be picklable.
+        task: what the copy does; its result is plain values and sequences of them.
         seconds: from the start on that it may take.
     """
 
     def __init__(self, task: Callable[[], Any], seconds: float) -> None:
         self._reader, self._pid, self._end = -1, 0, time.monotonic() + seconds
-        if not hasattr(os, "fork"):
+        self._reason = _obstacle()
+        if self._reason:
             return
         self._reader, writer = os.pipe()
         with warnings.catch_warnings():
@@ -82,19 +88,25 @@ class Fork:
     def reply(self) -> Reply:
         """Waits for the copy, and ends it."""
         if not self._pid:
-            return Reply(reason="this system cannot copy a process")
+            return Reply(reason=self._reason)
         try:
             payload = self._receive()
         finally:
             self.close()
         if payload is None:
             return Reply(reason=TOO_LATE)
-        return pickle.loads(payload) if payload else Reply(reason="a copy of it died")
+        try:  # whatever a copy says is data, and runs nothing here
+            value, reason = json.loads(payload)
+        except (ValueError, TypeError, RecursionError):
+            return Reply(reason="a copy of it died" if not payload else "a copy of it said what it was not asked")
+        return Reply(value, str(reason))
 
     def close(self) -> None:
         """Ends the copy, whatever it does."""
         if self._pid:
+            _copies.add(self._pid)
             os.kill(self._pid, signal.SIGKILL)
+            _copies.discard(self._pid)
             os.waitpid(self._pid, 0)
             os.close(self._reader)
             self._pid = 0
@@ -123,6 +135,7 @@ def ask_copy(task: Callable[[], Any], seconds: float) -> Any:
 
 
 _reached = list[str]()  # of a copy: what it was refused
+_copies = set[int]()  # of this process that may be ended, in a copy as well
 
 
 def _serve(task: Callable[[], Any], writer: int, seconds: float) -> NoReturn:
@@ -144,32 +157,47 @@ def _serve(task: Callable[[], Any], writer: int, seconds: float) -> NoReturn:
             reply = Reply(reason=f"a copy of it raised {type(error).__name__}: {error}")
         if _reached:
             reply = Reply(reason=f"a copy of it would reach out of its process ({_reached[0]})")
-        payload = pickle.dumps(reply)
+        payload = json.dumps(reply, default=float).encode()
         while payload:
             payload = payload[os.write(writer, payload) :]
     finally:
         os._exit(0)
 
 
+def _obstacle() -> str:
+    """Why a copy of this process would not be one; empty if it would."""
+    if not hasattr(os, "fork"):
+        return "this system cannot copy a process"
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    shared = [line for line in maps.splitlines() if line.split()[1].startswith("rw") and line.split()[1].endswith("s")]
+    return "the process shares memory that a copy would write to as well" if shared else ""
+
+
 def _close_files(kept: int) -> None:
-    """Closes every file of the process in its copy, where writing to them would be writing in the run."""
+    """Puts nothing in the place of every file of the process in its copy, where writing would be writing in the run.
+
+    The numbers stay taken: text that foreign code writes to a file that it holds reaches none that the copy opens.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(nothing, standard)
     try:
         numbers = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
     except OSError:
         numbers = list(range(3, 256))
-    for number in numbers:
-        if number > 2 and number != kept:
-            try:
-                os.close(number)
-            except OSError:
-                continue
+    for number in {0, 1, 2, *numbers} - {kept, nothing}:
+        try:
+            os.fstat(number)
+            os.dup2(nothing, number)
+        except OSError:  # the folder's own, closed by now
+            continue
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     """Refuses what would leave the process."""
+    if event == "os.kill" and arguments[0] in _copies:
+        return
     writes = event == "open" and bool((arguments[2] or 0) & WRITING) and arguments[0] != os.devnull
     if writes or event.startswith(REACHING):
         _reached.append(event)

@@ -84,7 +84,8 @@ class RewardQuestions:
         fork, self._fork = self._fork, None
         if fork is None:
             return self._silent
-        replies, reason = fork.reply()
+        said, reason = fork.reply()
+        replies = [RewardReply(*fields) for fields in said or ()]
         if reason:
             replies = [RewardReply(call.name, reason) for call, _ in self._asked]
         return [*self._silent, *replies]

@@ -1,6 +1,9 @@
 """A copy of the process says what a task comes to, and changes nothing outside of itself."""
 
+import contextlib
+import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +30,7 @@ def test_a_copy_begins_where_the_process_stands_and_leaves_it_there() -> None:
 
 def test_copies_of_a_copy_begin_where_it_stands() -> None:
     STATE["calls"] = 3
-    assert ask_copy(lambda: (count(), [ask_copy(count, 5.0) for _ in range(2)]), 5.0) == (4, [5, 5])
+    assert ask_copy(lambda: (count(), [ask_copy(count, 5.0) for _ in range(2)]), 5.0) == [4, [5, 5]]
 
 
 def write(path: Path) -> int:
@@ -42,9 +45,46 @@ def test_a_file_of_the_process_is_out_of_reach(tmp_path: Path) -> None:
             file.write("from a copy")
             file.flush()
 
-        with pytest.raises(NoReplyError, match="Bad file descriptor"):
-            ask_copy(log, 5.0)
+        ask_copy(log, 5.0)
+        file.write("from the run")
+    assert (tmp_path / "log").read_text() == "from the run"
+
+
+def test_what_foreign_code_writes_to_a_file_reaches_no_pipe_and_is_never_run(tmp_path: Path) -> None:
+    """Text in the form of a pickle, written to any file that the process has, in a copy and in a copy of that."""
+    payload = b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR."
+
+    def spray() -> int:
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, payload)
+        return 1
+
+    with (tmp_path / "log").open("w"):
+        for task in (spray, lambda: ask_copy(spray, 5.0)):
+            with contextlib.suppress(NoReplyError):
+                assert ask_copy(task, 5.0) == 1
+    assert not (tmp_path / "ran").exists()
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_process_that_shares_memory_is_not_copied() -> None:
+    shared = mmap.mmap(-1, 16)
+    with pytest.raises(NoReplyError, match="shares memory that a copy would write to"):
+        ask_copy(lambda: 1, 5.0)
+    shared.close()
+    assert ask_copy(lambda: 1, 5.0) == 1
+
+
+def test_a_copy_reaches_no_other_process_and_no_clock_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for task, event in [
+        (lambda: os.kill(os.getppid(), signal.SIGUSR2), "os.kill"),
+        (lambda: os.utime(tmp_path / "file", (1, 1)), "os.utime"),
+    ]:
+        with pytest.raises(NoReplyError, match=f"would reach out of its process .{event}"):
+            ask_copy(task, 5.0)
+    assert (tmp_path / "file").stat().st_mtime > 1
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class EvenTokens(RLCallback):
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
         even = view.valid_tokens & (torch.arange(view.width) % 2 == 0)
-        return {"even_tokens/entropy": Stat.of(view.entropy, even), "even_tokens/number": Stat.single(even.sum())}
+        return {"even_tokens/entropy": Stat.of(view.entropy, even), "even_tokens/number": Stat.single(even.sum()).sum()}
 
 
 def test_a_metric_over_a_subset_of_tokens_gives_no_alarm() -> None:

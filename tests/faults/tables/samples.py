@@ -317,19 +317,19 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "prompts cut by the engine",
         "",
-        "engine Altering",
+        "Altering",
         fresh={"engine": lambda: Altering(request=without_beginning)},
     ),
     Fault(
         "an engine that stops before the limit and calls it the limit",
         "",
-        "engine Altering",
+        "Altering",
         fresh={"engine": lambda: Altering(completion=stopped_early)},
     ),
     Fault(
         "an end that nobody drew",
         "",
-        "engine Altering",
+        "Altering",
         fresh={"engine": lambda: Altering(completion=with_an_end)},
     ),
     Fault("empty answers that say they stopped", "", "Silent", fresh={"engine": Silent}),
