@@ -211,7 +211,9 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int
     if every and (ticket + 1) % every == 0:
         row = metrics.row()
         _write(module.trainer, row, ticket)
-        names = ON_THE_BAR[:1] if module.trainer.progress_bar_callback is None else ON_THE_BAR  # Lightning is slow at it
+        names = (
+            ON_THE_BAR[:1] if module.trainer.progress_bar_callback is None else ON_THE_BAR
+        )  # Lightning is slow at it
         shown = {name: row[name] for name in names if name in row}
         module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
