@@ -19,6 +19,8 @@ RUN, STEP, DIGEST = 8, 12, 64  # characters of each value
 LENGTH = sum(map(len, WORDS)) + RUN + STEP + DIGEST
 ALIKE = 24  # bits of the words that may differ in a seal that is damaged; of other bytes about half of 248 do
 NO_COMMENT = b"\0\0"
+END_RECORD, END_LENGTH = b"PK\5\6", 22  # of a zip archive; its last two bytes say how long a comment follows
+NEAR = 2**20  # bytes before the end of a file in which the record is looked for
 
 
 class Seal(NamedTuple):
@@ -91,6 +93,8 @@ def check_seal(path: Path) -> None:
     if not path.stat().st_size:
         raise ValueError(f"expected a checkpoint, got the empty file {path}: {_cure(path)}")
     if _tail(path) is None:
+        if _ends_otherwise(path):
+            raise ValueError(_damage(path))
         if not zipfile.is_zipfile(path):
             raise ValueError(
                 f"expected a checkpoint, got {path}, which is cut off or was written by something else: {_cure(path)}"
@@ -152,6 +156,16 @@ def _cure(path: Path) -> str:
     if not others:
         return "resume from another checkpoint, or begin anew"
     return f"resume from another checkpoint, such as one of {', '.join(sorted(others)[-3:])} beside it"
+
+
+def _ends_otherwise(path: Path) -> bool:
+    """Whether an archive does not end where it says: bytes of its comment, the seal, are missing or there are more."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - NEAR))
+        end = file.read()
+    at = end.rfind(END_RECORD)
+    claimed = int.from_bytes(end[at + END_LENGTH - 2 : at + END_LENGTH], "little")
+    return at >= 0 and len(end) - at - END_LENGTH != claimed
 
 
 def _tail(path: Path) -> bytes | None:

@@ -55,6 +55,22 @@ def test_every_bit_of_a_small_file_is_covered(tmp_path: Path) -> None:
     check_seal(path)
 
 
+@pytest.mark.parametrize("missing", [1, 2, 10, 60, LENGTH - 1])
+def test_a_file_without_the_end_of_its_seal_is_refused(missing: int, tmp_path: Path) -> None:
+    path = sealed(tmp_path / "a.ckpt")
+    path.write_bytes(path.read_bytes()[:-missing])
+    with pytest.raises(ValueError, match="expected"):
+        check_seal(path)
+
+
+@pytest.mark.parametrize("more", [b"x", bytes(512), b"x" * 4096])
+def test_a_file_with_bytes_behind_its_seal_is_refused(more: bytes, tmp_path: Path) -> None:
+    path = sealed(tmp_path / "a.ckpt")
+    path.write_bytes(path.read_bytes() + more)
+    with pytest.raises(ValueError, match="expected"):
+        check_seal(path)
+
+
 def test_any_flip_in_a_checkpoint_is_refused_by_a_resume_and_by_whoever_loads_it(
     checkpoint: Path, tmp_path: Path
 ) -> None:
