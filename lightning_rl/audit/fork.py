@@ -74,8 +74,7 @@ class Fork:
 
     def __init__(self, task: Callable[[], Any], seconds: float) -> None:
         self._reader, self._pid, self._end = -1, 0, time.monotonic() + seconds
-        self._reason = _obstacle()
-        if self._reason:
+        if not hasattr(os, "fork"):
             return
         self._reader, writer = os.pipe()
         with warnings.catch_warnings():
@@ -88,7 +87,7 @@ class Fork:
     def reply(self) -> Reply:
         """Waits for the copy, and ends it."""
         if not self._pid:
-            return Reply(reason=self._reason)
+            return Reply(reason="this system cannot copy a process")
         try:
             payload = self._receive()
         finally:
@@ -162,18 +161,6 @@ def _serve(task: Callable[[], Any], writer: int, seconds: float) -> NoReturn:
             payload = payload[os.write(writer, payload) :]
     finally:
         os._exit(0)
-
-
-def _obstacle() -> str:
-    """Why a copy of this process would not be one; empty if it would."""
-    if not hasattr(os, "fork"):
-        return "this system cannot copy a process"
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    shared = [line for line in maps.splitlines() if line.split()[1].startswith("rw") and line.split()[1].endswith("s")]
-    return "the process shares memory that a copy would write to as well" if shared else ""
 
 
 def _close_files(kept: int) -> None:

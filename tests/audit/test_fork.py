@@ -1,7 +1,6 @@
 """A copy of the process says what a task comes to, and changes nothing outside of itself."""
 
 import contextlib
-import mmap
 import os
 import signal
 import socket
@@ -66,14 +65,6 @@ def test_what_foreign_code_writes_to_a_file_reaches_no_pipe_and_is_never_run(tmp
                 assert ask_copy(task, 5.0) == 1
     assert not (tmp_path / "ran").exists()
     assert (tmp_path / "log").read_text() == ""
-
-
-def test_a_process_that_shares_memory_is_not_copied() -> None:
-    shared = mmap.mmap(-1, 16)
-    with pytest.raises(NoReplyError, match="shares memory that a copy would write to"):
-        ask_copy(lambda: 1, 5.0)
-    shared.close()
-    assert ask_copy(lambda: 1, 5.0) == 1
 
 
 def test_a_copy_reaches_no_other_process_and_no_clock_of_a_file(tmp_path: Path) -> None:
