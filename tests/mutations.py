@@ -105,7 +105,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
      "return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))",
      "return self.replace(token_extras={}).map(lambda t, _, pad: t.new_full((number, *t.shape[1:]), pad))"),
     ("test_1_20_a_microbatch_without_a_valid_token_still_takes_part", "lightning_rl/update.py",
-     "gradient.add(loss)", "gradient.add(loss) if view.valid_tokens.any() else None"),
+     "gradient.add(loss)", "gradient.add(loss) if rollout.valid_tokens[microbatch.index].any() else None"),
     ("test_1_21_every_field_follows_its_sample", "lightning_rl/rollout.py",
      "{key: function(tensor, axes, pad) for key, tensor in value.items()}",
      "{key: tensor[: len(function(tensor, axes, pad))] for key, tensor in value.items()}"),
