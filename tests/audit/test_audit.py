@@ -193,7 +193,6 @@ def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Pat
         ("rewards of the row before", None),
         ("an optimizer without half of the parameters", None),
         ("a mean over microbatches", None),
-        ("advantages edited between steps", None),
         ("ratio counted twice", [OPSM()]),
     ],
 )

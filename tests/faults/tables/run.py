@@ -442,7 +442,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an optimizer without half of the parameters",
         "optimizer_moves",
-        "optimizer, parameter",
+        "optimizer AdamW, parameter",
         options={"optimizer": parts.without_some},
     ),
     Fault(
