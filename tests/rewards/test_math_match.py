@@ -166,7 +166,7 @@ def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
 @pytest.mark.parametrize("option", ["tail", "timeout", "processes"])
 def test_options_are_positive(option: str) -> None:
     options: dict[str, Any] = {option: 0}
-    with pytest.raises(ValueError, match=f"expected {option} > 0, got 0"):
+    with pytest.raises(ValueError, match=f"expected {option} .*0, got 0"):
         MathMatch(**options)
 
 

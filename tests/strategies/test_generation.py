@@ -4,22 +4,25 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from kit.engine_requests import with_sampling
 from kit.ranks import STRATEGIES, run_ranks
-from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from kit.support import EOS, fit, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
-from lightning_rl import TransformersEngine
+from lightning_rl import Finish, TransformersEngine
 from lightning_rl.generation import Completion, Request
 
 PATIENCE = 60.0  # seconds; below the timeout of the collectives
 SHORT, LONG = 3, 300
+OTHER = EOS + 1
 
 
 class OneAfterTheOther(TransformersEngine):
@@ -45,7 +48,15 @@ class OneAfterTheOther(TransformersEngine):
         with self.turn(waits=not first):
             completions = super()._draw(cut, logprobs=logprobs)
         self.lengths += [len(completion.token_ids) for completion in completions]
-        return completions
+        return [replace(completion, **self.ending(completion.token_ids)) for completion in completions]
+
+    @staticmethod
+    def ending(drawn: Sequence[int]) -> dict[str, Any]:
+        """As many tokens, of which the last one ends the response if it is a short one, and no other one does."""
+        *body, last = (OTHER if token == EOS else token for token in drawn)
+        if len(drawn) == LONG:
+            return {"token_ids": (*body, last), "finish": Finish.LENGTH}
+        return {"token_ids": (*body, EOS), "finish": Finish.STOP}
 
     @contextmanager
     def turn(self, *, waits: bool) -> Iterator[None]:

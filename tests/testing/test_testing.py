@@ -198,10 +198,10 @@ class ForeignName(RLCallback):
         (DetachedKL(0.1, as_loss=True), {"gradient_liveness"}),
         pytest.param(Repelling(0.1, as_loss=True), {"distances_pull_back"}, marks=pytest.mark.long),
         pytest.param(TokenwiseOPSM(0.05), {"sequence_decisions"}, marks=pytest.mark.long),
-        (Unmasked(), {"metric_populations"}),
+        (Unmasked(), {"padding_blindness"}),
         (Random(), {"contributions_fit"}),
         pytest.param(ForeignName(), {"contributions_fit"}, marks=pytest.mark.long),
-        (Widening(), {"partition"}),
+        (Widening(), {"padding_blindness"}),
     ],
 )
 def test_a_wrong_correction_fails_with_its_property(callback: RLCallback, broken: set[str]) -> None:
