@@ -32,6 +32,7 @@ from lightning_rl.checkpointing import (
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
+from lightning_rl.corrections.hooks import writers_among
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.description import import_by_name
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
@@ -77,7 +78,7 @@ from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
-from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state, writers_among
+from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
 from lightning_rl.rollouts.undo import Mark, settle
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction

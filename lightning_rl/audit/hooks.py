@@ -9,48 +9,22 @@ from torch import Tensor, nn
 
 from lightning_rl.audit.finding import bitwise_equal
 from lightning_rl.corrections import RLCallback
+from lightning_rl.corrections.hooks import STEP_HOOKS, is_own, name_of_callback, overrides
 from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 
 ENTRIES = 16  # of each tensor; a norm stands for the others
-HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-)
-OF_MODULE = HOOKS[1:]  # in the first one the core makes a rollout
+OF_MODULE = STEP_HOOKS[1:]  # in the first one the core makes a rollout
 RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
-OWN = ("lightning", "lightning_rl")
 TUNED, FROZEN = "optimizer's numbers", "trained parameters"
 Snapshot = dict[str, Tensor]
 """By what it is of, such as ``"weights"``, and for tensors by name behind a space: some numbers that tell a change."""
 
 
-def name_of_callback(callback: Callback) -> str:
-    """How findings call it."""
-    return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
-
-
-def is_own(part: object) -> bool:
-    """Whether a class comes with this library or with Lightning."""
-    return type(part).__module__.split(".")[0] in OWN
-
-
-def overrides(part: object, hook: str, base: type) -> bool:
-    """Whether an object has another method than its base, be it of its class, of its own, or put into the base."""
-    method = getattr(part, hook)
-    function = getattr(method, "__func__", method)
-    home = str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0]
-    return function is not getattr(base, hook) or home not in OWN
-
-
 def hooks_by_action(
     callbacks: Iterable[Callback],
     module: RLLightningModule,
-    hooks: Sequence[str] = HOOKS,
+    hooks: Sequence[str] = STEP_HOOKS,
     of_module: Sequence[str] = OF_MODULE,
 ) -> dict[str, str]:
     """Every hook that somebody overrides: the culprit by the action of the Trainer's profiler."""
@@ -83,7 +57,7 @@ class StateWatch:
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
         self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
         self.actions = hooks_by_action(foreign, module)
-        self.setting = hooks_by_action(foreign, module, [*HOOKS, *RATE_HOOKS], [*HOOKS, *RATE_HOOKS])
+        self.setting = hooks_by_action(foreign, module, [*STEP_HOOKS, *RATE_HOOKS], [*STEP_HOOKS, *RATE_HOOKS])
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
         self._before: Snapshot | None = None
         self._rates: list[float] = []

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerState
 
 from lightning_rl.checkpointing import new_run
 from lightning_rl.compatibility import Needs
-from lightning_rl.corrections import Corrections, RLCallback, Stat
+from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt, Ticket
 from lightning_rl.distributed import Collectives
 from lightning_rl.edits import EditError, Seal
@@ -28,16 +28,6 @@ from lightning_rl.rollouts.undo import Failure, Mark
 from lightning_rl.update import ParameterTracer
 
 MAX_NONFINITE_IN_A_ROW = 3
-STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-)
-OURS = ("lightning", "lightning_rl")
-
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
 """The element-wise maximum of a list over all ranks."""
 
@@ -301,20 +291,6 @@ class RunState:
                 "reference= and policy= that the run began with"
             )
         self.loaded, self.name = ranks[rank], checkpoint["run"]
-
-
-def writers_among(callbacks: Iterable[Callback]) -> list[str]:
-    """The hooks of a user's callbacks that Lightning calls while a rollout is held, as messages call them."""
-    names = []
-    for callback in callbacks:
-        name = callback.name if isinstance(callback, RLCallback) else type(callback).__name__
-        methods = [hook for hook in STEP_HOOKS if getattr(type(callback), hook) is not getattr(Callback, hook)]
-        methods += (
-            ["observe_step"] if isinstance(callback, RLCallback) and "observe_step" in callback.contributes else []
-        )
-        if type(callback).__module__.partition(".")[0] not in OURS:
-            names += [f"callback {name}.{method}" for method in methods]
-    return names
 
 
 def trainer_state(trainer: Trainer) -> TrainerState:
