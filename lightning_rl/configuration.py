@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.checkpointing import Interrupts
+from lightning_rl.checkpointing import FirstToHear, Interrupts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
 from lightning_rl.description import ARGUMENTS, CLASS, Plain, describe, path_of
@@ -26,7 +26,7 @@ FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_cha
 FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # what a resume compares besides the options of the module
-SHOWN = (Interrupts, ModelSummary, ProgressBar)  # change nothing of a run
+SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # change nothing of a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 

@@ -26,6 +26,7 @@ from lightning_rl.arguments import check_bools, check_choices, check_counts, che
 from lightning_rl.checkpointing import (
     Interrupts,
     protect_checkpoints,
+    protect_loops,
     read_checkpoint,
     restore_options,
     write_pretrained,
@@ -55,7 +56,7 @@ from lightning_rl.metrics import (
     log_row,
     rows_every,
 )
-from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
+from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
 from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
@@ -79,7 +80,7 @@ from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
-from lightning_rl.rollouts.undo import Mark, settle
+from lightning_rl.rollouts.undo import settle
 from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
@@ -307,15 +308,18 @@ class RLLightningModule(LightningModule):
         """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
         stop_in_inspection(self)
         compatibility.check_flags(self.trainer)
-        present = any(isinstance(callback, Interrupts) for callback in callbacks_of(self.trainer))
+        present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
         close, settle = RLLightningModule.close_engine, RLLightningModule.settle
-        return [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
+        added = [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
+        (*present, *added)[0].attach(self.trainer)
+        return [*added]
 
     @override
     def setup(self, stage: str) -> None:
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
         self.parallel.check(self.max_grad_norm)
         protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
+        protect_loops(self.trainer)
         critic = self.sources["critic"] is not None
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
@@ -422,9 +426,14 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Checks that an epoch of tickets holds whole rollouts."""
+        """Checks that an epoch of tickets holds whole rollouts, and makes a scheduler's step that an error held up."""
         tickets = len(cast(TicketLoader, self.trainer.train_dataloader))
         compatibility.check_whole_rollouts(tickets, self.steps_per_rollout)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Detected call of `lr_scheduler.step"
+            )  # the optimizer stepped then
+            self._catch_up_schedule()
 
     # A rollout: sync, sample, plan, log-probabilities, signal.
 
@@ -455,7 +464,7 @@ class RLLightningModule(LightningModule):
 
     def begin_ticket(self, ticket: Ticket) -> None:
         """Notes where the run stands, before any hook of the batch, and keys the global generators to the ticket."""
-        self.run.mark = Mark.of(self.run, ticket, self.prompt_stream.cursor)
+        self.run.set_mark(ticket, self.prompt_stream.cursor)
         self.seed_generators(ticket)
 
     @contextmanager
@@ -566,13 +575,13 @@ class RLLightningModule(LightningModule):
         if batch.rollout in self.skip_rollouts:
             self._leave_out(batch)
             return {}
-        self.run.mark = Mark.of(self.run, batch, self.prompt_stream.cursor)
+        self.run.set_mark(batch, self.prompt_stream.cursor)
         with self._undoing():
             step = self._make_step(batch)
             try:
                 self._show_step(batch, step)
             except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
-                self.run.late_error = error
+                self.run.late_error = self.run.late_error or error
             finally:
                 self.run.end_step(batch, last=batch.step == self.steps_per_rollout - 1)
         return step.outputs()
@@ -715,17 +724,27 @@ class RLLightningModule(LightningModule):
         """
         optimizer = cast(LightningOptimizer, self.optimizers())
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        scheduler, skipped = cast(LRScheduler | None, self.lr_schedulers()), self.run.skipped
+        skipped = self.run.skipped
         try:
             norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
         except FloatingPointError as stop:
             current = cast(CurrentRollout, self.run.current)
             where = record_nonfinite(self._folder / NONFINITE, current, ticket.step, gradient, self.parallel.rank)
             raise FloatingPointError(f"{stop}; {where}") from stop
-        if scheduler is not None and skipped == self.run.skipped:
-            scheduler.step()
         self.run.note_step()
+        self.run.schedule_behind = self._lr_scheduler is not None and skipped == self.run.skipped
+        try:
+            self._catch_up_schedule()
+            self.parallel.clear(optimizer)
+        except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
+            self.run.late_error = error
         return norm, rates
+
+    def _catch_up_schedule(self) -> None:
+        """Makes the step of the scheduler that belongs to the last one of the optimizer, unless it was made."""
+        if self.run.schedule_behind:
+            step_or_leave(cast(LRScheduler, self.lr_schedulers()))
+            self.run.schedule_behind = False
 
     def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
         """Logs a step, and completes its trace."""

@@ -5,6 +5,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -82,3 +83,21 @@ def adamw_8bit(lr: float = 1e-6, **options: Any) -> OptimizerBuilder:
     except ImportError as missing:
         raise ImportError("expected bitsandbytes for adamw_8bit: pip install 'lightning-rl[bitsandbytes]'") from missing
     return partial(optimizers.AdamW8bit, lr=lr, **options)
+
+
+def step_or_leave(scheduler: LRScheduler) -> None:
+    """Steps a scheduler; if it raises, scheduler and optimizer are as they were, and it can be stepped once more."""
+    before, groups = scheduler.state_dict(), [_copy_options(group) for group in scheduler.optimizer.param_groups]
+    try:
+        scheduler.step()
+    except BaseException:
+        scheduler.load_state_dict(before)
+        for group, options in zip(scheduler.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        raise
+
+
+def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group, which a scheduler may write to where they are tensors."""
+    values = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}

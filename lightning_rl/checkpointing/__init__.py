@@ -3,16 +3,19 @@
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
 from lightning_rl.checkpointing.export import read_checkpoint, restore_options, write_pretrained
 from lightning_rl.checkpointing.folder import latest_checkpoint, new_run
-from lightning_rl.checkpointing.interrupts import INTERRUPTED, Interrupts
+from lightning_rl.checkpointing.interrupts import INTERRUPTED, FirstToHear, Interrupts
+from lightning_rl.checkpointing.loops import protect_loops
 
 __all__ = [
     "INTERRUPTED",
     "AtomicCheckpointIO",
     "CheckpointError",
+    "FirstToHear",
     "Interrupts",
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",
+    "protect_loops",
     "read_checkpoint",
     "restore_options",
     "write_pretrained",

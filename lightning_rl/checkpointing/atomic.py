@@ -92,7 +92,7 @@ class SealedStrategy(Strategy):
                 free = "unknown"
         last = self.last_checkpoint or _latest(path.parent)
         good = f"the last whole checkpoint is {last}" if last else "there is no earlier checkpoint"
-        message = f"expected to write the checkpoint {path}, got {_reason(failure)} ({free} free): {good}"
+        message = f"expected to write the checkpoint {path}, got {reason_of(failure)} ({free} free): {good}"
         if self.checkpoint_errors == "raise":
             cure = 'free some space, or let the run go on by RLLightningModule(checkpoint_errors="warn")'
             raise CheckpointError(f"{message}; {cure}") from failure
@@ -157,6 +157,7 @@ def _latest(folder: Path) -> Path | None:
         return None
 
 
-def _reason(failure: BaseException) -> str:
+def reason_of(failure: BaseException) -> str:
+    """What was raised, in one line; many a failure has no text."""
     first = str(failure).strip().split("\n")[0][:200]
-    return f"{type(failure).__name__}: {first}"
+    return f"{type(failure).__name__}: {first}" if first else type(failure).__name__

@@ -5,23 +5,26 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_rl.checkpointing.atomic import is_local
+from lightning_rl.checkpointing.atomic import is_local, reason_of
 from lightning_rl.checkpointing.folder import RunFolder, release
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import RunEndError, failing_together, meet, process_maximum
+from lightning_rl.naming import name_of
 from lightning_rl.rewards.limit import CLOCK
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,25 +58,41 @@ class Interrupts(Callback):
     ) -> None:
         self.received = 0
         self._settle, self._close, self._run = settle, close, run
-        self._training = self._saved = self._saving = False
+        self._begun = self._stepping = self._saved = self._saving = False
         self._requeue: int | None = None
         self._alarm: threading.Timer | None = None
         self._handlers: dict[int, Any] = {}
         self._folders: list[RunFolder] = []
 
-    @override
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._install(trainer)
+    def attach(self, trainer: Trainer) -> None:
+        """Begins a stage of a trainer: hears of errors before its other callbacks do, and in a fit of signals."""
+        callbacks = _callbacks_of(trainer)
+        if not any(isinstance(callback, FirstToHear) for callback in callbacks):
+            callbacks.insert(0, FirstToHear(self))
+        self._begun = self._stepping = self._saved = self._saving = False
+        self.received = 0
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.install(SIGNALS)
+
+    def install(self, numbers: Iterable[int]) -> None:
+        """Takes signals over, from whoever has them by now; they go back to who had them first."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may handle signals
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if handler != self._receive:
+                self._handlers.setdefault(number, handler)
+                signal.signal(number, self._receive)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         CLOCK.reset()
         CLOCK.abandon = lambda reason, status: self._abandon(trainer, pl_module, reason, status)
-        self._saved = self._saving = False
         self._claim(trainer, pl_module)
         meet(MEETING)  # makes what the ranks meet by, while all are here
-        self._training = True
-        self._install(trainer)
+        self._requeue = requeue_signal(trainer)
+        self._begun = self._stepping = True
+        self.install((*SIGNALS, *([] if self._requeue is None else [self._requeue])))
 
     def _claim(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at the folders that checkpoints go to, before hours have gone by."""
@@ -85,19 +104,14 @@ class Interrupts(Callback):
                 folder.claim(self._run(pl_module))
                 self._folders.append(folder)
 
-    def _install(self, trainer: Trainer) -> None:
-        if self._handlers or threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may handle signals
-        self.received, self._requeue = 0, requeue_signal(trainer)
-        for number in (*SIGNALS, *([] if self._requeue is None else [self._requeue])):
-            self._handlers[number] = signal.getsignal(number)
-            signal.signal(number, self._receive)
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._saving and number != signal.SIGINT:
             return  # it ends anyway
-        if self.received:
+        if number == self._requeue and not self._stepping:
+            return  # there is nothing left to go on with
+        if self.received or not self._stepping:
+            self.received = self.received or number
             _end(self.received)
         self.received = number
         CLOCK.stop(number)
@@ -109,6 +123,10 @@ class Interrupts(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._end_on_signal(trainer)
+
+    def _end_on_signal(self, trainer: Trainer) -> None:
+        """Ends the run on all ranks, with a checkpoint, if a signal came to any of them."""
         received = process_maximum(self.received)
         if not received:
             return
@@ -122,27 +140,35 @@ class Interrupts(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore()
+        self._end_on_signal(trainer)
+        self._stepping = False
+        self._silence()
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def rescue(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves the last optimizer step of a fit that an exception ended, and gives everything back."""
         self._saving = True
         self._silence()
         if isinstance(exception, SIGTERMException) and exception.code is None:  # raised by Lightning
             exception.code = 128 + signal.SIGTERM
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         try:
-            if self._training and fitting and not self._saved:
+            if self._begun and fitting and not self._saved:
                 self._save_last_step(trainer, pl_module, exception)
+            elif self.received and not self._saved:
+                name = signal.Signals(self.received).name
+                rank_zero_info(f"{name} came before the first optimizer step of this fit: earlier checkpoints are kept")
         finally:
-            self._restore()
-            self._close(pl_module)
+            self._restore(trainer)
+            try:
+                self._close(pl_module)
+            except Exception as failure:  # noqa: BLE001  what ended the run is the news
+                exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
 
     def _abandon(self, trainer: Trainer, pl_module: LightningModule, reason: str, status: int) -> NoReturn:
         """Ends the process where no exception can: in the midst of a reward that swallows all of them."""
         try:
             sys.stderr.write(f"{reason}\n")
-            self.on_exception(trainer, pl_module, RunEndError(reason))
+            self.rescue(trainer, pl_module, RunEndError(reason))
         finally:
             sys.stderr.flush()
             os._exit(status)
@@ -163,28 +189,61 @@ class Interrupts(Callback):
         for note in getattr(exception, "__notes__", ()):
             rank_zero_info(note)
         try:
-            _save(trainer, f"{type(exception).__name__} ended the run")
+            lost = _save_what_can_be(trainer, f"{type(exception).__name__} ended the run")
         except Exception as failure:  # noqa: BLE001  what ended the run is the news
-            _tell(exception, f"no {INTERRUPTED} was written: {failure}")
+            _tell(exception, f"no {INTERRUPTED} was written: {reason_of(failure)}")
+            return
+        for name, failure in lost.items():
+            _tell(exception, f"{INTERRUPTED} is without the state of {name}, which raised {reason_of(failure)}")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._restore()
+        self._restore(trainer)
 
     def _silence(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
 
-    def _restore(self) -> None:
+    def _restore(self, trainer: Trainer) -> None:
         """Gives signals, folders and clock back."""
         self._silence()
+        kept = trainer._signal_connector._original_handlers  # noqa: SLF001  which it puts back when it ends
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._handlers, self._training = {}, False
+            if kept.get(signal.Signals(number)) == self._receive:
+                kept[signal.Signals(number)] = handler
+        self._handlers, self._stepping = {}, False
         release(self._folders)
         self._folders = []
         CLOCK.reset()
+
+
+class FirstToHear(Callback):
+    """Stands before every other callback, whose errors on the way out would leave nothing to hear of.
+
+    Args:
+        interrupts: what is told.
+    """
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._interrupts.install(SIGNALS)  # Lightning has put its own handlers there
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._interrupts.install(SIGNALS)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._interrupts.rescue(trainer, pl_module, exception)
+
+
+def _callbacks_of(trainer: Trainer) -> list[Callback]:
+    return vars(trainer)["callbacks"]
 
 
 def _tell(exception: BaseException, text: str) -> None:
@@ -205,3 +264,35 @@ def _save(trainer: Trainer, why: str, path: Path | None = None) -> None:
     path = Path(folder) / INTERRUPTED if path is None else path
     trainer.save_checkpoint(path)
     rank_zero_info(f"{why} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
+
+
+def _save_what_can_be(trainer: Trainer, why: str) -> dict[str, Exception]:
+    """Saves, without the callbacks whose own part cannot be saved.
+
+    Returns:
+        What those raised, by their names.
+    """
+    callbacks, lost = _callbacks_of(trainer), dict[str, Exception]()
+    try:
+        while True:
+            try:
+                _save(trainer, why)
+            except Exception as failure:
+                culprit = _callback_behind(failure)
+                if culprit is None or meet(MEETING) is None:
+                    raise
+                lost[name_of(culprit)] = failure
+                vars(trainer)["callbacks"] = [other for other in _callbacks_of(trainer) if other is not culprit]
+            else:
+                return lost
+    finally:
+        vars(trainer)["callbacks"] = callbacks
+
+
+def _callback_behind(failure: Exception) -> Callback | None:
+    """The callback that Lightning asked for its state when something was raised."""
+    for frame, _ in walk_tb(failure.__traceback__):
+        callback = frame.f_locals.get("callback")
+        if frame.f_globals.get("__name__") == call.__name__ and isinstance(callback, Callback):
+            return callback
+    return None

@@ -114,6 +114,7 @@ class PromptDataModule(LightningDataModule):
         self.epoch_length = epoch_length
         self.cursor = 0
         self._loader: TicketLoader | None = None
+        self._resumed_at: int | None = None
         self._check_size()
 
     def connect(
@@ -214,9 +215,14 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> TicketLoader:
-        """Tickets of one epoch; a new fit begins with a new rollout."""
+        """Tickets of one epoch; a new fit begins with a new rollout, and one that is resumed with the next ticket.
+
+        Lightning gives a loader its place back only within an epoch.
+        """
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
-        start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
+        start, self._resumed_at = self._resumed_at, None
+        if start is None:
+            start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
         self._loader = TicketLoader(self._epoch_rollouts * steps, steps, start)
         return self._loader
 
@@ -254,14 +260,14 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, int]:
-        """The cursor of the prompt stream."""
-        return {"cursor": self.cursor}
+        """The cursor of the prompt stream, and the number of the next ticket."""
+        return {"cursor": self.cursor, "ticket": 0 if self._loader is None else self._loader.index}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues the stream at a saved cursor, in a fit; an evaluation of a checkpoint leaves it alone."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
-            self.cursor = int(state_dict["cursor"])
+            self.cursor, self._resumed_at = int(state_dict["cursor"]), state_dict.get("ticket")
 
     @property
     def _module(self) -> LightningModule:

@@ -88,14 +88,17 @@ class Parallel:
         return nullcontext()
 
     def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
-        """Clips the gradient to ``limit``, steps if the norm is accepted, clears; returns the norm before clipping."""
+        """Clips the gradient to ``limit`` and steps if the norm is accepted; returns the norm before clipping."""
         scaler = getattr(self.strategy.precision_plugin, "scaler", None)  # under 16-mixed
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         norm = self.clipped_norm(model, torch.inf if limit is None else limit * scale) / scale
         if accept(norm, patient=scaler is not None) or scaler is not None:
             optimizer.step()  # a scaler leaves the step out by itself, and lowers its scale
-        optimizer.zero_grad()
         return norm
+
+    def clear(self, optimizer: LightningOptimizer) -> None:
+        """Clears the gradient once the step was made."""
+        optimizer.zero_grad()
 
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
         """The gradient norm before clipping, after which the gradient is scaled down to ``limit``."""

@@ -94,6 +94,10 @@ class ZeRO(Parallel):
         return norm.to(self.strategy.root_device)
 
     @override
+    def clear(self, optimizer: LightningOptimizer) -> None:
+        """Nothing: the step of the engine has cleared."""
+
+    @override
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             with import_module("deepspeed").zero.GatheredParameters([parameter], enabled=self.sharded):

@@ -125,6 +125,7 @@ class RunState:
         settled: the error that the run was put back after.
         unsettled: why it could not be.
         failure: the rollout that the last error came in.
+        schedule_behind: whether the scheduler still has to make its step after the last one of the optimizer.
         budget: of tokens, since memory ran out, with what was asked for; None for what was asked for.
     """
 
@@ -155,7 +156,13 @@ class RunState:
     settled: BaseException | None = None
     unsettled: str | None = None
     failure: Failure | None = None
+    schedule_behind: bool = False
     budget: tuple[int, int] | None = None
+
+    def set_mark(self, ticket: Ticket, cursor: int) -> None:
+        """Notes where the run stands at a ticket, or at its optimizer step."""
+        self.mark = Mark.of(self, ticket, cursor)
+        self.mark.keep_states(self.corrections)
 
     def note_step(self) -> None:
         """Notes that the optimizer step of the current ticket was made or left out."""
@@ -223,6 +230,7 @@ class RunState:
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "idle": self.idle.state(),
             "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
+            "schedule_behind": self.schedule_behind,
             "budget": self.budget,
         }
 
@@ -252,6 +260,7 @@ class RunState:
             self.name = new_run()
         self.rollout_stats, self.tracer, self.ticket, self.idle = {}, None, None, IdleRollouts()
         self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
+        self.schedule_behind = False
         self.prefetcher.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
         if self.reference is not None:
@@ -262,6 +271,7 @@ class RunState:
         self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
         self.idle = IdleRollouts.from_state(loaded["idle"])
         self.failure = None if loaded["failure"] is None else Failure(*loaded["failure"])
+        self.schedule_behind = loaded.get("schedule_behind", False)
         self.budget = None if loaded["budget"] is None else tuple(loaded["budget"])
         if len(loaded["prefetched"]) > max_staleness:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -70,14 +70,13 @@ class Mark:
     current: Current | None
     skipped: int
     nonfinite_in_a_row: int
-    states: Mapping[str, Any]
+    states: Mapping[str, Any] = field(default_factory=dict)
     stepping: bool = False
     made: bool = False
 
     @staticmethod
     def of(run: Run, ticket: Ticket, cursor: int) -> "Mark":
-        """Where a run stands."""
-        states = {callback.name: callback.state_dict() for callback in run.corrections.callbacks}
+        """Where a run stands, but for its corrections."""
         return Mark(
             ticket=ticket,
             cursor=cursor,
@@ -85,8 +84,12 @@ class Mark:
             current=run.current,
             skipped=run.skipped,
             nonfinite_in_a_row=run.nonfinite_in_a_row,
-            states=copy.deepcopy({name: state for name, state in states.items() if state}),
         )
+
+    def keep_states(self, corrections: Corrections) -> None:
+        """Keeps what the corrections know; one that raises when it is asked is undone like any other error."""
+        states = {callback.name: callback.state_dict() for callback in corrections.callbacks}
+        self.states = copy.deepcopy({name: state for name, state in states.items() if state})
 
     def undo(self, run: Run, stream: PromptDataModule, trainer: Trainer, steps_per_rollout: int) -> str | None:
         """Puts a run back to the mark, or, if the optimizer step was made, to where the next ticket would be taken.
@@ -147,7 +150,7 @@ def settle(
     Returns:
         Why the run cannot be put back; None if it was.
     """
-    if run.settled is error:
+    if run.settled is not None and run.settled in (error, error.__cause__):
         return run.unsettled
     mark, run.mark, run.settled = run.mark, None, error
     run.drop_tracer()

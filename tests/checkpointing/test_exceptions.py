@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_rl import Engine, LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus
 from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.checkpointing.folder import LOCK, RunFolder
 from lightning_rl.generation import Completion, Request
 
 
@@ -110,14 +115,22 @@ def run(
 ) -> tuple[RLLightningModule, Trainer]:  # fmt: skip
     """Two epochs of two rollouts with four steps each, under corrections that have a state and refills."""
     module = tiny_module(minibatches=2, epochs=2, engine=engine, **options)
-    fails = fault if isinstance(fault, Fails) else Fails()
+    return module, train(module, folder, fault if isinstance(fault, Fails) else Fails(), ckpt_path=ckpt_path)
+
+
+def start(folder: Path, *callbacks: Callback, engine: Engine | None = None, **flags: Any) -> Trainer:
+    """The same with further callbacks and flags of the Trainer."""
+    return train(tiny_module(minibatches=2, epochs=2, engine=engine), folder, Fails(), *callbacks, **flags)
+
+
+def train(module: RLLightningModule, folder: Path, *callbacks: Callback, **flags: Any) -> Trainer:
+    """Trains a module under corrections, with more callbacks."""
     adapting = [AdaptiveKL(0.05, as_loss=True, horizon=20), EntropyBonus(0.02, target=2.2, step=0.01)]
-    data = tiny_prompts(8, 4, validation=[[2, 3]])
-    trainer = fit(
-        module, callbacks=[DynamicSampling(), *adapting, fails], data=data, max_epochs=2, default_root_dir=folder,
-        ckpt_path=ckpt_path, num_sanity_val_steps=0, val_check_interval=2, check_val_every_n_epoch=None,
+    shape: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    return fit(
+        module, callbacks=[DynamicSampling(), *adapting, *callbacks], data=tiny_prompts(8, 4, validation=[[2, 3]]),
+        default_root_dir=folder, num_sanity_val_steps=0, **{**shape, **flags},
     )  # fmt: skip
-    return module, trainer
 
 
 @pytest.fixture(scope="module")
@@ -306,3 +319,179 @@ def test_gradients_that_are_not_finite_end_the_run_with_the_rollout_in_a_file(tm
     recorded = torch.load(path, weights_only=True)
     assert recorded["number"] == 1 and 6 in recorded["suspects"]
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["lightning_rl"]["ranks"][0]["nonfinite_in_a_row"] == 2
+
+
+class At(Callback):
+    """Raises in one hook of Lightning's, at a call of it."""
+
+    def __init__(self, hook: str, at: int = 1, error: BaseException | None = None) -> None:
+        self.left, self.error = at, error or SomeError("at " + hook)
+        setattr(self, hook, self.come)
+
+    def come(self, *_: Any, **__: Any) -> Any:
+        """Raises if it is time."""
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return {}
+
+
+class Stuck(Callback):
+    """Has a state that cannot be saved."""
+
+    @override
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        raise SomeError
+
+
+class Finalizes(CSVLogger):
+    """Cannot write its last lines."""
+
+    @override
+    def finalize(self, status: str) -> None:
+        if status == "success":
+            raise SomeError("the logger cannot write")
+
+
+def assert_goes_on(folder: Path, steps: int, whole: RLLightningModule) -> None:
+    assert torch.load(folder / INTERRUPTED, weights_only=True)["global_step"] == steps
+    resumed, trainer = run(folder, ckpt_path=folder / INTERRUPTED)
+    assert trainer.global_step == 16
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "steps"),
+    [
+        ("on_train_epoch_start", 2, 8),
+        ("on_train_epoch_end", 1, 8),
+        ("on_train_end", 1, 16),
+        ("on_fit_end", 1, 16),
+        ("teardown", 1, 16),
+    ],
+)
+def test_an_error_between_epochs_or_after_the_last_step_leaves_it(
+    hook: str, at: int, steps: int, whole: RLLightningModule, tmp_path: Path
+) -> None:
+    with pytest.raises(SomeError):
+        start(tmp_path, At(hook, at))
+    assert_goes_on(tmp_path, steps, whole)
+
+
+def test_an_error_after_the_end_of_a_fit_leaves_it_for_a_longer_one(whole: RLLightningModule, tmp_path: Path) -> None:
+    with pytest.raises(SomeError):
+        start(tmp_path, At("on_fit_end"), max_epochs=1)
+    assert_goes_on(tmp_path, 8, whole)
+
+
+def test_a_logger_that_cannot_write_its_last_lines_leaves_the_last_step(
+    whole: RLLightningModule, tmp_path: Path
+) -> None:
+    with pytest.raises(SomeError, match="the logger cannot write"):
+        start(tmp_path, logger=Finalizes(tmp_path))
+    assert_goes_on(tmp_path, 16, whole)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_error_of_the_scheduler_leaves_the_step_and_the_next_run_makes_up_for_it(at: int, tmp_path: Path) -> None:
+    falling = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)
+    whole, _ = run(tmp_path, lr_scheduler=falling)
+    with pytest.raises(SomeError):
+        run(tmp_path, lr_scheduler=partial(Falls, at=at))
+    saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
+    assert saved["global_step"] == at and saved["lr_schedulers"][0]["last_epoch"] == at - 1
+    resumed, _ = run(
+        tmp_path, lr_scheduler=falling, ckpt_path=tmp_path / INTERRUPTED, allow_changes=["lr_scheduler"]
+    )  # fmt: skip
+    assert_equal(resumed, whole)
+
+
+class Falls(LambdaLR):
+    """Raises in the midst of a step, once it has counted it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, at: int) -> None:
+        self.at = at
+        super().__init__(optimizer, lambda step: 0.8**step)
+
+    @override
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch == self.at:
+            self.optimizer.param_groups[0]["lr"] = 1e3
+            raise SomeError
+        return super().get_lr()
+
+
+def test_an_error_of_zero_grad_leaves_the_step(tmp_path: Path) -> None:
+    class Keeps(torch.optim.AdamW):
+        def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
+            if self.state and int(next(iter(self.state.values()))["step"]) == 3:
+                raise SomeError
+            super().zero_grad(*arguments, **keywords)
+
+    plain = partial(torch.optim.AdamW, lr=1e-2)
+    whole, _ = run(tmp_path, optimizer=plain)
+    with pytest.raises(SomeError):
+        run(tmp_path, optimizer=lambda groups: Keeps(groups, lr=1e-2))
+    resumed, _ = run(tmp_path, optimizer=plain, ckpt_path=tmp_path / INTERRUPTED, allow_changes=["optimizer"])
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 3
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("other", "raised"),
+    [(At("on_exception"), SomeError("at on_exception")), (Stuck(), None), (At("state_dict"), None)],
+    ids=["on_exception", "on_save_checkpoint", "state_dict"],
+)
+def test_what_another_callback_cannot_do_takes_no_step_away(
+    other: Callback, raised: SomeError | None, whole: RLLightningModule, tmp_path: Path
+) -> None:
+    with pytest.raises(SomeError, match="at on_exception" if raised else "at on_train_batch_end") as ended:
+        start(tmp_path, At("on_train_batch_end", 7), other)
+    if not raised:
+        missing = f"interrupted.ckpt is without the state of {type(other).__name__}, which raised SomeError"
+        assert ended.value.__notes__[-1].startswith(missing)
+    assert_goes_on(tmp_path, 7, whole)
+
+
+def test_an_error_of_another_callback_on_the_way_out_gives_the_folder_free(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "kept", save_last=True)
+    with pytest.raises(SomeError, match="at on_exception"):
+        start(tmp_path, At("on_train_batch_end", 7), At("on_exception"), saver, enable_checkpointing=True)
+    assert (tmp_path / "kept" / INTERRUPTED).exists() and not (tmp_path / "kept" / LOCK).exists()
+    folder = RunFolder(tmp_path / "kept")
+    with pytest.warns(UserWarning, match="holds checkpoints of another run"):
+        folder.claim("another")
+    folder.release()
+
+
+def test_an_error_while_the_engine_is_closed_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
+    class Open(TransformersEngine):
+        def close(self) -> None:
+            super().close()
+            raise SomeError
+
+    with pytest.raises(KeyError) as raised:
+        start(tmp_path, At("on_train_batch_end", 3, KeyError("batch")), engine=Open())
+    assert raised.value.__notes__[-1] == "the engine could not be closed: SomeError"
+
+
+def test_a_failure_without_words_is_named(tmp_path: Path) -> None:
+    class Mute(RLLightningModule):
+        @override
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise SomeError
+
+    module = Mute(**tiny_module(minibatches=2).options)
+    with pytest.raises(SomeError, match="at on_train_batch_end") as raised:
+        fit(module, callbacks=[At("on_train_batch_end")], default_root_dir=tmp_path)
+    assert raised.value.__notes__[-1] == "no interrupted.ckpt was written: SomeError"
+
+
+def test_a_run_that_went_on_from_an_epochs_end_ends_bitwise_equal(whole: RLLightningModule, tmp_path: Path) -> None:
+    class Saves(Callback):
+        @override
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+
+    start(tmp_path, Saves(), max_epochs=1)
+    assert_equal(run(tmp_path, ckpt_path=tmp_path / "epoch.ckpt")[0], whole)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -44,7 +45,7 @@ class Sends(RLCallback):
             time.sleep(0.01)
 
 
-def run(folder: Path, *callbacks: RLCallback, **options: Any) -> tuple[RLLightningModule, Trainer]:
+def run(folder: Path, *callbacks: Callback, **options: Any) -> tuple[RLLightningModule, Trainer]:
     module = tiny_module(minibatches=2, epochs=2)
     data = tiny_prompts(16, 4)
     return module, fit(module, callbacks=callbacks, data=data, default_root_dir=folder, **options)
@@ -84,6 +85,54 @@ def test_a_step_that_outlasts_the_grace_is_left_and_the_run_goes_on_before_it(
     assert time.monotonic() - begin < 30 and ended.value.code == 143
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4
     resumed, _ = run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)
+    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+
+
+class SendsIn(Callback):
+    """Sends SIGTERM to this process in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+
+
+class LastSendsIn(SendsIn, Checkpoint):
+    """The same, behind every other callback, where Lightning puts those that save."""
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_start"])
+def test_sigterm_before_the_first_step_ends_the_run_at_once_and_says_that_nothing_is_lost(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    with pytest.raises(SIGTERMException) as ended:
+        fit(tiny_module(), callbacks=[SendsIn(hook)], data=tiny_prompts(validation=[[2, 3]]), default_root_dir=tmp_path)
+    assert ended.value.code == 143 and not (tmp_path / INTERRUPTED).exists()
+    assert "SIGTERM came before the first optimizer step of this fit: earlier checkpoints are kept" in caplog.messages
+    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind"),
+    [
+        ("on_train_epoch_end", SendsIn),
+        ("on_train_end", SendsIn),
+        ("on_train_end", LastSendsIn),
+        ("on_fit_end", LastSendsIn),
+        ("teardown", SendsIn),
+    ],
+)
+def test_sigterm_after_the_last_step_ends_the_run_with_its_status_and_a_checkpoint(
+    hook: str, kind: type[SendsIn], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    with pytest.raises(SIGTERMException) as ended:
+        run(tmp_path, kind(hook), enable_checkpointing=kind is LastSendsIn)
+    path = tmp_path / INTERRUPTED
+    assert ended.value.code == 143 and torch.load(path, weights_only=True)["global_step"] == 16
+    assert f"after optimizer step 16: go on with ckpt_path={str(path)!r}" in caplog.text
+    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    whole, _ = run(tmp_path / "whole", max_epochs=2)
+    resumed, _ = run(tmp_path, max_epochs=2, ckpt_path=path)
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
 
 

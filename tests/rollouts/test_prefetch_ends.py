@@ -121,7 +121,7 @@ def test_a_checkpoint_waits_for_the_rollout_in_flight_and_holds_it(tmp_path: Pat
         assert [found["rollout"] for found in rank["prefetched"]] == numbers, f"step {step}"
         places = [place for found in rank["prefetched"] for place in found["places"]]
         assert places == [place for number in numbers for place in range(4 * number, 4 * number + 4)]
-        assert checkpoint["PromptDataModule"] == {"cursor": 12 if step > 4 else 8}
+        assert checkpoint["PromptDataModule"] == {"cursor": 12 if step > 4 else 8, "ticket": step}
 
 
 def test_a_checkpoint_with_more_in_flight_than_allowed_is_refused(tmp_path: Path) -> None:
