@@ -458,6 +458,15 @@ def check_rollouts(**given: Any) -> frozenset[int]:
     return frozenset(listed)
 
 
+def check_whole_checkpoint(checkpoint: Mapping[str, Any]) -> None:
+    """Refuses weights alone, from which an evaluation may begin and no run goes on."""
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "expected a checkpoint that a run can go on from, got weights alone (save_weights_only=True): pass one of "
+            "ModelCheckpoint(save_weights_only=False), or begin anew with RLLightningModule.load_from_checkpoint(...)"
+        )
+
+
 def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a checkpoint holds of an RLLightningModule.
 

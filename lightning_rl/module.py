@@ -1088,6 +1088,7 @@ class RLLightningModule(LightningModule):
         state = compatibility.check_checkpoint(checkpoint)
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
+        compatibility.check_whole_checkpoint(checkpoint)
         states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
         check_resume(state["configuration"], self.run.configuration, self.allow_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)

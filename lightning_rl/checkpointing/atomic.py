@@ -90,11 +90,15 @@ class SealedStrategy(Strategy):
                 free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB"
             except OSError:
                 free = "unknown"
-        last = self.last_checkpoint or _latest(path.parent)
+        last = self.last_checkpoint if self.last_checkpoint and self.last_checkpoint.exists() else _latest(path.parent)
         good = f"the last whole checkpoint is {last}" if last else "there is no earlier checkpoint"
-        message = f"expected to write the checkpoint {path}, got {reason_of(failure)} ({free} free): {good}"
+        cure, reason = "free some space", f"{reason_of(failure)} ({free} free)"
+        if not path.parent.is_dir():
+            other = "a link to nowhere" if path.parent.is_symlink() else "a file" if path.parent.exists() else "nothing"
+            cure, reason = "put the folder back", f"{other} in the place of its folder"
+        message = f"expected to write the checkpoint {path}, got {reason}: {good}"
         if self.checkpoint_errors == "raise":
-            cure = 'free some space, or let the run go on by RLLightningModule(checkpoint_errors="warn")'
+            cure += ', or let the run go on by RLLightningModule(checkpoint_errors="warn")'
             raise CheckpointError(f"{message}; {cure}") from failure
         rank_zero_warn(f"{message}; the run goes on without (checkpoint_errors={self.checkpoint_errors!r})")
 

@@ -7,12 +7,13 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.checkpointing.seal import Seal, load_file, read_seal
+from lightning_rl.checkpointing.seal import Seal, holds_weights_alone, load_file, read_seal
 from lightning_rl.files import BEFORE, PART, remove
 
 LOCK = ".lightning-rl-run"
@@ -30,8 +31,11 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     was written last.
 
     Raises:
-        ValueError: if the checkpoints belong to several runs, of which nobody can say which one should go on.
+        ValueError: if the checkpoints belong to several runs, of which nobody can say which one should go on, if they
+            hold weights alone, or if it is no folder.
     """
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ValueError(f"expected a folder of checkpoints, got the file {folder}: pass the folder that it lies in")
     seals = seals_of(Path(folder))
     runs = {seal.run: path for path, seal in seals.items() if seal.run}
     if len(runs) > 1:
@@ -40,12 +44,19 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
             f"expected the checkpoints of one run in {folder}, got {several}: pass one of them by name, and give each "
             "run a folder of its own"
         )
-    return max(seals, key=lambda path: (seals[path].step, path.stat().st_mtime_ns), default=None)
+    newest = sorted(seals, key=lambda path: (seals[path].step, path.stat().st_mtime_ns), reverse=True)
+    last = next((path for path in newest if not holds_weights_alone(path)), None)
+    if last is None and newest:
+        raise ValueError(
+            f"expected a checkpoint that a run can go on from in {folder}, got weights alone ({newest[0].name}): save "
+            "with ModelCheckpoint(save_weights_only=False), or look for them by name"
+        )
+    return last
 
 
 def seals_of(folder: Path) -> dict[Path, Seal]:
     """The checkpoints of a folder that can be read, with run and step."""
-    paths = (path for path in sorted(folder.glob("*.ckpt")) if not path.name.endswith(PART))
+    paths = (path for path in sorted(folder.glob("*.ckpt")) if path.is_file() or path.is_dir())
     return {path: seal for path in paths if (seal := _seal(path)) is not None}
 
 
@@ -120,7 +131,8 @@ class RunFolder:
     def release(self) -> None:
         """Ends the claim."""
         if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # whoever put something else in the place of the folder has taken the lock away
+                (self.path / LOCK).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 

@@ -20,6 +20,7 @@ LENGTH = sum(map(len, WORDS)) + RUN + STEP + DIGEST
 ALIKE = 24  # bits of the words that may differ in a seal that is damaged; of other bytes about half of 248 do
 NO_COMMENT = b"\0\0"
 END_RECORD, END_LENGTH = b"PK\5\6", 22  # of a zip archive; its last two bytes say how long a comment follows
+PARTS = (".metadata", "checkpoint", "meta.pt", "latest")  # of the folders that sharded strategies write
 NEAR = 2**20  # bytes before the end of a file in which the record is looked for
 
 
@@ -90,15 +91,7 @@ def check_seal(path: Path) -> None:
     if path.is_dir():
         _check_folder(path)
         return
-    if not path.stat().st_size:
-        raise ValueError(f"expected a checkpoint, got the empty file {path}: {_cure(path)}")
-    if _tail(path) is None:
-        if _ends_otherwise(path):
-            raise ValueError(_damage(path))
-        if not zipfile.is_zipfile(path):
-            raise ValueError(
-                f"expected a checkpoint, got {path}, which is cut off or was written by something else: {_cure(path)}"
-            )
+    if not _check_file(path):
         return
     with path.open("rb") as file:
         digest = hashlib.sha256()
@@ -110,6 +103,45 @@ def check_seal(path: Path) -> None:
         whole = digest.hexdigest().encode() == file.read()
     if not whole:
         raise ValueError(_damage(path))
+
+
+def _check_file(path: Path) -> bool:
+    """Whether a file has a seal; without one it has to be an archive with a checkpoint."""
+    if not path.is_file():
+        raise ValueError(f"expected a checkpoint, got {path}, which is a pipe or a device: {_cure(path)}")
+    if not path.stat().st_size:
+        raise ValueError(f"expected a checkpoint, got the empty file {path}: {_cure(path)}")
+    if _tail(path) is None:
+        if _ends_otherwise(path):
+            raise ValueError(_damage(path))
+        if not zipfile.is_zipfile(path):
+            raise ValueError(
+                f"expected a checkpoint, got {path}, which is cut off or was written by something else: {_cure(path)}"
+            )
+        if _pickle_in(path) is None:
+            raise ValueError(f"expected a checkpoint, got {path}, an archive without one in it: {_cure(path)}")
+        return False
+    return True
+
+
+def holds_weights_alone(path: Path) -> bool:
+    """Whether a checkpoint is a file of ``save_weights_only=True``, from which no run goes on; nothing is unpickled."""
+    entry = None if path.is_dir() else _pickle_in(path)
+    if entry is None or entry.compress_type != zipfile.ZIP_STORED:  # one that unfolds is none of ours
+        return False
+    with zipfile.ZipFile(path) as archive:
+        content = archive.read(entry)
+    return b"pytorch-lightning_version" in content and b"optimizer_states" not in content
+
+
+def _pickle_in(path: Path) -> zipfile.ZipInfo | None:
+    """The entry of an archive that holds all of a checkpoint but its tensors; None if there is no such thing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError):
+        return None
+    return next((entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"), None)
 
 
 def load_file(path: Path, **options: Any) -> Any:
@@ -133,6 +165,10 @@ def unreadable(path: Path, failure: BaseException) -> str:
 
 def _check_folder(folder: Path) -> None:
     if not (folder / SUMS).exists():
+        if not any((folder / name).exists() for name in PARTS):
+            within = ", ".join(sorted(path.name for path in folder.glob("*.ckpt"))[-3:])
+            cure = f"pass one of {within} in it" if within else _cure(folder)
+            raise ValueError(f"expected a checkpoint, got the folder {folder}, which is none: {cure}")
         return
     text, _, last = (folder / SUMS).read_text("utf-8", errors="replace").rpartition("\n")
     text += "\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
 
 from lightning_rl import RLLightningModule
 from lightning_rl.checkpointing import AtomicCheckpointIO, CheckpointError, latest_checkpoint
@@ -167,3 +169,60 @@ def test_a_recorder_that_cannot_write_says_so_and_training_goes_on(tmp_path: Pat
     with pytest.warns(UserWarning, match=r"expected to write a recording of rollout \d to .*, got .*; the run goes on"):
         trainer = fit(module, callbacks=[RolloutRecorder(tmp_path / "recorded")], max_steps=3)
     assert trainer.global_step == 3 and isinstance(module, RLLightningModule)
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (
+            lambda path: path.write_text("mine"),
+            "got a file in the place of its folder: there is no earlier checkpoint; put",
+        ),
+        (
+            lambda path: path.symlink_to(path / ".." / "gone"),
+            "got a link to nowhere in the place of its folder: there is",
+        ),
+    ],
+    ids=["file", "link"],
+)
+def test_a_folder_that_something_else_took_the_place_of_is_named(
+    put: Callable[[Path], Any], message: str, tmp_path: Path
+) -> None:
+    class Replaces(ModelCheckpoint):
+        """Finds something else where its folder was."""
+
+        @override
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            shutil.rmtree(str(self.dirpath))
+            put(Path(str(self.dirpath)))
+
+    with pytest.raises(CheckpointError, match=message):
+        fit(
+            tiny_module(), callbacks=[Replaces(tmp_path / "kept")], enable_checkpointing=True, default_root_dir=tmp_path
+        )
+
+
+def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    saving = [
+        ModelCheckpoint(tmp_path, "whole-{step}", every_n_train_steps=3, save_top_k=-1),
+        ModelCheckpoint(tmp_path, "weights", save_weights_only=True),
+    ]
+    fit(tiny_module(minibatches=2), callbacks=saving, enable_checkpointing=True, default_root_dir=tmp_path)
+    assert latest_checkpoint(tmp_path) == tmp_path / "whole-step=6.ckpt", "of step 6; the weights are of step 8"
+    with pytest.raises(ValueError, match="expected a checkpoint that a run can go on from, got weights alone"):
+        fit(tiny_module(minibatches=2), ckpt_path=tmp_path / "weights.ckpt", default_root_dir=tmp_path)
+    for path in tmp_path.glob("whole*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"can go on from in .*, got weights alone \(weights\.ckpt\): save with"):
+        latest_checkpoint(tmp_path)
+
+
+def test_the_newest_checkpoint_of_a_folder_is_no_pipe_and_no_link_to_nowhere(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    (tmp_path / "link.ckpt").symlink_to(tmp_path / "gone")
+    AtomicCheckpointIO().save_checkpoint({"global_step": 3}, tmp_path / "good.ckpt")
+    assert latest_checkpoint(tmp_path) == tmp_path / "good.ckpt"
+    with pytest.raises(
+        ValueError, match=r"expected a folder of checkpoints, got the file .*good\.ckpt: pass the folder"
+    ):
+        latest_checkpoint(tmp_path / "good.ckpt")

@@ -1,7 +1,9 @@
 """Seals: any flipped bit is refused, and a file that is no whole checkpoint is told in one sentence."""
 
+import os
 import random
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,24 @@ def test_a_file_that_is_no_whole_checkpoint_gives_one_sentence(
         with pytest.raises(ValueError, match=message) as refused:
             load(tmp_path / "wrong.ckpt")
         assert "\n" not in str(refused.value) and "wrong.ckpt" in str(refused.value)
+
+
+def test_what_is_no_checkpoint_at_all_gives_one_sentence_that_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    with zipfile.ZipFile(tmp_path / "end.ckpt", "w"):
+        pass
+    shutil.copy(tmp_path / "end.ckpt", tmp_path / "run" / "a.ckpt")
+    for name, message in {
+        "folder": r"expected a checkpoint, got the folder .*folder, which is none: resume from another checkpoint",
+        "run": r"expected a checkpoint, got the folder .*run, which is none: pass one of a\.ckpt in it",
+        "pipe.ckpt": r"expected a checkpoint, got .*pipe\.ckpt, which is a pipe or a device: resume from another",
+        "end.ckpt": r"expected a checkpoint, got .*end\.ckpt, an archive without one in it: resume from another",
+    }.items():
+        with pytest.raises(ValueError, match=message) as refused:
+            fit(tiny_module(), ckpt_path=tmp_path / name)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_folder_is_sealed_by_a_list_that_covers_itself(tmp_path: Path) -> None:
