@@ -460,7 +460,7 @@ def check_rollouts(**given: Any) -> frozenset[int]:
 
 def check_whole_checkpoint(checkpoint: Mapping[str, Any]) -> None:
     """Refuses weights alone, from which an evaluation may begin and no run goes on."""
-    if "optimizer_states" not in checkpoint:
+    if "lr_schedulers" not in checkpoint:  # sharded strategies keep optimizers elsewhere
         raise ValueError(
             "expected a checkpoint that a run can go on from, got weights alone (save_weights_only=True): pass one of "
             "ModelCheckpoint(save_weights_only=False), or begin anew with RLLightningModule.load_from_checkpoint(...)"

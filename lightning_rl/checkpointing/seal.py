@@ -131,7 +131,7 @@ def holds_weights_alone(path: Path) -> bool:
         return False
     with zipfile.ZipFile(path) as archive:
         content = archive.read(entry)
-    return b"pytorch-lightning_version" in content and b"optimizer_states" not in content
+    return b"pytorch-lightning_version" in content and b"lr_schedulers" not in content
 
 
 def _pickle_in(path: Path) -> zipfile.ZipInfo | None:
