@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Corrections, LossView, Stat
 from lightning_rl.corrections.stat import disjoint
-from lightning_rl.edits import EditWatch
+from lightning_rl.edits import EditWatch, GradientSeal, refuse_grad_mode
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
@@ -32,11 +32,13 @@ class LossParts(NamedTuple):
         total: what is differentiated: this microbatch's share of the step's loss.
         parts: this microbatch's share of each logged part, by metric name, detached; terms without their coefficients.
         stats: statistics of the microbatch.
+        gradients: of the view that it was made of, on which nothing hangs; None if nobody keeps them.
     """
 
     total: Float[Tensor, ""]
     parts: dict[str, Tensor]
     stats: dict[str, Stat]
+    gradients: GradientSeal | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,7 @@ class Algorithm:
             if type(self.loss).metrics is not PolicyLoss.metrics:
                 watch.after(f"metrics of the loss {self.loss.name}", NEW_TENSOR)
             measured = ours, by_loss, self.corrections.metrics(view)
-        return LossParts(total, detached, disjoint(stats, *measured))
+        return LossParts(total, detached, disjoint(stats, *measured), watch.gradients)
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:
@@ -130,7 +132,9 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
 
 def _checked_loss(what: str, view: LossView, loss: Callable[[], Tensor], watch: EditWatch) -> Tensor:
     """What a loss returns, which is a value per token and was made without writing to the view."""
+    enabled = torch.is_grad_enabled()
     raw = loss()
+    refuse_grad_mode(f"the {what}", enabled=enabled)
     watch.after(f"the {what}", NEW_TENSOR)
     if not isinstance(raw, Tensor) or raw.shape != view.valid_tokens.shape:
         expected, got = list(view.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)

@@ -1,4 +1,4 @@
-"""Edits: who wrote to the fields of a value that was only shown, by whatever way they were written."""
+"""Edits: who wrote to the fields of a value that was only shown, or to their gradients, by whatever way it was done."""
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -158,8 +158,85 @@ def device_checksums(fields: Fields) -> Tensor:
     return torch.diff(totals, prepend=totals.new_zeros(1))
 
 
+class _Link(NamedTuple):
+    """How one field hangs in the graph of the backward.
+
+    Attributes:
+        tensor: that the field is.
+        required: whether it has a gradient.
+        node: that made it; None for a leaf.
+        hooks: of the node, before and after it; empty, unless somebody hangs one there.
+        own: how many hooks the tensor has.
+    """
+
+    tensor: Tensor
+    required: bool
+    node: Any
+    hooks: tuple[Mapping[Any, Any], ...]
+    own: int = 0
+
+
+class GradientSeal:
+    """Whose gradients nobody has hung anything on: hooks of tensors and of the nodes that made them, and the nodes.
+
+    A hook sees the gradient of everybody's loss, and what it returns trains in its place: no value that is shown is
+    another one, so no checksum notices. ``retain_grad`` keeps a copy and is nobody's concern.
+
+    Args:
+        fields: tensors with their names.
+    """
+
+    def __init__(self, fields: Fields) -> None:
+        self._links = {name: _link(tensor) for name, tensor in fields}
+
+    def refuse(self, who: str, cure: str) -> None:
+        """Raises if gradients go another way now, or could.
+
+        Raises:
+            EditError: naming who, and whose gradient.
+        """
+        if names := " and of ".join(name for name, link in self._links.items() if _relinked(link)):
+            raise EditError(
+                f"{who} hung a hook on the gradient of {names}, or cut it, which changes what everybody else's loss "
+                f"trains: {cure}"
+            )
+
+
+def _link(tensor: Tensor) -> _Link:
+    if not tensor.requires_grad:
+        return _Link(tensor, required=False, node=None, hooks=())
+    node = tensor.grad_fn
+    hooks = () if node is None else _node_hooks(node)
+    return _Link(tensor, required=True, node=node, hooks=hooks, own=len(tensor._backward_hooks or ()))  # noqa: SLF001
+
+
+def _node_hooks(node: Any) -> tuple[Mapping[Any, Any], ...]:
+    """The hooks of a node, which torch shows to whoever has hung one there."""
+    found = []
+    for hang in (node.register_hook, node.register_prehook):
+        handle = hang(_nothing)
+        found.append(handle.hooks_dict_ref())
+        handle.remove()
+    return tuple(found)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _relinked(link: _Link) -> bool:
+    tensor, required, node, hooks, own = link
+    if not required:
+        return tensor.requires_grad
+    return len(tensor._backward_hooks or ()) != own or tensor.grad_fn is not node or any(hooks)  # noqa: SLF001
+
+
 class EditError(RuntimeError):
     """Somebody wrote to what was only shown. Everything that follows would be of other numbers than its name says."""
+
+
+class WeightEditError(EditError):
+    """Somebody wrote to the policy's weights, so that a checkpoint of them would keep what was done."""
 
 
 class EditWatch:
@@ -170,11 +247,15 @@ class EditWatch:
     Args:
         fields: gives the tensors with their names, as they are when it is called.
         subject: what they are fields of.
+
+    Attributes:
+        gradients: of the tensors, as they were in the beginning.
     """
 
     def __init__(self, fields: Callable[[], Fields], subject: object = None) -> None:
         self.subject, self._fields = subject, fields
-        self._last = Seal.of(fields())
+        shown = fields()
+        self._last, self.gradients = Seal.of(shown), GradientSeal(shown)
         self._waiting: list[tuple[str, str, Seal, Seal]] = []
 
     def after(self, who: str, cure: str) -> None:
@@ -188,6 +269,7 @@ class EditWatch:
             EditError: naming who, and what was edited.
         """
         fields = self._fields()
+        self.gradients.refuse(who, cure)
         if self._last.holds(fields):
             return
         before, self._last = self._last, Seal.of(fields, self._last)
@@ -215,6 +297,20 @@ def refuse_edits(who: str, fields: Iterable[str], cure: str) -> None:
     """
     if names := ", ".join(fields):
         raise EditError(f"{who} wrote in place to {names}: {cure}")
+
+
+def refuse_grad_mode(who: str, *, enabled: bool) -> None:
+    """Raises if gradients are switched on or off otherwise than they were, and switches them back.
+
+    Raises:
+        EditError: naming who.
+    """
+    if torch.is_grad_enabled() != enabled:
+        torch.set_grad_enabled(enabled)
+        raise EditError(
+            f"{who} left gradients switched {'off' if enabled else 'on'} for everybody after it: write `with "
+            "torch.no_grad():` around its own lines alone"
+        )
 
 
 def copy_plain(value: Any) -> Any:

@@ -34,6 +34,7 @@ from lightning_rl.checkpointing import (
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.corrections.hooks import writers_among
+from lightning_rl.corrections.weights import WeightWatch
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.description import import_by_name
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
@@ -363,6 +364,7 @@ class RLLightningModule(LightningModule):
         if reference is not None:
             reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh))
             self.run.reference = reference
+        self.run.corrections.weights = WeightWatch(self.required_policy)
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
             self.run.reference = AdapterOffScorer(self.required_policy, model)

@@ -24,6 +24,7 @@ from lightning_rl.signal.reductions import Reduction
 Forward = Callable[[Microbatch], Outputs]
 """What a policy, or a table in its place, says of a microbatch; with gradient."""
 
+KEPT = "whoever kept the view until the backward, such as a callback with on_before_backward,"
 TRACED_ENTRIES = 64  # of each parameter
 
 
@@ -198,6 +199,8 @@ def accumulate_gradient(
             loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
             if loss is not None:
                 backward(loss.total)
+                if loss.gradients is not None:
+                    loss.gradients.refuse(KEPT, "a view is read while it is shown, and not kept")
                 gradient.add(loss)
         if gradient.exhausted and alone:
             break

@@ -19,13 +19,15 @@ from kit.support import (
     view_of_rollout,
 )
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from typing_extensions import override
 
 from lightning_rl import GRPO, LossView, Rollout, Stat
 from lightning_rl.advantages.base import Advantages, RewardSignal
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.corrections import Corrections, RLCallback
+from lightning_rl.corrections import Corrections, LossTerm, RLCallback
 from lightning_rl.corrections.trace import StepTrace
+from lightning_rl.corrections.weights import WeightWatch
 from lightning_rl.edits import (
     EditError,
     EditWatch,
@@ -39,6 +41,7 @@ from lightning_rl.losses import ClippedSurrogate
 from lightning_rl.policy import Outputs, make_plan
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import local_sum
+from lightning_rl.signal.reductions import Reduction
 from lightning_rl.update import StepWeights, accumulate_gradient, from_table
 
 FIELD = "old_logprobs"
@@ -186,6 +189,128 @@ def test_a_loss_that_edits_while_it_prepares_is_named() -> None:
         )
 
 
+# Gradients of what is shown.
+
+
+def a_view_with_gradients() -> LossView:
+    """Every tensor of a view that can have a gradient has one, as an output of a policy and no leaf."""
+    rollout = finite_rollout()
+    made = [torch.full(rollout.response_ids.shape, -1.0, requires_grad=True) * 1.0 for _ in range(3)]
+    view = view_of_rollout(rollout, made[0])
+    return view.replace(entropy=made[1], current_values=made[2], values=torch.zeros(12, 7), returns=torch.ones(12, 7))
+
+
+def scaled_in_place(gradient: Tensor) -> None:
+    gradient.mul_(0.5)
+
+
+GRADIENT_WAYS: dict[str, Callable[[Tensor], object]] = {
+    "register_hook": lambda tensor: tensor.register_hook(lambda gradient: gradient * 0.5),
+    "register_hook in place": lambda tensor: tensor.register_hook(scaled_in_place),
+    "register_hook that only looks": lambda tensor: tensor.register_hook(lambda _: None),
+    "two hooks of which one is removed": lambda tensor: (
+        tensor.register_hook(scaled_in_place),
+        tensor.register_hook(scaled_in_place).remove(),
+    ),
+    "hook of the node": lambda tensor: tensor.grad_fn.register_hook(lambda *_: (None,)),  # pyright: ignore[reportOptionalMemberAccess]
+    "prehook of the node": lambda tensor: tensor.grad_fn.register_prehook(lambda *_: None),  # pyright: ignore[reportOptionalMemberAccess]
+    "multi-grad hook": lambda tensor: register_multi_grad_hook((tensor,), lambda _: None, mode="any"),
+    "detach_": lambda tensor: tensor.detach_(),
+}
+
+
+def loss_of_view(view: LossView, **parts: Any) -> Tensor:
+    def weigh(reduction: Reduction) -> Tensor:
+        return reduction(view.valid_tokens, view.trained, view.groups, local_sum)
+
+    return an_algorithm(**parts).microbatch_loss(view, weigh).total
+
+
+@pytest.mark.parametrize("way", GRADIENT_WAYS)
+@pytest.mark.parametrize("field", ["logprobs", "entropy", "current_values"])
+@pytest.mark.parametrize("method", ["token_mask", "loss_term", "metrics"])
+def test_the_callback_that_hangs_a_hook_on_a_gradient_is_named(method: str, field: str, way: str) -> None:
+    def contribute(view: LossView) -> Any:
+        GRADIENT_WAYS[way](getattr(view, field))
+        given = {"token_mask": view.valid_tokens, "metrics": {"vandal/zero": Stat.of(view.rewards)}}
+        return given.get(method, LossTerm(per_token=view.logprobs, coef=1.0))
+
+    with pytest.raises(EditError, match=rf"^{method} of vandal .*the gradient of {field}.*: a contribution returns"):
+        loss_of_view(a_view_with_gradients(), callbacks=[callback_of("vandal", **{method: contribute})])
+
+
+def test_a_loss_that_hangs_a_hook_on_a_gradient_is_named() -> None:
+    class Halving(ClippedSurrogate):
+        @override
+        def __call__(self, view: LossView) -> Tensor:
+            view.logprobs.register_hook(lambda gradient: gradient * 0.5)
+            return super().__call__(view)
+
+    with pytest.raises(EditError, match=r"^the loss Halving .*the gradient of logprobs.*: a loss returns a new tensor"):
+        loss_of_view(a_view_with_gradients(), loss=Halving())
+
+
+def test_a_field_without_a_gradient_gets_none() -> None:
+    def mask(view: LossView) -> Tensor:
+        view.require("advantages").requires_grad_()
+        return view.valid_tokens
+
+    with pytest.raises(EditError, match=r"^token_mask of vandal .*the gradient of advantages"):
+        loss_of_view(a_view_with_gradients(), callbacks=[callback_of("vandal", token_mask=mask)])
+
+
+def test_gradients_that_are_switched_off_for_everybody_after_are_noticed() -> None:
+    def mask(view: LossView) -> Tensor:
+        torch.set_grad_enabled(False)
+        return view.valid_tokens
+
+    try:
+        with pytest.raises(EditError, match=r"^token_mask of vandal left gradients switched off"):
+            loss_of_view(a_view_with_gradients(), callbacks=[callback_of("vandal", token_mask=mask)])
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_hook_that_is_hung_when_the_loss_is_made_already_is_noticed_too() -> None:
+    kept = list[LossView]()
+    rollout = finite_rollout()
+    plan = make_plan(rollout, minibatches=1, token_budget=4096)
+    outputs = Outputs(torch.full(rollout.response_ids.shape, -1.0, requires_grad=True), torch.ones(12, 7), None)
+
+    def mask(view: LossView) -> Tensor:
+        kept.append(view)
+        return view.valid_tokens
+
+    def backward(loss: Tensor) -> None:
+        kept[-1].logprobs.register_hook(scaled_in_place)
+        loss.backward()
+
+    with pytest.raises(EditError, match=r"^whoever kept the view until the backward, .*the gradient of logprobs"):
+        accumulate_gradient(
+            rollout,
+            plan.step(0),
+            from_table(outputs),
+            an_algorithm([callback_of("keeping", token_mask=mask)]),
+            backward=backward,
+        )
+
+
+def test_terms_of_their_own_may_hang_hooks_on_what_they_made_and_look_at_gradients() -> None:
+    looked = list[Tensor]()
+
+    def term(view: LossView) -> LossTerm:
+        view.logprobs.retain_grad()  # a copy, which changes nothing
+        looked.append(view.logprobs)
+        own = view.logprobs * 2.0
+        own.register_hook(lambda gradient: gradient * 0.5)
+        return LossTerm(per_token=own, coef=1.0)
+
+    loss = loss_of_view(a_view_with_gradients(), callbacks=[callback_of("own", loss_term=term)])
+    loss.backward()
+    assert looked[0].grad is not None and looked[0].grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("field", ["scores", "groups", "rewarded", "shaped", "values"])
 def test_an_estimator_that_edits_what_it_sees_is_named(field: str) -> None:
 
@@ -256,6 +381,69 @@ OBSERVERS: list[tuple[str, Callable[..., None], str]] = [
 def test_an_observer_that_edits_what_it_is_shown_is_named(method: str, edit: Callable[..., None], what: str) -> None:
     with pytest.raises(EditError, match=rf"^{method} of observer wrote in place to {what}"):
         fit(tiny_module(), callbacks=[Observer(method, edit)], data=tiny_prompts(4))
+
+
+WEIGHT_WAYS: dict[str, Callable[[Tensor], object]] = {
+    "through data": lambda weight: weight.data.mul_(0.9),
+    "without gradient": lambda weight: in_no_grad(lambda: weight.mul_(0.9)),
+    "through numpy": lambda weight: weight.detach().numpy().fill(0.5),
+    "by other data": lambda weight: setattr(weight, "data", weight.data.clone()),
+    "by a pointer": lambda weight: setattr(ctypes.c_float.from_address(weight.data_ptr()), "value", 7.0),
+}
+CONTRIBUTED: dict[str, Callable[[Any], Any]] = {
+    "reward_mask": lambda rollout: rollout.trained,
+    "reward_bonus": lambda rollout: torch.zeros(len(rollout)),
+    "exclude": lambda rollout: ~rollout.trained,
+    "rollout_metrics": lambda rollout: {"vandal/zero": Stat.of(rollout.rewards)},
+    "loss_term": lambda view: LossTerm(per_token=view.logprobs * 0.0, coef=1.0),
+    "token_mask": lambda view: view.valid_tokens,
+    "metrics": lambda view: {"vandal/zero": Stat.of(view.rewards)},
+    "observe": lambda _: None,
+    "observe_generated": lambda _: None,
+    "observe_rewards": lambda _: None,
+    "observe_step": lambda _: None,
+}
+
+
+def in_no_grad(edit: Callable[[], object]) -> None:
+    with torch.no_grad():
+        edit()
+
+
+def vandal_of(method: str, way: str, module: Any) -> RLCallback:
+    def contribute(seen: Any) -> Any:
+        WEIGHT_WAYS[way](next(iter(module.policy.parameters())))
+        return CONTRIBUTED[method](seen)
+
+    return callback_of("vandal", **{method: contribute})
+
+
+WAYS_AND_METHODS = [("loss_term", way) for way in WEIGHT_WAYS]
+WAYS_AND_METHODS += [(method, "through data") for method in CONTRIBUTED if method != "loss_term"]
+
+
+@pytest.mark.parametrize(("method", "way"), WAYS_AND_METHODS)
+def test_the_callback_that_writes_to_the_weights_of_the_policy_is_named(method: str, way: str) -> None:
+    module = tiny_module()
+    with pytest.raises(EditError, match=rf"^{method} of vandal wrote in place to the policy's weights, model\."):
+        fit(module, callbacks=[vandal_of(method, way, module)], data=tiny_prompts(4))
+
+
+def test_every_weight_counts_and_reading_them_is_no_edit() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 1, bias=False, dtype=torch.bfloat16))
+    watch = WeightWatch(model)
+    before = watch.look()
+    assert all(weight.detach().sum() for weight in model.parameters())
+    watch.refuse("a reader", before, "")
+    for name, weight in model.named_parameters():
+        before = watch.look()
+        weight.data.neg_()
+        with pytest.raises(EditError, match=f"^x wrote in place to the policy's weights, {name}: y"):
+            watch.refuse("x", before, "y")
+    before = watch.look()
+    model.to(torch.float64)
+    with pytest.raises(EditError, match=r"weights, 0\.weight and 2 more: y"):
+        watch.refuse("x", before, "y")
 
 
 def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:

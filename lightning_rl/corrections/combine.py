@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from lightning_rl.corrections.base import CONTRIBUTIONS, LossTerm, RLCallback
+from lightning_rl.corrections.hooks import is_own
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
+from lightning_rl.corrections.weights import WeightWatch
 from lightning_rl.distributed import ALONE, Collectives
-from lightning_rl.edits import EditWatch, Fields, changed_entries, copy_plain, refuse_edits, same_plain
+from lightning_rl.edits import (
+    EditWatch,
+    Fields,
+    changed_entries,
+    copy_plain,
+    refuse_edits,
+    refuse_grad_mode,
+    same_plain,
+)
 from lightning_rl.rollout import Rollout
 
 RESERVED = frozenset(
@@ -43,6 +53,8 @@ LOGGED_BY_CORE = {
 }
 PURE = "a contribution returns a new tensor and edits nothing (use x * y, not x *= y; no .data, .numpy() or set_)"
 
+ONLY_SHOWN = "a contribution moves no weights, which are the optimizer's alone"
+
 
 class PolicyFactor(NamedTuple):
     """What multiplies the policy loss, and the statistics of who did that."""
@@ -62,6 +74,7 @@ class Corrections:
         before_each: called with (callback, method, rollout or view) before each contribution and observation of the
             run; None for nobody.
         after_each: the same after it.
+        weights: watches the policy while a user's callback contributes or looks on; None for nobody.
 
     Raises:
         ValueError: if a name is empty or used twice.
@@ -71,6 +84,7 @@ class Corrections:
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.name))
         self.before_each: Callable[[RLCallback, str, Rollout], None] | None = None
         self.after_each: Callable[[RLCallback, str, Rollout], None] | None = None
+        self.weights: WeightWatch | None = None
         self._watch: EditWatch | None = None
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
@@ -254,14 +268,26 @@ class Corrections:
         for callback in self._contributors[method]:
             if self.before_each is not None:
                 self.before_each(callback, method, seen)
-            contribution = getattr(callback, method)(seen, *further)
-            watch.after(f"{method} of {callback.name}", PURE)
+            with self._bracket(callback, method) as who:
+                contribution = getattr(callback, method)(seen, *further)
+            watch.after(who, PURE)
             if self.after_each is not None:
                 self.after_each(callback, method, seen)
             _check(callback, method, contribution, seen)
             yield callback, contribution
         if watch is not self._watch:
             watch.close()
+
+    @contextmanager
+    def _bracket(self, callback: RLCallback, method: str) -> Iterator[str]:
+        """Names a callback that leaves something else behind than edits of what it is shown."""
+        who, enabled = f"{method} of {callback.name}", torch.is_grad_enabled()
+        weights = None if is_own(callback) else self.weights
+        before = None if weights is None else weights.look()
+        yield who
+        refuse_grad_mode(who, enabled=enabled)
+        if weights is not None and before is not None:
+            weights.refuse(who, before, ONLY_SHOWN)
 
     def _show(
         self, method: str, value: Any, fields: Callable[[], Fields], looking: Sequence[RLCallback] | None = None
@@ -270,9 +296,10 @@ class Corrections:
         looking = self._contributors[method] if looking is None else looking
         watch = EditWatch(fields) if looking else None
         for callback in looking:
-            getattr(callback, method)(value)
+            with self._bracket(callback, method) as who:
+                getattr(callback, method)(value)
             if watch is not None:
-                watch.after(f"{method} of {callback.name}", PURE)
+                watch.after(who, PURE)
         if watch is not None:
             watch.close()
 

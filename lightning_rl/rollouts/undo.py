@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import PromptDataModule, Ticket
-from lightning_rl.edits import EditError
+from lightning_rl.edits import EditError, WeightEditError
 from lightning_rl.rollouts.prefetch import Prefetcher
 
 
@@ -155,6 +155,8 @@ def settle(
     mark, run.mark, run.settled = run.mark, None, error
     run.drop_tracer()
     run.unsettled = None if mark is None else mark.undo(run, stream, trainer, steps_per_rollout)
+    if run.unsettled is None and isinstance(error, WeightEditError):
+        run.unsettled = str(error)
     if run.unsettled is None and run.current is not None:
         run.unsettled = _edits(run.current)
     number = mark.ticket.rollout if mark is not None else None if run.current is None else run.current.number

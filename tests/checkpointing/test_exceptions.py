@@ -21,6 +21,7 @@ from lightning_rl import Engine, LossView, RLCallback, RLLightningModule, Rollou
 from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.checkpointing.folder import LOCK, RunFolder
+from lightning_rl.edits import WeightEditError
 from lightning_rl.generation import Completion, Request
 
 
@@ -229,6 +230,24 @@ def test_a_rollout_that_somebody_edited_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="was written to in place") as raised:
         fit(tiny_module(minibatches=2, epochs=2), callbacks=[Edits()], default_root_dir=tmp_path)
     assert raised.value.__notes__[-1].startswith("no interrupted.ckpt was written: the held rollout was written to in")
+    assert not (tmp_path / INTERRUPTED).exists()
+
+
+def test_weights_that_somebody_edited_are_not_saved(tmp_path: Path) -> None:
+    class Edits(RLCallback):
+        name = "edits"
+
+        @override
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.weight = next(pl_module.policy.parameters())
+
+        @override
+        def observe(self, rollout: Rollout) -> None:
+            self.weight.data.mul_(0.5)
+
+    with pytest.raises(WeightEditError, match=r"^observe of edits wrote in place to the policy's weights") as raised:
+        fit(tiny_module(), callbacks=[Edits()], default_root_dir=tmp_path)
+    assert raised.value.__notes__[-1].startswith("no interrupted.ckpt was written: observe of edits wrote in place")
     assert not (tmp_path / INTERRUPTED).exists()
 
 
