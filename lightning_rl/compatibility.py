@@ -339,6 +339,12 @@ def check_parts(*, engine: Any, sampling: Any, value_loss: Any) -> None:
         if not isinstance(part, kind) and not (name == "engine" and part is None):
             got = f"the class {part.__name__}" if isinstance(part, type) else repr(part)
             raise ValueError(f"expected {name} to be an object such as {example}, got {got}")
+    if isinstance(engine, Engine) and not hasattr(engine, "pushed"):
+        name = type(engine).__name__
+        raise ValueError(
+            f"expected engine to know its state and version, got a {name} that does not: call super().__init__() in "
+            f"{name}.__init__"
+        )
     if not sampling.temperature > 0:
         raise ValueError(
             "expected a temperature > 0 to train with, got 0: greedy answers to a prompt are all alike; an evaluation "

@@ -195,7 +195,7 @@ class GradientSeal:
         Raises:
             EditError: naming who, and whose gradient.
         """
-        if names := " and of ".join(name for name, link in self._links.items() if _relinked(link)):
+        if names := " and of ".join(name for name, link in self._links.items() if _has_another_way(link)):
             raise EditError(
                 f"{who} hung a hook on the gradient of {names}, or cut it, which changes what everybody else's loss "
                 f"trains: {cure}"
@@ -224,7 +224,7 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _relinked(link: _Link) -> bool:
+def _has_another_way(link: _Link) -> bool:
     tensor, required, node, hooks, own = link
     if not required:
         return tensor.requires_grad

@@ -1,6 +1,12 @@
 """Terminal: text of models and files for a person, its control characters shown and never acted on."""
 
+import json
+import re
 import unicodedata
+from typing import Any
+
+BEYOND_ASCII = re.compile(r"[^\x20-\x7e\n]+")
+LINE_ENDS = ("Zl", "Zp")  # U+2028 and U+2029, at which readers of lines of JSON part them
 
 
 def visible(text: str) -> str:
@@ -18,3 +24,29 @@ def visible(text: str) -> str:
 
 def _visible(mark: str) -> str:
     return repr(mark)[1:-1] if mark != "\n" and unicodedata.category(mark).startswith("C") else mark
+
+
+def dump_visible(value: Any, **options: Any) -> str:
+    r"""JSON that any reader takes for the same values, and that does nothing where it is printed.
+
+    Letters stay as they are; whatever :func:`visible` writes out, and what else ends a line, is an escape of JSON.
+
+    Args:
+        value: what is written.
+        options: of :func:`json.dumps`.
+
+    Example:
+        >>> dump_visible({"text": "漢字\u202e\x9b"})
+        '{"text": "漢字\\u202e\\u009b"}'
+    """
+    return BEYOND_ASCII.sub(_escape_part, json.dumps(value, ensure_ascii=False, **options))
+
+
+def _escape_part(part: re.Match[str]) -> str:
+    text = part.group()
+    return text if text.isprintable() else "".join(map(_escape, text))
+
+
+def _escape(mark: str) -> str:
+    category = unicodedata.category(mark)
+    return json.dumps(mark)[1:-1] if category.startswith("C") or category in LINE_ENDS else mark

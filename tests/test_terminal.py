@@ -1,14 +1,19 @@
 """What a model wrote is shown and not acted on, wherever a person sees it."""
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rl.cli.output import say
+from lightning_rl.data import Ticket
+from lightning_rl.evaluation.records import write_records
+from lightning_rl.reporting.samples import log_table
 from lightning_rl.rewards.call import Failure, RewardCall
 from lightning_rl.rewards.failures import report_failures
-from lightning_rl.terminal import visible
+from lightning_rl.terminal import dump_visible, visible
 
 
 @pytest.mark.parametrize(
@@ -26,6 +31,33 @@ from lightning_rl.terminal import visible
 )
 def test_control_characters_are_written_out(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+HIDDEN = "\u202egnp.exe \x9b31m \x7f \x85 \u2028 \u2066 \U000e0041 \ud800 漢字 é\u00a0x"
+
+
+def test_json_is_the_same_for_readers_and_does_nothing_where_it_is_printed() -> None:
+    written = dump_visible({"text": HIDDEN, HIDDEN: ["\n"]})
+    assert json.loads(written) == {"text": HIDDEN, HIDDEN: ["\n"]}
+    assert visible(written) == written and len(written.splitlines()) == 1
+    assert "漢字 é\u00a0x" in written
+    assert "\\u202egnp.exe \\u009b31m \\u007f \\u0085 \\u2028 \\u2066 \\udb40\\udc41 \\ud800" in written
+    assert dump_visible([1.5, None], indent=1) == "[\n 1.5,\n null\n]"
+
+
+def test_files_of_samples_and_of_failed_rewards_hold_no_control_characters(tmp_path: Path) -> None:
+    log_table(None, [{"sample": 1, "response": HIDDEN}], Ticket(rollout=3, step=0, index=3), tmp_path)
+    failure = Failure(rows=(0,), cause=f"raised {HIDDEN}", traceback="")
+    ids = [[1]]
+    call: Any = RewardCall("own", ids, [0.0], 0.1, prompts=[HIDDEN], completions=[HIDDEN], failures=[failure])
+    with pytest.warns(UserWarning, match="rows get no reward"):
+        report_failures([call], tmp_path / "failed.jsonl")
+    write_records(tmp_path / "records.jsonl", [{"prompt": HIDDEN, "columns": {"answer": HIDDEN}}])
+    for name, keys in (("samples", ["response"]), ("failed", ["completion", "prompt"]), ("records", ["prompt"])):
+        text = (tmp_path / f"{name}.jsonl").read_bytes().decode("utf-8")
+        assert visible(text) == text
+        (line,) = [json.loads(line) for line in text.splitlines()]
+        assert all(line[key] == HIDDEN for key in keys)
 
 
 def test_commands_say_what_is_visible(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,10 @@ MODELS: dict[str, Case] = {
     "tokenizer": (made(tokenizer=3), "expected tokenizer to be a tokenizer of transformers, or the name .* got 3"),
     "engine-word": (made(engine="vllm"), r"engine to be an object such as VLLMEngine\(\), or None .* got 'vllm'"),
     "engine-class": (made(engine=TransformersEngine), "expected engine .* got the class TransformersEngine"),
+    "engine-without-super": (
+        made(engine=type("Mine", (TransformersEngine,), {"__init__": lambda _: None})()),
+        r"engine to know its state and version, got a Mine .*: call super\(\).__init__\(\) in Mine.__init__",
+    ),
     "sampling-dict": (
         lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyright: ignore[reportArgumentType]
         r"expected sampling to be an object such as Sampling\(temperature=1.0, .* got \{'top_k': 1\}",

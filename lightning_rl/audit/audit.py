@@ -58,6 +58,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import keep_generators
+from lightning_rl.terminal import visible
 
 FOLDER = "audit"
 
@@ -214,7 +215,7 @@ class SignalAudit(RLCallback):
         path, text = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
         if findings:
             save(evidence, findings, path)
-            text = "\n".join([*map(str, findings), f"It lies in {path}."])
+            text = visible("\n".join([*map(str, findings), f"It lies in {path}."]))
         texts = [text for text in process_objects(text) if text]
         self._count(begin)
         if texts and self.mode == "raise":

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         if arguments.checkpoint is not None:
             return repeat_step(recordings, arguments.recipe, options, arguments.checkpoint)
         return repeat(recordings, arguments.recipe, options)
-    except (ValueError, FileNotFoundError) as refused:
+    except (ValueError, OSError, FloatingPointError) as refused:
         raise SystemExit(visible(str(refused))) from refused
 
 

@@ -1,6 +1,5 @@
 """Records: the samples of a prompt as a line of a JSON Lines file, for viewers. docs/evaluation.md has the format."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from lightning_rl.data import Prompt
 from lightning_rl.files import write_atomically
 from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.terminal import dump_visible
 
 Record = dict[str, Any]
 
@@ -53,5 +53,5 @@ def number_or_none(value: float) -> float | None:
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Writes a line for each record, whole or not at all; what JSON does not know is written as its text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+    lines = "".join(dump_visible(record, default=str) + "\n" for record in records)
     write_atomically(path, lambda part: part.write_text(lines, encoding="utf-8"))

@@ -1,30 +1,36 @@
 """Answers: what an engine returned is held against what it was asked for, before anybody believes it.
 
 What only the engine itself can have got wrong ends the run with an :class:`EngineError`, which leaves a checkpoint:
-the number and the order of the completions, ids outside of the vocabulary, more tokens than asked for,
-log-probabilities that are none, weights that nobody pushed. What spoils one sample and may be the sample's own bad
-luck costs that sample: its row is aborted, which is warned of and counted (``rollout/aborted``), and trains nothing:
-log-probabilities that are not finite, and a finish reason that its tokens contradict. If that is so of several samples
-and of more than a tenth of an answer, it is the engine.
+what a completion is made of (:mod:`.form`), the number and the order of the completions, ids outside of the vocabulary,
+more tokens than asked for, weights that nobody pushed or that are older than those it had when it was asked. What
+spoils one sample and may be the sample's own bad luck costs that sample: its row is aborted, which is warned of and
+counted (``rollout/aborted``), and trains nothing: log-probabilities that are not finite or that no token can have been
+drawn at, and a finish reason that its tokens contradict. If that is so of several samples and of more than a tenth of
+an answer, it is the engine. What is unlikely and may be true is said and believed: an answer that is aborted whole, and
+tokens that all were certain.
 """
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
-from typing import Any
+from itertools import islice
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_rl.generation.engine import Completion, Engine, EngineError, Request
+from lightning_rl.generation.form import SHOWN, FormError, check_form
 from lightning_rl.generation.sampling import Sampling
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import ROUTES, Finish
 
 ROUNDING = 1e-3  # nats by which the log-probability of a certain token may exceed 0
 MAX_REFUSED = 0.1  # share of an answer; a single sample never is too many
-SHOWN = 8  # token ids of a prompt in a message
+IMPOSSIBLE = math.log(2.0**-149)  # of a probability that float32 does not hold: at -103.3 and below nobody draws
+CERTAIN_TOKENS = 64  # drawn at a temperature above 0: so many in a row are never all certain by chance
+BELIEVABLE = "look for the fault in the engine, its dtype first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +53,11 @@ class Answers:
     text: Callable[[Sequence[int]], str] | None = None
     _asked: Sequence[tuple[Any, ...]] = field(init=False)
     _samplings: Sequence[tuple[Sampling, Sampling]] = field(init=False)
+    _pinned: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Remembers what was asked for."""
+        """Remembers what was asked for, and of which weights."""
+        object.__setattr__(self, "_pinned", self.engine.version)
         object.__setattr__(self, "_asked", [_identity(request) for request in self.requests])
         different = {id(request.sampling): request.sampling for request in self.requests}
         object.__setattr__(self, "_samplings", [(sampling, copy.copy(sampling)) for sampling in different.values()])
@@ -59,7 +67,7 @@ class Answers:
         """How messages call the engine."""
         return type(self.engine).__name__
 
-    def check(self, given: Sequence[Completion]) -> list[Completion]:
+    def check(self, given: Any) -> list[Completion]:
         """The completions that may be believed; a sample that may not comes back as :attr:`Finish.ABORT`.
 
         Args:
@@ -69,16 +77,36 @@ class Answers:
             EngineError: naming engine, sample, request and prompt, if the answer cannot be one to these requests.
         """
         self._check_requests()
-        if not isinstance(given, Sequence) or len(given) != len(self.requests):
-            got = f"{len(given)}" if isinstance(given, Sequence) else f"a {type(given).__name__}"
-            raise EngineError(
-                f"expected {len(self.requests)} completions from {self.name}, one for each request, got {got}: an "
-                "engine answers every request once, in their order, and says ABORT for what it cannot"
-            )
-        for place, (request, completion) in enumerate(zip(self.requests, given, strict=True)):
+        formed = [self._form(place, completion) for place, completion in enumerate(self._as_list(given))]
+        for place, (request, completion) in enumerate(zip(self.requests, formed, strict=True)):
             self._check_one(place, request, completion)
-        self._check_logprobs(given)
-        return self._abort(given, {**self._contradictions(given), **self._not_finite(given)})
+        self._check_extras(formed)
+        self._check_positive(formed)
+        believed = self._abort(formed, {**self._contradictions(formed), **self._unbelievable(formed)})
+        self._warn_of_nothing(formed)
+        self._warn_of_certainty(believed)
+        return believed
+
+    def _as_list(self, given: Any) -> list[Any]:
+        """The completions, as many as there are requests, whatever their container says of its length."""
+        number, cure = len(self.requests), "an engine answers every request once, in their order, and says ABORT for"
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+            self._refuse_answer(f"a {type(given).__name__}", f"return a list; {cure} what it cannot")
+        listed = list(given) if isinstance(given, list | tuple) else list(islice(given, number + 1))
+        if len(listed) != number:
+            self._refuse_answer(f"{len(listed)}", f"{cure} what it cannot")
+        return listed
+
+    def _refuse_answer(self, got: str, cure: str) -> NoReturn:
+        expected = f"{len(self.requests)} completions from {self.name}, one for each request"
+        raise EngineError(f"expected {expected}, got {got}: {cure}")
+
+    def _form(self, place: int, given: Any) -> Completion:
+        length = len(self._asked[place][0])
+        try:
+            return check_form(given, logprobs=self.logprobs, prompt_length=length, extras=self.engine.extras)
+        except FormError as wrong:
+            self._refuse(place, wrong.expected, wrong.got, wrong.cure)
 
     def _check_requests(self) -> None:
         edited = [place for place, asked in enumerate(self._asked) if _identity(self.requests[place]) != asked]
@@ -91,49 +119,93 @@ class Answers:
                 raise EngineError(f"expected {self.name} to leave {before} of its requests alone, got {sampling}")
 
     def _check_one(self, place: int, request: Request, completion: Completion) -> None:
-        if not isinstance(completion, Completion) or not isinstance(completion.finish, Finish):
-            self._refuse(place, "a Completion with a Finish", repr(completion)[:100])
         if completion.sample_id not in (None, request.sample_id):
-            self._refuse(
-                place, f"the completion of sample {request.sample_id}", f"that of sample {completion.sample_id}"
-            )
+            expected, got = f"the completion of sample {request.sample_id}", f"that of sample {completion.sample_id}"
+            self._refuse(place, expected, got, "put the completions into the order of the requests")
         ids, limit = completion.token_ids, request.sampling.max_new_tokens
         if len(ids) > limit:
-            self._refuse(place, f"at most {limit} tokens (max_new_tokens)", f"{len(ids)}")
-        if any(kind is bool or not issubclass(kind, Integral) for kind in set(map(type, ids))):
-            self._refuse(place, "token ids that are whole numbers", f"{list(ids[:SHOWN])}")
+            cure = "end a response there, with Finish.LENGTH"
+            self._refuse(place, f"at most {limit} tokens (max_new_tokens)", f"{len(ids)}", cure)
         if ids and (min(ids) < 0 or (self.vocabulary is not None and max(ids) >= self.vocabulary)):
             outside = next(i for i in ids if i < 0 or (self.vocabulary is not None and i >= self.vocabulary))
-            self._refuse(place, f"token ids in [0, {self.vocabulary or '...'}), the policy's vocabulary", f"{outside}")
-        versions = {completion.version} if completion.versions is None else set(completion.versions)
-        if unknown := versions - self.engine.pushed:
-            held = f"the last of which is {self.engine.version}"
-            self._refuse(place, f"tokens of weights that were pushed, {held}", f"version {min(unknown)}")
+            expected = f"token ids in [0, {self.vocabulary or '...'}), the policy's vocabulary"
+            self._refuse(place, expected, f"{outside}", "draw no other, such as those of a padded head")
+        self._check_versions(place, {completion.version} | set(completion.versions or ()))
 
-    def _check_logprobs(self, given: Sequence[Completion]) -> None:
+    def _check_versions(self, place: int, versions: set[int]) -> None:
+        held = f"the last of which is {self.engine.version}"
+        if unknown := versions - self.engine.pushed:
+            cure = "give the version that load_weights brought, self.version"
+            self._refuse(place, f"tokens of weights that were pushed, {held}", f"version {min(unknown)}", cure)
+        if min(versions) < self._pinned:
+            expected = f"tokens of version {self._pinned}, which it had when it was asked, or later"
+            cure = "load the weights before load_weights returns, in every copy, and note the version before a request"
+            self._refuse(place, expected, f"version {min(versions)}", cure)
+
+    def _check_extras(self, given: Sequence[Completion]) -> None:
+        """What is recorded has the same shape and type at every token of every sample."""
+        forms: dict[str, tuple[Any, ...]] = {}
+        for place, completion in enumerate(given):
+            for name, extra in _extras_of(completion, self.engine.extras):
+                form = (extra.dtype, list(extra.shape[1:]))
+                if form != forms.setdefault(name, form):
+                    cure = "record the same of every token, in every answer"
+                    self._refuse(place, f"{name} of {_say(forms[name])} at each token", _say(form), cure)
+
+    def _check_positive(self, given: Sequence[Completion]) -> None:
         if not self.logprobs:
             return
-        for place, completion in enumerate(given):
-            scores, number = completion.logprobs, len(completion.token_ids)
-            if scores is None or scores.shape != (number,) or not scores.is_floating_point():
-                shape = "none" if scores is None else len(scores) if scores.dim() == 1 else list(scores.shape)
-                got = shape if scores is None or scores.is_floating_point() else f"{scores.dtype}"
-                self._refuse(place, f"a log-probability for each of {number} tokens", f"{got}")
         if (place := _first(given, lambda scores: ~(scores.isfinite() & (scores > ROUNDING)))) is not None:
             highest = float(_scores(given[place]).nan_to_num(posinf=0.0).max())
-            self._refuse(place, "log-probabilities of at most 0", f"{highest:.4g}")
+            cure = "return log-probabilities, of a log_softmax, and neither logits nor probabilities"
+            self._refuse(place, "log-probabilities of at most 0", f"{highest:.4g}", cure)
 
-    def _not_finite(self, given: Sequence[Completion]) -> dict[int, str]:
-        """Samples with a log-probability that is not finite, by their place."""
-        if not self.logprobs or _first(given, torch.isfinite) is None:
+    def _unbelievable(self, given: Sequence[Completion]) -> dict[int, str]:
+        """Samples with a log-probability that is not finite, or that no token can be drawn at, by their place."""
+        if not self.logprobs or _first(given, _drawable) is None:
             return {}
         bad = {}
         for place, completion in enumerate(given):
-            scores = _scores(completion)
-            if completion.finish is not Finish.ABORT and not bool(torch.isfinite(scores).all()):
-                position = int((~torch.isfinite(scores)).nonzero()[0, 0])
-                bad[place] = f"a log-probability of {float(scores[position])} at position {position}"
+            wrong = ~_drawable(_scores(completion))
+            if completion.finish is not Finish.ABORT and bool(wrong.any()):
+                position = int(wrong.nonzero()[0, 0])
+                value = float(_scores(completion)[position])
+                why = ", at which nothing is drawn" if math.isfinite(value) else ""
+                bad[place] = f"a log-probability of {value:.6g} at position {position}{why}"
         return bad
+
+    def _warn_of_nothing(self, given: Sequence[Completion]) -> None:
+        """An engine that gives up everything: what is trained by that is nothing."""
+        if given and all(completion.finish is Finish.ABORT for completion in given):
+            warnings.warn(
+                f"{self.name} gave up every sample that it was asked for (Finish.ABORT), of which nothing is learnt: "
+                "look at its own log, and whether prompts fit it",
+                stacklevel=3,
+            )
+
+    def _warn_of_certainty(self, given: Sequence[Completion]) -> None:
+        """Log-probabilities that all are exactly 0, as of an engine that fills them in.
+
+        Exactly 0 is a probability that rounds to 1 in float32. One token in the vocabulary, a temperature of 0 and
+        filters leave nothing else; otherwise only a policy says so that has collapsed altogether.
+        """
+        if not self.logprobs or self.vocabulary == 1:
+            return
+        drawn = [
+            completion
+            for completion, request in zip(given, self.requests, strict=True)
+            if completion.finish is not Finish.ABORT
+            and request.sampling.temperature > 0
+            and not request.sampling.filters
+        ]
+        tokens = sum(len(completion.token_ids) for completion in drawn)
+        if tokens >= CERTAIN_TOKENS and not any(bool(_scores(completion).any()) for completion in drawn):
+            warnings.warn(
+                f"every log-probability from {self.name} is exactly 0, as if each of its tokens had been certain at a "
+                "temperature above 0: return those that the tokens were drawn at, and no zeros in their place; if it "
+                "is true, the policy has collapsed and explores no more",
+                stacklevel=3,
+            )
 
     def _contradictions(self, given: Sequence[Completion]) -> dict[int, str]:
         """Samples whose finish reason is not that of their tokens, by their place."""
@@ -175,15 +247,15 @@ class Answers:
         if len(bad) > max(1, MAX_REFUSED * len(given)):
             raise EngineError(
                 f"expected samples from {self.name} that can be believed, {first}, and {len(bad)} of {len(given)} like "
-                "it: look for the fault in the engine, its dtype first"
+                f"it: {BELIEVABLE}"
             )
         warnings.warn(
             f"{len(bad)} of {len(given)} samples from {self.name} are aborted and train nothing: {first}", stacklevel=3
         )
         return [_give_up(each) if place in bad else each for place, each in enumerate(given)]
 
-    def _refuse(self, place: int, expected: str, got: str) -> None:
-        raise EngineError(f"expected {expected} from {self.name}, got {got} for {self._where(place)}")
+    def _refuse(self, place: int, expected: str, got: str, cure: str) -> NoReturn:
+        raise EngineError(f"expected {expected} from {self.name}, got {got} for {self._where(place)}: {cure}")
 
     def _where(self, place: int) -> str:
         """A sample, in words."""
@@ -204,6 +276,21 @@ def _give_up(completion: Completion) -> Completion:
 
 def _scores(completion: Completion) -> Tensor:
     return torch.zeros(0) if completion.logprobs is None else completion.logprobs
+
+
+def _drawable(scores: Tensor) -> Tensor:
+    """Whether tokens with these log-probabilities can have been drawn."""
+    return scores.isfinite() & (scores > IMPOSSIBLE)
+
+
+def _extras_of(completion: Completion, names: frozenset[str]) -> list[tuple[str, Tensor]]:
+    """What an engine was asked to record of the tokens of a sample, and of its prompt where it has to."""
+    recorded = [(name, completion.token_extras[name]) for name in sorted(names)]
+    return recorded + [(f"{name} of the prompt", completion.prompt_extras[name]) for name in sorted(names & {ROUTES})]
+
+
+def _say(form: tuple[Any, ...]) -> str:
+    return f"{str(form[0]).removeprefix('torch.')} {form[1]}"
 
 
 def _first(given: Sequence[Completion], holds: Callable[[Tensor], Tensor]) -> int | None:

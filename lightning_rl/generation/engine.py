@@ -2,7 +2,8 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -81,7 +82,8 @@ class Completion:
 
     def __post_init__(self) -> None:
         """Checks what the loop relies on."""
-        if self.versions is not None and len(self.versions) != len(self.token_ids):
+        sized = isinstance(self.versions, Sequence) and isinstance(self.token_ids, Sequence)  # others are refused later
+        if sized and self.versions is not None and len(self.versions) != len(self.token_ids):
             raise ValueError(f"expected a version for each of {len(self.token_ids)} tokens, got {len(self.versions)}")
 
 
@@ -227,7 +229,8 @@ class Engine(ABC):
             self.wake()
         self.pushed.add(version)  # first: while it generates, tokens may come from them before the last rank is done
         try:
-            self._take(weights, version)
+            with refuse_exit(self, "weights to be loaded"):
+                self._take(weights, version)
         except BaseException:
             self.state = EngineState.AWAKE
             raise
@@ -239,6 +242,7 @@ class Engine(ABC):
         Raises:
             RuntimeError: if the engine is not synced.
             ValueError: if a request has a filter that the engine would ignore.
+            EngineError: if it would end the program.
         """
         if not self.capabilities.filters and any(request.sampling.filters for request in requests):
             raise ValueError(f"expected requests without top_k, top_p and min_p, which {type(self).__name__} ignores")
@@ -246,7 +250,8 @@ class Engine(ABC):
             raise RuntimeError(
                 f"expected a synced engine, got one that is {self.state.value}: load_weights comes first"
             )
-        return self._draw(requests, logprobs=logprobs)
+        with refuse_exit(self, "completions"):
+            return self._draw(requests, logprobs=logprobs)
 
     def wake(self) -> None:
         """Takes memory again after sleep; the weights it then holds count as unknown."""
@@ -261,6 +266,22 @@ class Engine(ABC):
         self.state = EngineState.ASLEEP
         if self.canary is not None:
             self.canary.forget()
+
+
+@contextmanager
+def refuse_exit(engine: Engine, expected: str) -> Iterator[None]:
+    """An engine that ends the program, as a library of a command line does, has failed; the run says so.
+
+    Raises:
+        EngineError: naming the engine, in the place of SystemExit.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        raise EngineError(
+            f"expected {expected} from {type(engine).__name__}, got sys.exit({ended.code!r}), which would end the run "
+            "in silence: raise an error that says what is wrong"
+        ) from ended
 
 
 def request_seed(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:

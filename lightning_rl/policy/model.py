@@ -31,7 +31,7 @@ def check_finite(outputs: Outputs, rows: Rollout) -> None:
             continue
         row, position = (~torch.isfinite(tensor)).nonzero()[0].tolist()
         raise FloatingPointError(
-            f"expected finite outputs of the policy, got {what} {float(tensor[row, position])} at row {row} "
+            f"expected finite outputs of the policy, got {what} {float(tensor[row, position].detach())} at row {row} "
             f"(sample {int(rows.sample_ids[row])}), response position {position}: its weights or hidden states are "
             "broken"
         )

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.recording.algorithm import PARTS
 from lightning_rl.recording.serialize import NUMBER, from_json
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Finish, Rollout
 
 FORMAT = 2
 MAX_BYTES = 2**30  # of a JSON file
@@ -24,6 +25,18 @@ MAX_RANKS, MAX_THREADS = 2**20, 2**12
 ENTRIES = ("rollout", "rank", "ranks", "device", "threads", "versions", "options", "algorithm", "states", "plan")
 ENTRIES += ("steps", "samples")
 PASS = ("logprobs", "entropy", "values", "gradient")
+MAX_ROLLOUT, MAX_ID = 2**53, 2**31 - 1
+WHOLE, MASK, SMALL = (torch.int64,), (torch.bool,), (torch.uint8,)
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ANY = (*WHOLE, *MASK, *SMALL, *REAL, torch.int8, torch.int16, torch.int32)
+WHOLE_FIELDS = ("prompt_ids", "prompt_lengths", "response_ids", "response_lengths", "groups", "sample_ids")
+TYPES: Mapping[str, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys((*WHOLE_FIELDS, "policy_version"), WHOLE),
+    **dict.fromkeys(("action_mask", "trained", "rewarded", "valid_tokens"), MASK),
+    **dict.fromkeys(("extras", "token_extras", "prompt_extras"), ANY),
+    "finish": SMALL,
+}
+"""Of the fields of a rollout, by the stem of their names; all others are floats."""
 
 
 def file_beside(path: str | Path, suffix: str) -> Path:
@@ -34,7 +47,12 @@ def file_beside(path: str | Path, suffix: str) -> Path:
         FileNotFoundError: if it is not there.
     """
     file = Path(path).with_suffix(suffix)
-    target = file.resolve(strict=True)
+    try:
+        target = file.resolve(strict=True)
+    except (OSError, RuntimeError) as missing:  # also links in a circle, and names that are too long
+        got = "no such file" if isinstance(missing, FileNotFoundError) else getattr(missing, "strerror", None)
+        cure = "a recording is a .json and a .safetensors of one name in one folder"
+        raise FileNotFoundError(f"expected {file}, got {got or missing}: {cure}") from None
     if not target.is_file() or target.parent != file.parent.resolve():
         raise ValueError(f"expected a file of a recording, got {file}, which is no file or a link out of its folder")
     return file
@@ -50,7 +68,9 @@ def read_header(path: Path) -> dict[str, Any]:
         raise ValueError(f"expected at most {MAX_BYTES} bytes in {path}, got {path.stat().st_size}")
     try:
         text = path.read_text(encoding="utf-8")
-        header = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+        header = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
+        )
     except RecursionError:
         raise ValueError(f"expected the JSON of a recording in {path}, got lists within lists without end") from None
     except ValueError as wrong:  # also of UTF-8, and of numbers of too many digits
@@ -75,14 +95,15 @@ def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path
     try:
         response = tensors["rollout/response_ids"]
         rows, width = response.shape
+        _check_types(tensors)
         _check_names(header, tensors, (rows, width))
-        rollout_of(tensors)
+        _check_values(rollout_of(tensors))
         planned = [row for step in header["plan"] for microbatch in step for row in microbatch]
         if any(row >= rows for row in planned) or len(set(planned)) < len(planned):
             raise ValueError(f"a plan of other rows than the {rows} that there are, each once")
     except KeyError as missing:
         raise ValueError(f"expected a tensor {missing} in {path}, got none") from None
-    except (ValueError, TypeError, AttributeError) as wrong:
+    except (ValueError, TypeError, AttributeError, IndexError) as wrong:
         raise ValueError(f"expected the tensors of a recording in {path}, got others: {wrong}") from None
 
 
@@ -90,6 +111,39 @@ def rollout_of(tensors: Mapping[str, Tensor]) -> Rollout:
     """The rollout among the tensors of a recording."""
     fields = [name for name in tensors if name.startswith("rollout/")]
     return Rollout.from_state({name.removeprefix("rollout/"): tensors[name] for name in fields})
+
+
+def _check_types(tensors: Mapping[str, Tensor]) -> None:
+    """Ids are whole numbers, masks are masks, and everything else is floats, as the recorder writes them."""
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("/")
+        stem = rest.partition("/")[0]
+        types = {"rollout": TYPES.get(stem, REAL), "sampled": MASK, "pass": REAL}.get(kind)
+        if types is None:
+            raise ValueError(f"{name[:80]!r}, which no recording has")
+        if tensor.dtype not in types:
+            known = " or ".join(str(one).removeprefix("torch.") for one in types[-2:])
+            raise ValueError(f"{name[:80]!r} of type {str(tensor.dtype).removeprefix('torch.')} and not {known}")
+
+
+def _check_values(rollout: Rollout) -> None:
+    """Refuses what would be an index or a length of something that is not there."""
+    bounds = {
+        "prompt_lengths": (1, rollout.prompt_ids.shape[1]),
+        "response_lengths": (0, rollout.width),
+        "prompt_ids": (0, MAX_ID),
+        "response_ids": (0, MAX_ID),
+        "sample_ids": (-1, MAX_ID**2),
+        "groups": (-1, MAX_ID**2),
+        "finish": (0, max(Finish)),
+    }
+    for name, figures in rollout.task_rewards.items():
+        if figures.shape != rollout.rewards.shape:
+            raise ValueError(f"task_rewards/{name[:80]} of shape {list(figures.shape)}")
+    for name, (lowest, highest) in bounds.items():
+        values: Tensor = getattr(rollout, name)
+        if values.numel() and (int(values.min()) < lowest or int(values.max()) > highest):
+            raise ValueError(f"{name} from {int(values.min())} to {int(values.max())} and not {lowest} to {highest}")
 
 
 def _check_names(header: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -101,8 +155,11 @@ def _check_names(header: Mapping[str, Any], tensors: Mapping[str, Tensor], shape
         if name.startswith("pass/") and (name not in known or tensor.shape != shape or not tensor.is_floating_point()):
             raise ValueError(f"{name[:80]!r} of shape {list(tensor.shape)} and type {tensor.dtype}")
     for number, step in enumerate(header["steps"]):
-        if step["states"] is not None and f"pass/{number // len(header['plan'])}/logprobs" not in tensors:
-            raise ValueError(f"no log-probabilities of step {number}")
+        if step["states"] is None:
+            continue
+        for name, what in (("logprobs", "log-probabilities"), ("entropy", "entropy")):
+            if f"pass/{number // len(header['plan'])}/{name}" not in tensors:
+                raise ValueError(f"no {what} of step {number}")
 
 
 def _check(header: Mapping[str, Any]) -> None:
@@ -110,6 +167,7 @@ def _check(header: Mapping[str, Any]) -> None:
         if name not in header:
             raise ValueError(f"no {name}")
     check_counts(0, rollout=header["rollout"], rank=header["rank"])
+    check_numbers(at_most=MAX_ROLLOUT, rollout=header["rollout"])
     check_counts(1, ranks=header["ranks"], threads=header["threads"])
     check_numbers(at_most=MAX_RANKS, ranks=header["ranks"])
     check_numbers(at_most=MAX_THREADS, threads=header["threads"])
@@ -147,9 +205,10 @@ def _check_step(step: Mapping[str, Any]) -> None:
     check_numbers(finite=True, scale=step["scale"])
     if not isinstance(step["weights"], str):
         raise ValueError(f"a {type(step['weights']).__name__} as the hash of weights")
-    for name, part in {**step["parts"], "grad_norm": step["grad_norm"]}.items():
+    norm = {} if step["grad_norm"] is None else {"grad_norm": step["grad_norm"]}  # of a step that was not made
+    for name, part in {**step["parts"], **norm}.items():
         value = from_json(part)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"a {type(value).__name__} as {name[:80]}")
     _check_plain({} if step["states"] is None else step["states"])
 
@@ -185,6 +244,13 @@ def _refuse(constant: str) -> NoReturn:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
+        raise ValueError(f"the number {text[:40]}, which is too large")
+    return number
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if abs(number) >= 2**1023:  # which is no float
         raise ValueError(f"the number {text[:40]}, which is too large")
     return number
 

@@ -1,6 +1,5 @@
 """Sample table: a few samples with their rewards, in the terminal and in the logger, every n rollouts."""
 
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from lightning_rl.corrections import RLCallback
 from lightning_rl.data import Ticket
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.terminal import visible
+from lightning_rl.terminal import dump_visible, visible
 
 FILE = "samples.jsonl"
 
@@ -123,13 +122,13 @@ def log_table(logger: Logger | None, samples: Sequence[dict[str, Any]], ticket: 
     if isinstance(logger, WandbLogger):
         logger.log_table("samples", columns, [list(sample.values()) for sample in samples], step=ticket.index)
     elif isinstance(logger, TensorBoardLogger):
-        rows = ["    " + json.dumps(sample, ensure_ascii=False) for sample in samples]  # a code block: nothing renders
+        rows = ["    " + dump_visible(sample) for sample in samples]  # a code block: nothing renders
         logger.experiment.add_text("samples", "\n".join(rows), ticket.index)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a", encoding="utf-8") as lines:
             for sample in samples:
-                lines.write(json.dumps({"rollout": ticket.rollout, **sample}, ensure_ascii=False) + "\n")
+                lines.write(dump_visible({"rollout": ticket.rollout, **sample}) + "\n")
 
 
 def _cell(value: Any, width: int) -> str:

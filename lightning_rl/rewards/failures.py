@@ -1,6 +1,5 @@
 """Failures: what rewards failed on in a rollout, said once and written to a file; too much of it ends the run."""
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 from lightning_rl.distributed import RunEndError
 from lightning_rl.rewards.call import RewardCall
 from lightning_rl.rewards.limit import CLOCK
-from lightning_rl.terminal import visible
+from lightning_rl.terminal import dump_visible, visible
 
 FOLDER = "failed_rewards"
 
@@ -103,7 +102,7 @@ def _write(calls: Sequence[RewardCall], path: Path) -> bool:
         with path.open("w", encoding="utf-8") as file:
             for call in calls:
                 for sample in _samples(call):
-                    file.write(json.dumps(sample, default=repr, ensure_ascii=False) + "\n")
+                    file.write(dump_visible(sample, default=repr) + "\n")
     except (OSError, ValueError, TypeError):
         return False
     return True

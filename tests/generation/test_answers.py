@@ -1,10 +1,12 @@
 """Answers: what no engine can mean ends the run, what spoils one sample costs its row, and each names the sample."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.engine_requests import request_of
@@ -16,6 +18,8 @@ from lightning_rl import EngineError, FakeEngine, Finish, RLCallback, Rollout, S
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.answers import Answers
+from lightning_rl.rollout import ROUTES
+from lightning_rl.rollouts.idle import IdleRunError
 
 EOS, A = 1, 5
 SAMPLING = Sampling(max_new_tokens=3, eos_token_ids=[EOS])
@@ -93,6 +97,29 @@ def swapped(given: list[Completion]) -> list[Completion]:
     return [given[0], given[2], given[1], given[3]]
 
 
+class Lying(Sequence[Any]):
+    """A sequence that says another length than it has."""
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        self.entries = entries
+
+    @override
+    def __len__(self) -> int:
+        return 4 if isinstance(self.entries[0], Completion) else 3
+
+    @override
+    def __getitem__(self, place: Any) -> Any:
+        return self.entries[place]
+
+
+class Unspeakable:
+    """Something that does not say what it is."""
+
+    @override
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
 LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Finish.LENGTH}
 
 
@@ -120,6 +147,60 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
         pytest.param(one(version=1), "weights that were pushed, the last of which is 0 .* got version 1", id="version"),
         pytest.param(one(versions=(0, 0, 7)), "weights that were pushed, .* got version 7", id="version-of-a-token"),
         pytest.param(one(finish=1), "a Completion with a Finish from OwnEngine", id="finish"),
+        pytest.param(one(finish="stop"), "a Completion with a Finish from OwnEngine", id="finish-text"),
+        pytest.param(
+            lambda given: iter(given), "expected 4 completions .* got a list_iterator: return a list", id="it"
+        ),
+        pytest.param(lambda given: (each for each in given), "got a generator: return a list", id="generator"),
+        pytest.param(lambda given: dict(enumerate(given)), "got a dict: return a list", id="dict"),
+        pytest.param(lambda _: "abcd", "got a str: return a list", id="text"),
+        pytest.param(lambda given: Lying(given[:2]), "expected 4 completions from OwnEngine, .* got 2", id="lying"),
+        pytest.param(lambda given: Lying(given * 5), "expected 4 completions from OwnEngine, .* got 5", id="endless"),
+        pytest.param(
+            lambda given: [*given[:2], "x", given[3]], "a Completion with a Finish .* got 'x'", id="no-completion"
+        ),
+        pytest.param(lambda given: [*given[:2], Unspeakable(), given[3]], "got a Unspeakable", id="unspeakable"),
+        pytest.param(one(token_ids=None), "token ids as a tuple from OwnEngine, got a NoneType", id="ids-none"),
+        pytest.param(one(token_ids="abc"), "token ids as a tuple from OwnEngine, got a str", id="ids-text"),
+        pytest.param(one(token_ids=b"abc"), "token ids as a tuple from OwnEngine, got a bytes", id="ids-bytes"),
+        pytest.param(one(token_ids=torch.tensor([5, 6, 1])), "got a Tensor .*: return .*tolist", id="ids-tensor"),
+        pytest.param(one(token_ids=np.array([5, 6, 1])), "got a ndarray .*: return .*tolist", id="ids-array"),
+        pytest.param(one(token_ids=(5, None, 1)), r"whole numbers .* got \[5, None, 1\]", id="id-none"),
+        pytest.param(one(token_ids=(True, 6, 1)), r"whole numbers .* got \[True, 6, 1\]", id="id-bool"),
+        pytest.param(one(token_ids=(np.float64(5), 6, 1)), r"whole numbers .* got \[np.float64", id="id-numpy-float"),
+        pytest.param(one(logprobs=[-1.0, -2.0, 0.0]), "for each of 3 tokens .* got a list .* float32", id="list"),
+        pytest.param(one(logprobs=np.zeros(3)), "for each of 3 tokens .* got a ndarray .* float32", id="array"),
+        pytest.param(one(logprobs=torch.zeros(3, device="meta")), "got a tensor on the meta device", id="meta"),
+        pytest.param(one(logprobs=torch.zeros(3).to_sparse()), "got a tensor of layout torch.sparse", id="sparse"),
+        pytest.param(one(logprobs=torch.zeros(3, dtype=torch.int64)), "got torch.int64 .* float32", id="whole"),
+        pytest.param(
+            one(logprobs=torch.zeros(3, dtype=torch.bfloat16)), "got torch.bfloat16 .* float32", id="bfloat16"
+        ),
+        pytest.param(one(logprobs=torch.zeros(3, dtype=torch.float16)), "got torch.float16 .* float32", id="float16"),
+        pytest.param(
+            one(logprobs=torch.zeros(3, dtype=torch.complex64)), "got torch.complex64 .* float32", id="complex"
+        ),
+        pytest.param(one(logprobs=torch.tensor(0.0)), r"for each of 3 tokens .* got \[\]", id="scalar"),
+        pytest.param(
+            one(logprobs=torch.zeros(3, requires_grad=True)), "with a gradient, .*: return .*no_grad", id="gradient"
+        ),
+        pytest.param(one(version=None), "a whole number as version .* got None .*: give the one", id="version-none"),
+        pytest.param(one(version="0"), "a whole number as version .* got '0'", id="version-text"),
+        pytest.param(one(version=0.0), "a whole number as version .* got 0.0", id="version-float"),
+        pytest.param(one(versions=("a", "b", "c")), "version of each token .* got 'a'", id="versions-text"),
+        pytest.param(one(versions=(0, None, 0)), "version of each token .* got None", id="versions-none"),
+        pytest.param(one(versions=0), "versions of tokens as a tuple .* got a int", id="versions-number"),
+        pytest.param(
+            one(versions=torch.zeros(3)), "versions of tokens as a tuple .* got a Tensor", id="versions-tensor"
+        ),
+        pytest.param(one(versions=Lying((0, 0))), "a version for each of 3 tokens .* got 2", id="versions-lying"),
+        pytest.param(one(sample_id="2"), "a whole number as sample_id .* got '2'", id="sample-text"),
+        pytest.param(
+            one(sample_id=torch.tensor([2, 2])), "a whole number as sample_id .* got tensor", id="sample-tensor"
+        ),
+        pytest.param(one(token_extras=None), "token_extras as tensors by name .* got None", id="extras-none"),
+        pytest.param(one(token_extras={"x": [1]}), "token_extras as tensors by name .* got {'x'", id="extras-list"),
+        pytest.param(one(prompt_extras=[]), "prompt_extras as tensors by name", id="prompt-extras-list"),
     ],
 )
 def test_what_no_engine_can_mean_is_an_error_with_engine_and_sample(
@@ -127,13 +208,167 @@ def test_what_no_engine_can_mean_is_an_error_with_engine_and_sample(
 ) -> None:
     with pytest.raises(EngineError, match=message) as raised:
         ask(change)
-    if "completions from" not in message and "sample 1" not in message:
+    assert str(raised.value).rpartition(": ")[2], "what to do"
+    if not str(raised.value).startswith("expected 4 completions") and "sample 1" not in message:
         assert "for sample 2 (request 2 of 4, prompt [2, 5])" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "logprobs"),
+    [
+        ([A, A + 1, EOS], torch.tensor([-1.0, -2.0, 0.0])),
+        ((np.int64(A), np.uint8(A + 1), EOS), torch.tensor([-1.0, -2.0, 0.0], dtype=torch.float64)),
+    ],
+    ids=["a list", "whole numbers of numpy"],
+)
+def test_what_means_the_same_becomes_a_tuple_of_ints(token_ids: Any, logprobs: Tensor) -> None:
+    believed = ask(one(token_ids=token_ids, logprobs=logprobs, versions=[0, np.int32(0), 0]))[2]
+    assert believed.token_ids == (A, A + 1, EOS) and believed.versions == (0, 0, 0)
+    assert set(map(type, (*believed.token_ids, *(believed.versions or ())))) == {int}
+
+
+def test_a_sample_that_is_given_up_needs_no_logprobs() -> None:
+    believed = ask(one(token_ids=(), logprobs=None, finish=Finish.ABORT))
+    assert believed[2].logprobs is not None and believed[2].logprobs.shape == (0,)
+
+
+def recording(change: Callable[[list[Completion]], Any], names: set[str]) -> list[Completion]:
+    """What is believed of an engine that records something of each of three tokens, and of two of the prompt."""
+    engine = OwnEngine(change)
+    engine.capabilities = Capabilities(extras=frozenset(names))
+    engine.select_extras(frozenset(names))
+    engine.load_weights([], 0)
+    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
+    answers = Answers(engine=engine, requests=requests, logprobs=True)
+    return answers.check(engine.generate(requests, logprobs=True))
+
+
+def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
+    """Adds routes to all completions, and others to one."""
+
+    def change(given: list[Completion]) -> list[Completion]:
+        routes = {"token_extras": {ROUTES: torch.zeros(3, 2, 1)}, "prompt_extras": {ROUTES: torch.zeros(2, 2, 1)}}
+        return [replace(each, **{**routes, **(changes if n == place else {})}) for n, each in enumerate(given)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_extras": {}}, "routed_experts of each of 3 tokens from OwnEngine, got nothing"),
+        ({"token_extras": {ROUTES: torch.zeros(2, 2, 1)}}, "of each of 3 tokens from OwnEngine, got 2"),
+        ({"token_extras": {ROUTES: torch.tensor(0.0)}}, "of each of 3 tokens from OwnEngine, got nothing"),
+        ({"prompt_extras": {}}, "routed_experts of each of 2 tokens from OwnEngine, got nothing"),
+        ({"prompt_extras": {ROUTES: torch.zeros(3, 2, 1)}}, "of each of 2 tokens from OwnEngine, got 3"),
+        ({"token_extras": {ROUTES: torch.zeros(3, 4, 1)}}, r"of float32 \[2, 1\] at each .* got float32 \[4, 1\]"),
+        ({"prompt_extras": {ROUTES: torch.zeros(2, 2, 1).int()}}, r"the prompt of float32 .* got int32 \[2, 1\]"),
+    ],
+)
+def test_what_an_engine_records_is_held_to_its_form(changes: dict[str, Any], message: str) -> None:
+    assert len(recording(extended(-1), {ROUTES})) == 4
+    with pytest.raises(EngineError, match=message) as raised:
+        recording(extended(2, **changes), {ROUTES})
+    assert "for sample 2 (request 2 of 4" in str(raised.value)
+
+
+def test_weights_that_are_older_than_those_it_had_when_it_was_asked_are_refused() -> None:
+    engine = OwnEngine()
+    for version in (0, 1, 2):
+        engine.load_weights([], version)
+    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
+
+    def answer(*versions: int) -> list[Completion]:
+        answers = Answers(engine=engine, requests=requests, logprobs=True)
+        return answers.check([replace(right(r), version=v) for r, v in zip(requests, versions, strict=True)])
+
+    assert [each.version for each in answer(2, 2, 2, 2)] == [2, 2, 2, 2]
+    with pytest.raises(EngineError, match=r"tokens of version 2, which it had when it was asked, .* got version 1 for"):
+        answer(2, 2, 1, 2)
+    asked = Answers(engine=engine, requests=requests, logprobs=True)
+    engine.load_weights([], 3)  # while it generates
+    both = [replace(right(request), version=2, versions=(2, 3, 3)) for request in requests]
+    assert asked.check(both)[0].versions == (2, 3, 3)
+
+
+@pytest.mark.parametrize("method", ["_draw", "_take"])
+def test_an_engine_that_ends_the_program_has_failed(method: str) -> None:
+    def leave(*_: Any, **__: Any) -> None:
+        sys.exit(0)
+
+    engine = type("Leaving", (OwnEngine,), {method: leave})()
+    with pytest.raises(EngineError, match=r"(completions|weights to be loaded) from Leaving, got sys.exit\(0\), which"):
+        fit(tiny_module(engine=engine))
+
+
+def test_an_answer_that_is_given_up_whole_is_said() -> None:
+    def nothing(given: list[Completion]) -> list[Completion]:
+        return [replace(each, finish=Finish.ABORT) for each in given]
+
+    with pytest.warns(UserWarning, match="OwnEngine gave up every sample .* of which nothing is learnt"):
+        assert {each.finish for each in ask(nothing)} == {Finish.ABORT}
+
+
+def test_a_run_whose_engine_gives_up_everything_ends_and_says_why() -> None:
+    class Lost(TransformersEngine):
+        @override
+        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            drawn = super()._draw(requests, logprobs=logprobs)
+            return [replace(each, finish=Finish.ABORT) for each in drawn]
+
+    told = r"taught the policy nothing: the engine gave up every sample \(Finish.ABORT\): .* rollout/aborted 16"
+    with (
+        pytest.warns(UserWarning, match="Lost gave up every sample"),
+        pytest.warns(UserWarning, match=told),
+        pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine gave up every sample"),
+    ):
+        fit(tiny_module(engine=Lost(), max_idle_rollouts=3))
+
+
+def certain(number: int, *, logprob: float = 0.0, **options: Any) -> list[Completion]:
+    """What is believed of so many requests of three tokens each, with one log-probability."""
+    scores = torch.full((3,), logprob)
+    return ask(lambda given: [replace(each, logprobs=scores) for each in given], requests=number, **options)
+
+
+def test_log_probabilities_that_all_are_zero_are_said_and_believed() -> None:
+    with pytest.warns(
+        UserWarning, match="every log-probability from OwnEngine is exactly 0, .* or|the policy has coll"
+    ):
+        assert len(certain(22)) == 22
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requests": 21},  # 63 tokens
+        {"requests": 22, "logprob": -1e-7},
+        {"requests": 22, "vocabulary": 1},
+        {"requests": 22, "temperature": 0.0},
+        {"requests": 22, "top_k": 1},
+        {"requests": 22, "logprobs": False},
+    ],
+    ids=str,
+)
+def test_where_they_may_well_be_zero_nothing_is_said(change: dict[str, Any]) -> None:
+    sampled = {name: change[name] for name in ("temperature", "top_k") if name in change}
+    requests = [replace(request_of((2,), n), sampling=replace(SAMPLING, **sampled)) for n in range(change["requests"])]
+    engine, ids = OwnEngine(), (0, 0, 0) if "vocabulary" in change else (A, A + 1, EOS)
+    engine.load_weights([], 0)
+    scores, finish = torch.full((3,), change.get("logprob", 0.0)), Finish.LENGTH if ids[-1] != EOS else Finish.STOP
+    drawn = [replace(right(request), token_ids=ids, logprobs=scores, finish=finish) for request in requests]
+    logprobs, vocabulary = change.get("logprobs", True), change.get("vocabulary", 16)
+    answers = Answers(engine=engine, requests=requests, logprobs=logprobs, vocabulary=vocabulary)
+    assert answers.check(drawn) == drawn
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
+        pytest.param(
+            {"logprobs": torch.tensor([-1.0, -1e30, -1.0])}, r"of -1e\+30 at position 1, at which nothing", id="masked"
+        ),
+        pytest.param({"logprobs": torch.tensor([-1.0, -104.0, -1.0])}, "of -104 at position 1", id="below-float32"),
         pytest.param({"logprobs": torch.tensor([-1.0, nan, -1.0])}, "a log-probability of nan at position 1", id="nan"),
         pytest.param({"logprobs": torch.tensor([-1.0, -1.0, -torch.inf])}, "of -inf at position 2", id="infinite"),
         pytest.param({"logprobs": torch.tensor([torch.inf, -1.0, -1.0])}, "of inf at position 0", id="plus-infinite"),

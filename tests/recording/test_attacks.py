@@ -191,6 +191,11 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "lists in lists": (lambda h: h.update(samples=inside(100)), "more than 64 deep"),
     "a list": (lambda h: h.update(algorithm=[]), "algorithm"),
     "an algorithm without a loss": (lambda h: h["algorithm"].pop("loss"), "loss"),
+    "a part that is nothing": (
+        lambda h: h["steps"][0]["parts"].update({"loss/total": None}),
+        "a NoneType as loss/total",
+    ),
+    "a rollout beyond any": (lambda h: h.update(rollout=10**300), "rollout <= 9.0"),
     "a version that is none": (lambda h: h["versions"].update(torch=3), "a int where a name belongs"),
 }
 
@@ -213,6 +218,7 @@ def test_a_header_that_nobody_wrote_is_refused(attack: str, folder: Path, trap: 
         ('{"format": 2, "scale": -Infinity}', "-Infinity, which is no JSON"),
         ('{"format": 2, "scale": 1e999}', "the number 1e999, which is too large"),
         ('{"format": 2, "rollout": ' + "9" * 5000 + "}", "expected the JSON"),
+        ('{"format": 2, "rollout": ' + "9" * 400 + "}", "expected the JSON .* the number 9{40}, which is too large"),
         ('{"format": 2, "rollout": 1, "rollout": 2}', "a name twice"),
         ("\x00\x01", "expected the JSON"),
     ],
@@ -275,6 +281,22 @@ TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "a name with a way up": lambda t: t.update({"pass/../../logprobs": t["pass/0/logprobs"].clone()}),
     "a field that nobody has": lambda t: t.update({"rollout/__class__": t["rollout/rewards"].clone()}),
     "another number of rewards": lambda t: t.update({"rollout/rewards": torch.zeros(1)}),
+    "nothing of the entropy": lambda t: t.pop("pass/0/entropy"),
+    "a scalar for prompts": lambda t: t.update({"rollout/prompt_ids": torch.tensor(1)}),
+    "a mask of floats": lambda t: t.update({"rollout/action_mask": t["rollout/action_mask"].double()}),
+    "whole numbers for rewards": lambda t: t.update({"rollout/rewards": t["rollout/rewards"].long()}),
+    "floats for groups": lambda t: t.update({"rollout/groups": t["rollout/groups"].bfloat16()}),
+    "8 bits for log-probabilities": lambda t: t.update(
+        {"pass/0/logprobs": t["pass/0/logprobs"].to(torch.float8_e4m3fn)}
+    ),
+    "complex numbers": lambda t: t.update({"rollout/old_logprobs": t["rollout/old_logprobs"].to(torch.complex64)}),
+    "no mask of scores": lambda t: t.update({"sampled/scored": t["sampled/scored"].long()}),
+    "a response longer than all": lambda t: t["rollout/response_lengths"].fill_(2**62),
+    "a prompt without a token": lambda t: t["rollout/prompt_lengths"].fill_(0),
+    "a negative token": lambda t: t["rollout/response_ids"].fill_(-5),
+    "a reason that is none": lambda t: t["rollout/finish"].fill_(9),
+    "two rewards of a row": lambda t: t.update({"rollout/task_rewards/x": torch.zeros(16, 2)}),
+    "another kind of tensor": lambda t: t.update({"own/x": torch.zeros(16)}),
     "a field that is no mapping": lambda t: t.update({"rollout/rewards/x": torch.zeros(16)}),
 }
 
@@ -282,8 +304,41 @@ TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 @pytest.mark.parametrize("attack", TENSORS)
 def test_tensors_that_do_not_fit_are_refused(attack: str, folder: Path) -> None:
     path = changed_tensors(folder, TENSORS[attack])
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match=r"^expected (the tensors of a recording|a tensor '\S+') in \S+, got [^\n]+$"):
         replayed(path)
+
+
+def test_log_probabilities_that_are_none_end_the_command_in_one_sentence(folder: Path) -> None:
+    path = changed_tensors(folder, lambda t: t["pass/0/logprobs"].fill_(torch.nan))
+    assert_refused(path, "expected finite outputs of the policy, got log-probability nan at row")
+
+
+def assert_refused(path: Path, message: str) -> None:
+    """The command ends with this sentence, and so with exit code 1."""
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(path)])
+    assert isinstance(ended.value.code, str) and ended.value.code.startswith(message)
+    assert "\n" not in ended.value.code
+
+
+@pytest.mark.parametrize("missing", [".json", ".safetensors"])
+@pytest.mark.parametrize("given", [".json", ".safetensors"])
+def test_half_a_recording_ends_the_command_in_one_sentence(given: str, missing: str, folder: Path) -> None:
+    (folder / f"{STEM}{missing}").unlink()
+    message = (
+        f"expected {folder / STEM}{missing}, got no such file: a recording is a .json and a .safetensors of one name"
+    )
+    assert_refused(folder / f"{STEM}{given}", message)
+
+
+@pytest.mark.parametrize("name", ["", "recorded", "x" * 300, "recorded/rollout-000000.json/x", "a\0b"])
+def test_a_path_that_is_no_recording_ends_the_command_in_one_sentence(name: str, folder: Path) -> None:
+    assert_refused(folder.parent / name, "embedded null" if "\0" in name else "expected ")
+
+
+@pytest.mark.parametrize("attack", HEADERS)
+def test_a_header_that_nobody_wrote_ends_the_command_in_one_sentence(attack: str, folder: Path) -> None:
+    assert_refused(rewritten(folder, HEADERS[attack][0]), "expected ")
 
 
 def test_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path) -> None:

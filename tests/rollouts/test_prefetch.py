@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import callback_of, fit, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import callback_of, fit, recorder, rollout_of, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
@@ -25,6 +25,7 @@ from lightning_rl import (
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, OffPolicyIS, RolloutKL, TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Request
+from lightning_rl.rollouts.sample import check_staleness
 
 WAIT = 60.0  # seconds after which a test that would hang fails
 
@@ -216,10 +217,14 @@ def test_an_engine_that_takes_weights_while_it_generates_may_be_further_ahead() 
 
 def test_a_token_that_is_too_old_names_row_and_version() -> None:
     steps = Steps()
-    with pytest.raises(
-        RuntimeError, match=r"rollout 2 from weights at most 1 rollouts old .* version 0 at row 0 \(sample 32\), resp"
-    ):
+    with pytest.raises(EngineError, match=r"tokens of version 1, which it had when .* got version 0 for sample 32 \("):
         fit(module_of(engine=Paused(steps, late=1)), callbacks=[TruncatedIS(), steps])
+    old = rollout_of([1.0, 0.0], [[1, 1], [1, 0]]).replace(policy_version=torch.tensor([[4, 4], [3, -1]]))
+    check_staleness(old, 5, 2)
+    with pytest.raises(
+        RuntimeError, match=r"rollout 5 from weights at most 1 rollouts old .* version 3 at row 1 \(sample 101\), resp"
+    ):
+        check_staleness(old, 5, 1)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])

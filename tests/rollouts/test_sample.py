@@ -62,7 +62,9 @@ def test_every_token_keeps_the_version_that_drew_it() -> None:
             token_ids=(5,) * length, logprobs=torch.zeros(length), finish=Finish.LENGTH, version=3, versions=mixed
         )
 
-    rollout, _ = fill_rollout(sampler_of(script=said), stream().take, 1, 4)
+    sampler = sampler_of(script=said)
+    sampler.engine.version = 3  # when it is asked; version 4 comes while it generates
+    rollout, _ = fill_rollout(sampler, stream().take, 1, 4)
     assert rollout.policy_version.tolist() == [[3, 3, -1], [3, 4, 4], [3, 3, -1]]
     with pytest.raises(ValueError, match="expected a version for each of 2 tokens, got 1"):
         Completion(token_ids=(5, 6), logprobs=None, finish=Finish.STOP, version=1, versions=(1,))
@@ -148,7 +150,7 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
     ("logprobs", "got"), [(None, "none"), (torch.zeros(1), "1"), (torch.zeros(3), "3")], ids=["none", "short", "long"]
 )
 def test_an_engine_that_does_not_give_every_log_probability_is_refused(logprobs: Tensor | None, got: str) -> None:
-    faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=Finish.STOP, version=0)
+    faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=Finish.STOP, version=6)
     with pytest.raises(EngineError, match=f"for each of 2 tokens from FakeEngine, got {got} for sample 0"):
         fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1)
     silent = FakeEngine(lambda _: faulty, returns_logprobs=False)
