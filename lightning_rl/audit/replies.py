@@ -10,6 +10,7 @@ import torch
 
 from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.fork import TOO_LATE, Fork, NoReplyError, ask_copy
+from lightning_rl.audit.sharing import shared_memory_of
 from lightning_rl.rewards import Isolated, RewardCall
 from lightning_rl.rewards.call import CallStyle, Notes, Rows
 from lightning_rl.rewards.values import values_of
@@ -75,8 +76,10 @@ class RewardQuestions:
         self._fresh = fresh or {}
         latest = {call.name: (call, ids) for call, ids in zip(calls, samples, strict=True) if len(call.values) > 1}
         self._asked = list(latest.values())
-        self._silent = [RewardReply(call.name, reason) for call, _ in self._asked if (reason := silence_of(call))]
-        self._asked = [(call, ids) for call, ids in self._asked if not silence_of(call)]
+        reasons = [silence_of(call) for call, _ in self._asked]
+        pairs = list(zip(self._asked, reasons, strict=True))
+        self._silent = [RewardReply(call.name, reason) for (call, _), reason in pairs if reason]
+        self._asked = [asked for asked, reason in pairs if not reason]
         self._fork = Fork(self._ask_all, PATIENCE) if self._asked else None
 
     def replies(self) -> list[RewardReply]:
@@ -151,7 +154,10 @@ def silence_of(call: RewardCall) -> str:
         f"a call of reward {call.name} takes more than {MAX_SECONDS} s": call.seconds > MAX_SECONDS,
         f"reward {call.name} failed on some rows": bool(call.failures),
     }
-    return next((reason for reason, holds in cases.items() if holds), "")
+    reason = next((reason for reason, holds in cases.items() if holds), "")
+    if not reason and (shared := shared_memory_of(function)):
+        reason = f"reward {call.name} can reach {shared}, which a copy of the process would share with the run"
+    return reason
 
 
 def equal_values(ours: Values, theirs: Values) -> bool:
