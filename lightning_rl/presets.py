@@ -39,6 +39,7 @@ from lightning_rl.losses import (
     GSPO,
     M2PO,
     SAPO,
+    VESPO,
     ClipCov,
     ClippedSurrogate,
     KLCov,
@@ -120,6 +121,22 @@ def gspo() -> Preset:
     Source: Zheng et al. 2025, arXiv:2507.18071.
     """
     return Preset({"advantages": GRPO(), "loss": GSPO(), "reduction": sequence_mean})
+
+
+def luspo() -> Preset:
+    """GSPO in which a response weighs as many times as it has tokens, so that short ones have no advantage; no KL.
+
+    Source: Liu et al. 2026, arXiv:2602.05261.
+    """
+    return Preset({"advantages": GRPO(), "loss": GSPO(), "reduction": SequenceSumNorm(1)})
+
+
+def vespo() -> Preset:
+    """A smooth weight of whole responses that fades on both sides of 1, for very stale rollouts; no KL.
+
+    Source: Shen et al. 2026, arXiv:2602.10693.
+    """
+    return Preset({"advantages": GRPO(), "loss": VESPO(), "reduction": token_mean})
 
 
 def cispo() -> Preset:

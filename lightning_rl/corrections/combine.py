@@ -14,7 +14,7 @@ from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.edits import EditWatch, Fields, changed_entries, copy_plain, refuse_edits, same_plain
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, RolloutT
 
 RESERVED = frozenset(
     (
@@ -133,7 +133,7 @@ class Corrections:
             combined = combined | mask
         return combined, stats
 
-    def provide(self, rollout: Rollout) -> Rollout:
+    def provide(self, rollout: RolloutT) -> RolloutT:
         """The rollout with every provided tensor in the field that its name begins with."""
         fields = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
         for callback, tensors in self._each("provide", rollout):
