@@ -48,7 +48,6 @@ NOT_OFFERED: dict[str, str] = {
     "grpo_passk": "no advantage for the best row of a group alone",
     "optimal_token_baseline": "needs the sum of squared probabilities of each step",
     "proximal_logp_approximation": "the policy before the update is computed, never interpolated",
-    "stop_properly": "a row that was cut off is left out of the reward, not scaled or punished",
 }
 """Algorithms that the library does not have, with the reason."""
 

@@ -23,7 +23,9 @@ def corrected(case: Case) -> Outputs:
     if case.peer == "verl":  # two families apart: weights, which may be 0, and rejections, which shrink the mask
         weight = Contribution(view, readers_of(case, "rollout_is")).kept_weight
         rejected = view.valid_tokens & Contribution(view, readers_of(case, "rollout_rs")).kept
-    if case.params.get("rollout_is_batch_normalize"):
+    if case.peer == "SkyRL":  # masks stand in the mask alone
+        weight = done.weight
+    if case.params.get("rollout_is_batch_normalize") and "_" in str(case.params["rollout_is_threshold"]):
         weight = weight / _mean(weight, view)
     by_row = "sequence" in (case.params.get("tis_ratio_type"), str(case.params.get("mode")).split("_")[0])
     return {**found, "modified_mask": rejected, "is_weights": weight[:, :1] if by_row else weight}
