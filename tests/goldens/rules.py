@@ -151,7 +151,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a group of one teaches nothing: 0",
         reason="verl, SkyRL and AReaL's leave-one-out let its raw reward through, which has no baseline",
-        algorithms=("grpo", "dr_grpo", "rloo", "opo", "reward_norm_masked"),
+        algorithms=(
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "opo",
+            "gpg",
+            "optimal_token_baseline",
+            "tir_optimal_token_baseline",
+            "reward_norm_masked",
+        ),
         predicts=_singleton,
     ),
     Rule(

@@ -120,14 +120,14 @@ def _steps(evidence: Evidence) -> list[list[list[int]]]:
 
 def _decays(estimator: Estimator, steps: list[list[list[int]]]) -> tuple[list[float], list[float]]:
     """The decay of each row, for the advantages and for what the critic learns."""
-    lam = getattr(estimator, "lam", 1.0)
-    critic = getattr(estimator, "lam_critic", None)
+    lam: float | TraceDecay = getattr(estimator, "lam", 1.0)
+    critic: float | TraceDecay | None = getattr(estimator, "lam_critic", None)
     number = torch.tensor([len(row) for row in steps], dtype=torch.int64)
-    own, critics = (
-        decay(number).tolist() if isinstance(decay, TraceDecay) else [decay] * len(steps)
-        for decay in (lam, lam if critic is None else critic)
-    )
-    return own, critics
+
+    def of_rows(decay: float | TraceDecay) -> list[float]:
+        return decay(number).tolist() if isinstance(decay, TraceDecay) else [decay] * len(steps)
+
+    return of_rows(lam), of_rows(lam if critic is None else critic)
 
 
 def _bend(raw: Tensor, trained: Tensor, atol: float) -> float:
