@@ -176,6 +176,23 @@ def test_a_parameter_that_nobody_reads_is_not_offered(
     assert found.status is Status.NOT_OFFERED and found.detail.startswith("parameter ") and name in found.detail
 
 
+@pytest.mark.parametrize("level", ["group", "batch"])
+def test_leaving_out_the_only_row_teaches_nothing_and_a_rule_says_so(level: str, cases: list[Case]) -> None:
+    """AReaL lets the raw 5.0 through, from which nobody's mean is subtracted."""
+    case = next(case for case in cases if (case.peer, case.algorithm) == ("AReaL", "reward_norm"))
+    alone = [1, 3] if level == "group" else [1]
+    values = np.array([5.0, 1.0, 2.0, 6.0][: sum(alone)], np.float32)
+    theirs = np.array([5.0, -3.0, -1.5, 4.5][: sum(alone)], np.float32)
+    params = {"mean_level": level, "std_level": None, "mean_leave1out": True, "std_unbiased": True, "eps": 1e-5}
+    params |= {"group_size": 1, "group_sizes": alone}
+    field = replace(case.outputs["y"], value=theirs)
+    found = verdict(replace(case, params=params, arrays={"x": values}, outputs={"y": field}))
+    assert (found.status, found.detail) == (Status.RULE, "a group of one teaches nothing: 0")
+    field = replace(field, value=theirs + np.float32([0.0, 0.5, 0.0, 0.0][: sum(alone)] if level == "group" else [0.0]))
+    found = verdict(replace(case, params=params, arrays={"x": values}, outputs={"y": field}))
+    assert found.status is (Status.FAILED if level == "group" else Status.RULE)
+
+
 def test_what_is_looked_up_is_known_at_every_depth() -> None:
     params = Params({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": 4})
     assert params["a"] == 1 and params["b"].get("c") == 2 and "f" in params
