@@ -245,8 +245,35 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
     ("tests/callbacks/test_sequence_ratio_mask.py", "test_keeps_rows_whose_largest_ratio_lies_within",
      "callbacks/sequence_ratio_mask.py", "torch.where(view.valid_tokens, policy_ratio(old, rollout), -torch.inf)",
      "policy_ratio(old, rollout)"),
+    ("tests/advantages/test_gae_over_turns.py", "test_hand_worked_rows", "lightning_rl/signal/returns.py",
+     "at_turns = by_turn(values, starts)", "at_turns = by_turn(values, valid_tokens)"),
+    ("tests/advantages/test_gae_over_turns.py", "test_the_estimator_counts_turns_for_discount_and_decay",
+     "lightning_rl/advantages/gae_over_turns.py", "turn_starts(valid, turns).sum(-1)", "valid.sum(-1)"),
+    ("tests/advantages/test_trace_decay.py", "test_every_row_has_the_decay_of_its_own_valid_tokens",
+     "lightning_rl/advantages/gae.py", "valid.sum(-1)", "valid.sum(-1) * 0 + valid.shape[1]"),
+    ("tests/advantages/test_trace_decay.py", "test_the_critic_learns_with_a_decay_of_its_own",
+     "lightning_rl/advantages/gae.py", "raw if self.lam_critic is None else estimate(self.lam_critic)", "raw"),
+    ("tests/advantages/test_trace_decay.py", "test_hand_worked_decays", "lightning_rl/advantages/trace_decay.py",
+     "1 / (steps - 1).clamp(min=1)", "1 / steps.clamp(min=1)"),
+    ("tests/advantages/test_pass_at_k.py", "test_hand_worked_groups", "lightning_rl/advantages/pass_at_k.py",
+     "group.spread & alone", "group.spread & best"),
+    ("tests/advantages/test_gpg.py", "test_rows_of_all_ranks_are_counted", "lightning_rl/advantages/gpg.py",
+     "global_sum(torch.stack([rewarded.sum(), teaching.sum()]).double())",
+     "torch.stack([rewarded.sum(), teaching.sum()]).double()"),
+    ("tests/advantages/test_gpg.py", "test_hand_worked_batches", "lightning_rl/advantages/gpg.py",
+     "rows / number.clamp(min=1)", "number / rows.clamp(min=1)"),
+    ("tests/advantages/test_optimal_token_baseline.py", "test_a_row_weighs_as_much_as_its_gradients_so_far",
+     "lightning_rl/advantages/optimal_token_baseline.py", ".double().cumsum(-1) * counted", ".double() * counted"),
+    ("tests/advantages/test_optimal_token_baseline.py", "test_holes_are_no_steps",
+     "lightning_rl/advantages/optimal_token_baseline.py", "steps = (valid.cumsum(-1) - 1).clamp(min=0)",
+     "steps = torch.arange(valid.shape[1]).expand(valid.shape)"),
+    ("tests/advantages/test_optimal_token_baseline.py", "test_the_ratio_to_the_engine_counts_squared_and_truncated",
+     "lightning_rl/advantages/optimal_token_baseline.py", "maximum=self.importance_cap).square()",
+     "maximum=self.importance_cap)"),
+    ("tests/signal/test_kl.py", "test_estimators_have_the_published_values_and_gradients", "lightning_rl/signal/kl.py",
+     "return p * (p / q).log() + rest_p * (rest_p / rest_q).log()", "return p * (p / q).log()"),
 ]]
-"""Ways to break losses and corrections, each with the test of its own file that notices."""
+"""Ways to break losses, corrections and estimators, each with the test of its own file that notices."""
 # fmt: on
 
 

@@ -17,6 +17,7 @@ from transformers import Qwen2ForCausalLM
 
 from lightning_rl import (
     DRO,
+    GAE,
     GMPO,
     GRPO,
     GSPO,
@@ -31,7 +32,15 @@ from lightning_rl import (
     VLLMServerEngine,
     presets,
 )
-from lightning_rl.advantages import ESTIMATORS
+from lightning_rl.advantages import (
+    ESTIMATORS,
+    GPG,
+    GAEOverTurns,
+    LengthAdaptive,
+    OptimalTokenBaseline,
+    PassAtK,
+    RelativePosition,
+)
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import (
     OPSM,
@@ -234,6 +243,22 @@ ALGORITHMS: dict[str, Case] = {
     "loss-shape": (fitted(loss=lambda view: view.logprobs.sum()), r"to return a value per token \[16, 8\], got \[\]"),
     "advantages-name": (made(advantages="grp0"), "expected advantages out of grpo, .* got 'grp0'"),
     "advantages-class": (made(advantages=GRPO), "expected an object as advantages, got the class GRPO: call it"),
+    "gae-decay": (lambda: GAE(lam=1.5), r"expected lam in \[0, 1\], got 1.5"),
+    "gae-decay-of-the-critic": (lambda: GAE(lam_critic=-1), r"expected lam_critic in \[0, 1\], got -1"),
+    "gae-over-turns-decay": (lambda: GAEOverTurns(gamma=2), r"expected gamma in \[0, 1\], got 2"),
+    "gae-over-turns-critic": (
+        fitted(advantages="gae_over_turns", group_size=1),
+        'GAEOverTurns reads "values", but there is no critic: pass critic= to the module',
+    ),
+    "length-adaptive": (lambda: LengthAdaptive(0), "expected alpha > 0, got 0"),
+    "relative-position": (lambda: RelativePosition(1.5), "expected kept .* got 1.5"),
+    "gpg-teaches": (lambda: GPG(teaches="all"), "expected teaches .*different.*nonzero.* got 'all'"),  # pyright: ignore[reportArgumentType]
+    "pass-at-k-epsilon": (lambda: PassAtK(epsilon=-1), "expected epsilon >= 0, got -1"),
+    "otb-cap": (lambda: OptimalTokenBaseline(importance_cap=0), "expected importance_cap > 0 or None, got 0"),
+    "pass-at-k-alone": (
+        fitted(advantages="pass_at_k", group_size=1),
+        "advantages=PassAtK compares the samples .* group_size=1 .*: use group_size=2",
+    ),
     "reduction-name": (made(reduction="mean"), "expected a reduction out of token_mean, .* got 'mean'"),
     "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
     "critic-unread": (

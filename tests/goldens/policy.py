@@ -128,6 +128,8 @@ def _reference(case: Case, view: LossView, coefficient: float) -> LossTerm:
 
 
 def _kl_weight(case: Case, view: LossView, name: str | int) -> Tensor | None:
+    if case.params.get("use_on_policy_kl_approximation"):
+        return importance(view.logprobs, view.require("rollout_logprobs"), bound=math.inf)
     if peer_of(case).score_function_kl:
         return importance(view.logprobs)
     if not case.params.get("use_bias_correction_kl") and name != RATIO_TIMES_K1:

@@ -4,17 +4,17 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution, corrections_of, readers_of
+from goldens.options import peer_ratio
 from goldens.views import view_of_case
 from lightning_rl import LossView
 from lightning_rl.signal.masked import row_mean
-from lightning_rl.signal.ratios import policy_ratio
 
 
 def corrected(case: Case) -> Outputs:
     """What the corrections of a case do to its tokens."""
     view = view_of_case(case)
     done = Contribution(view, corrections_of(case))
-    ratio = policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs"))
+    ratio = peer_ratio(case, view.require("old_logprobs"), view.require("rollout_logprobs"))
     found = {"ratio": ratio, "abs_dev": (ratio - 1).abs(), "clipfrac_tokens": (done.kept_weight != ratio).to(ratio)}
     if "pg_loss" in case:
         found["weighted_loss"] = case["pg_loss"] * done.kept_weight

@@ -12,7 +12,7 @@ from lightning_rl import LossView, PolicyLoss, Reinforce, RLCallback, Rollout, V
 from lightning_rl.advantages import RewardSignal
 from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.corrections.stat import merge_moments
-from lightning_rl.rollout import GREEDY_SCORE
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.rewards import shaped_rewards
@@ -128,6 +128,10 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: An
         "valid_tokens": rollout.valid_tokens,
         "values": rollout.values,
         "greedy": rollout.extras[GREEDY_SCORE],
+        "turns": rollout.token_extras[TURNS],
+        "old_logprobs": rollout.old_logprobs,
+        "rollout_logprobs": rollout.rollout_logprobs,
+        "sum_pi_squared": rollout.token_extras[SUM_PI_SQUARED],
         "global_sum": global_sum,
         **changes,
     }

@@ -31,7 +31,16 @@ from lightning_rl import (
     SequenceSumNorm,
     ValueLoss,
 )
-from lightning_rl.advantages import ESTIMATORS, FunctionEstimator
+from lightning_rl.advantages import (
+    ESTIMATORS,
+    GPG,
+    FunctionEstimator,
+    GAEOverTurns,
+    LengthAdaptive,
+    OptimalTokenBaseline,
+    PassAtK,
+    RelativePosition,
+)
 from lightning_rl.losses import LOSSES, FunctionLoss
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
 
@@ -64,6 +73,13 @@ ESTIMATOR_EXAMPLES: dict[str, Estimator] = {
     "raw": Normalized(mean="none", std="none"),
     "scaled": Normalized(mean="none", std="group"),
     "gae-raw": GAE(gamma=0.9, lam=0.8, whitened=False),
+    "gae-vapo": GAE(lam=LengthAdaptive(0.5), lam_critic=1.0, whitened=False),
+    "gae-relative": GAE(lam=RelativePosition(0.5)),
+    "gae_over_turns-raw": GAEOverTurns(gamma=0.9, lam=0.8, whitened=False),
+    "gpg-nonzero": GPG(teaches="nonzero"),
+    "pass_at_k-scaled": PassAtK(scaled=True),
+    "otb-tail": OptimalTokenBaseline(bare_tail=False),
+    "otb-weighed": OptimalTokenBaseline(importance_cap=1.1),
     "rpp-discounted": ReinforcePlusPlus(gamma=0.9),
     "function": FunctionEstimator(RLOO().per_row),
 }

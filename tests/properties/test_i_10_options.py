@@ -43,7 +43,15 @@ from lightning_rl import (
     SequenceSumNorm,
     ValueLoss,
 )
-from lightning_rl.advantages import FunctionEstimator
+from lightning_rl.advantages import (
+    GPG,
+    FunctionEstimator,
+    GAEOverTurns,
+    LengthAdaptive,
+    OptimalTokenBaseline,
+    PassAtK,
+    RelativePosition,
+)
 from lightning_rl.losses import FunctionLoss
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped
 from properties.batches import WITNESS
@@ -123,7 +131,21 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
     ReMax: Knobs(),
     ReinforcePlusPlus: Knobs({"gamma": (1.0, 0.5)}),
     ReinforcePlusPlusBaseline: Knobs(),
-    GAE: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, 0.5), "whitened": (True, False)}),
+    GAE: Knobs(
+        {
+            "gamma": (1.0, 0.5),
+            "lam": (1.0, LengthAdaptive(0.5)),
+            "lam_critic": (None, RelativePosition(0.5)),
+            "whitened": (True, False),
+        }
+    ),
+    GAEOverTurns: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, RelativePosition(0.5)), "whitened": (True, False)}),
+    GPG: Knobs({"teaches": ("different", "nonzero")}),
+    PassAtK: Knobs(
+        {"scaled": (False, True), "unbiased": (True, False), "epsilon": (1e-6, 0.1)},
+        {name: {"scaled": True} for name in ("unbiased", "epsilon")},
+    ),
+    OptimalTokenBaseline: Knobs({"bare_tail": (True, False), "importance_cap": (None, 1.1)}),
 }
 REDUCTION_KNOBS: dict[type, Knobs] = {SequenceSumNorm: Knobs({"length": (8, 9)})}
 VALUE_KNOBS: dict[type, Knobs] = {ValueLoss: Knobs({"coef": (1.0, 0.5), "clip": (0.2, 0.05), "huber": (math.inf, 0.2)})}
@@ -144,6 +166,10 @@ FAR = WITNESS.replace(
 """The witness with ratios beyond every bound, on either side and for either sign."""
 
 
+UNEQUAL = torch.where(WITNESS.groups == 2, 1.0, WITNESS.rewards + torch.arange(len(WITNESS)))
+"""Rewards for the witness: no two of a group alike, but in its last group all of them."""
+
+
 def options_of(kind: type) -> set[str]:
     return set(inspect.signature(kind).parameters)
 
@@ -151,8 +177,8 @@ def options_of(kind: type) -> set[str]:
 def outcome(built: Any) -> list[Tensor]:
     """Everything that an object of any of these kinds gives on the witness batch."""
     if isinstance(built, Estimator):
-        found = built(signal_of(WITNESS))
-        return [found.advantages] if found.returns is None else [found.advantages, found.returns]
+        found = built(signal_of(WITNESS)), built(signal_of(WITNESS.replace(rewards=UNEQUAL)))
+        return [one for both in found for one in both if one is not None]
     if isinstance(built, Clamped):
         return [built(FAR.logprobs, FAR.require("ref_logprobs"))]
     if isinstance(built, SequenceSumNorm):
