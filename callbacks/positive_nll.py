@@ -43,6 +43,7 @@ class PositiveNLL(RLCallback):
     name = "positive_nll"
     provides = (f"extras/{KEY}",)
     batch_statistics = True
+    chooses_rows = True
 
     def __init__(self, coef: float = 0.1, *, threshold: float = 0.0) -> None:
         check_numbers(at_least=0, finite=True, coef=coef)
