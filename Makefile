@@ -49,7 +49,7 @@ soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and see 
 	$(BIN)/python -m tests.soak
 
 test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
-	$(BIN)/python -m tests.goldens tests/data/goldens
+	$(BIN)/python -m tests.goldens tests/data/goldens tests/data/goldens_more
 
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an environment of its own
 	$(VLLM_BIN)/pytest -m "not long" tests/vllm

@@ -5,25 +5,29 @@ r"""Sequence-ratio mask: leave out responses whose probability in engine and tra
     \log \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}\Bigr) \le \beta
     \qquad\text{or}\qquad
     \alpha \le \prod_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
+    \qquad\text{or}\qquad
+    \alpha \le \max_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
 
 with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. One decision for the whole
 response, which still counts in the denominator. The product grows with the length of the response; the geometric mean
-does not.
+does not; the largest finds what a mean hides. With :class:`~lightning_rl.callbacks.TruncatedIS` what is kept is weighed
+as well: ``SequenceRatioMask("product")`` and ``TruncatedIS("sequence", cap=math.inf)`` are IcePop of whole responses.
 
 Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
 """
 
 from typing import Literal
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import check_band, sequence_ratio
+from lightning_rl.signal.ratios import check_band, policy_ratio, sequence_ratio
 
-BANDS = {"mean": (0.99, 1.01), "product": (0.5, 2.0)}
+BANDS = {"mean": (0.99, 1.01), "product": (0.5, 2.0), "max": (0.0, 5.0)}
 
 
 class SequenceRatioMask(RLCallback):
@@ -33,9 +37,12 @@ class SequenceRatioMask(RLCallback):
     ``sequence_ratio_mask/rejected``.
 
     Args:
-        statistic: the ratio of a response: the geometric ``"mean"`` or the ``"product"`` of those of its tokens.
-        low: smallest ratio that is kept, in [0, 1]; by default 0.99 for the mean and 0.5 for the product.
-        high: largest ratio that is kept, at least 1; by default 1.01 for the mean and 2 for the product.
+        statistic: the ratio of a response: of those of its tokens the geometric ``"mean"``, the ``"product"`` or the
+            ``"max"``.
+        low: smallest ratio that is kept, in [0, 1]; by default 0.99 for the mean, 0.5 for the product and 0 for the
+            maximum.
+        high: largest ratio that is kept, at least 1; by default 1.01 for the mean, 2 for the product and 5 for the
+            maximum.
 
     Raises:
         ValueError: if the statistic is unknown or a bound out of range.
@@ -45,7 +52,7 @@ class SequenceRatioMask(RLCallback):
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
 
     def __init__(
-        self, statistic: Literal["mean", "product"], low: float | None = None, high: float | None = None
+        self, statistic: Literal["mean", "product", "max"], low: float | None = None, high: float | None = None
     ) -> None:
         check_choices(BANDS, statistic=statistic)
         self.statistic = statistic
@@ -65,4 +72,7 @@ class SequenceRatioMask(RLCallback):
 
     def _ratio(self, view: LossView) -> Tensor:
         old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
+        if self.statistic == "max":
+            ratio = torch.where(view.valid_tokens, policy_ratio(old, rollout), -torch.inf)
+            return torch.where(view.valid_tokens.any(-1), ratio.amax(-1), 1.0)
         return sequence_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "mean")

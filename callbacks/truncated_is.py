@@ -1,44 +1,56 @@
 r"""Truncated importance sampling: correct for the mismatch between the engine and the trainer before the update.
 
 .. math::
-    w_{b,t} = \min\Bigl(\frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})},\ C\Bigr)
-    \qquad\text{or}\qquad
-    w_b = \min\Bigl(\prod_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})},\ C\Bigr)
+    w_{b,t} = \operatorname{clip}(r_{b,t}, c, C) \qquad\text{or}\qquad
+    w_b = \operatorname{clip}\Bigl(\prod_t r_{b,t},\, c,\, C\Bigr) \qquad\text{or}\qquad
+    w_b = \operatorname{clip}\Bigl(\bigl(\textstyle\prod_t r_{b,t}\bigr)^{1/|o_b|},\, c,\, C\Bigr),
+    \qquad r_{b,t} = \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}
 
 with :math:`\pi_{\text{old}}` the trainer's policy before the update. Its ratio old/rollout chains with the ratio
 current/old of PPO's loss, so no policy counts twice. The weight multiplies the policy loss; the denominator does not
-change.
+change. Masks multiply it: with :class:`~lightning_rl.callbacks.SequenceRatioMask` or
+:class:`~lightning_rl.callbacks.DivergenceMask` what is kept is weighed, and with an infinite cap beside a mask of the
+same ratio the mask alone bounds the weight, as IcePop does, of tokens and of responses.
 
 Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence form: Liu
 et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices, check_numbers
+from lightning_rl.arguments import check_bools, check_choices, check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio
+from lightning_rl.rollout import Rollout
+from lightning_rl.signal.masked import last_true, masked_fill_invalid
+from lightning_rl.signal.ratios import policy_ratio, sequence_ratio
 
-CAPS = {"token": 2.0, "sequence": 5.0}
+CAPS = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
+KEY = "truncated_is_scale"
 
 
 class TruncatedIS(RLCallback):
     """Weighs samples of the engine as samples of the trainer's policy before the update.
 
-    Logs ``truncated_is/ratio`` and ``truncated_is/ratio_max`` of single tokens before the cap,
-    ``truncated_is/capped``, the fraction of tokens whose weight the cap lowered, and the core's
+    Logs ``truncated_is/ratio`` and ``truncated_is/ratio_max`` of single tokens before the bounds,
+    ``truncated_is/capped``, the fraction of tokens whose weight a bound changed, and the core's
     ``truncated_is/weight_mean`` and ``truncated_is/ess``.
 
     Args:
-        level: one weight for each token, or the product of a row's ratios as one weight for all of its tokens.
-        cap: upper bound C; by default 2 for tokens and 5 for sequences.
+        level: one weight for each token; the ``"sequence"``'s product of a row's ratios as one weight for all of its
+            tokens, unbiased and of large variance; or their ``"geometric"`` mean, which no length drives away from 1.
+        cap: upper bound C; by default 2 for tokens and the geometric mean, and 5 for sequences.
+        floor: lower bound c, in [0, 1]; 0 for none. With it no sample is all but forgotten.
+        normalized: divide by the mean of the bounded weights over the rollout and all ranks (of tokens, or of the rows
+            that have some), so that the weights change which samples count and not how large the step is.
 
     Raises:
-        ValueError: if the level is unknown or the cap is below 1.
+        ValueError: if the level is unknown, the cap below 1 or the floor outside [0, 1].
     """
 
     name = "truncated_is"
@@ -46,30 +58,59 @@ class TruncatedIS(RLCallback):
     ratio = ("old", "rollout")
     alternative = "a mask such as SequenceRatioMask, which carries no ratio,"
 
-    def __init__(self, level: Literal["token", "sequence"] = "token", *, cap: float | None = None) -> None:
+    def __init__(
+        self,
+        level: Literal["token", "sequence", "geometric"] = "token",
+        *,
+        cap: float | None = None,
+        floor: float = 0.0,
+        normalized: bool = False,
+    ) -> None:
         check_choices(CAPS, level=level)
         check_numbers(at_least=1, optional=True, cap=cap)
+        check_numbers(at_least=0, at_most=1, floor=floor)
+        check_bools(normalized=normalized)
         self.level = level
         self.cap = CAPS[level] if cap is None else cap
+        self.floor = floor
+        self.normalized = normalized
+        self.batch_statistics = normalized
+        self.reads = self.reads_at_loss if normalized else ()
+        self.provides = (f"extras/{KEY}",) if normalized else ()
+
+    @property
+    @override
+    def contributes(self) -> frozenset[str]:
+        """It provides the scale of its weights only if they have one."""
+        return super().contributes - (frozenset() if self.normalized else {"provide"})
+
+    @override
+    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        valid = rollout.valid_tokens
+        counted = valid if self.level == "token" else last_true(valid)  # each token, or each row once
+        weight = masked_fill_invalid(self._ratio(rollout).clamp(self.floor, self.cap), counted).double()
+        total, number = self.collectives.sum(torch.stack([weight.sum(), counted.sum().double()]))
+        scale = torch.where(total > 0, number / total, 1.0).to(rollout.rewards.dtype)
+        return {f"extras/{KEY}": scale.expand(len(rollout)).clone()}
 
     @override
     def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:
-        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
-        if self.level == "token":
-            return clipped_weight(old, rollout, minimum=0.0, maximum=self.cap)
-        weight = sequence_ratio(old, rollout, view.valid_tokens, geometric=False).clamp(max=self.cap)
-        return weight[:, None].expand_as(old)
+        weight = self._ratio(view).clamp(self.floor, self.cap)
+        return weight * view.extras[KEY][:, None].to(weight.dtype) if self.normalized else weight
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
-        ratio = policy_ratio(old, rollout)
-        compared = ratio
-        if self.level == "sequence":
-            compared = sequence_ratio(old, rollout, view.valid_tokens, geometric=False)[:, None].expand_as(old)
-        raw = Stat.of(ratio, view.valid_tokens)
+        compared = self._ratio(view)
+        raw = Stat.of(policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs")), view.valid_tokens)
         return {
             "truncated_is/ratio": raw,
             "truncated_is/ratio_max": raw.maximum(),
-            "truncated_is/capped": Stat.of(compared > self.cap, view.valid_tokens),
+            "truncated_is/capped": Stat.of((compared > self.cap) | (compared < self.floor), view.valid_tokens),
         }
+
+    def _ratio(self, rows: Rollout) -> Float[Tensor, "B T"]:
+        old, rollout = rows.require("old_logprobs").detach(), rows.require("rollout_logprobs").detach()
+        if self.level == "token":
+            return policy_ratio(old, rollout)
+        ratio = sequence_ratio(old, rollout, rows.valid_tokens, geometric=self.level == "geometric")
+        return ratio[:, None].expand_as(old)

@@ -36,7 +36,7 @@ from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.optimizers import OptimizerBuilder
-from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,17 @@ class Needs:
 
     old_logprobs: bool = False
     ref_logprobs: bool = False
+    sum_pi_squared: bool = False
 
 
 def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
     """Which passes over a rollout have to run."""
     early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
+    early |= set(algorithm.advantages.reads)
     return Needs(
         old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
         ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
+        sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
     )
 
 
@@ -529,6 +532,7 @@ def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, en
     providing = algorithm.corrections.contributors("provide")
     known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in engine.capabilities.extras}
     known |= {f"extras/{GREEDY_SCORE}"} if algorithm.advantages.needs_greedy else set()
+    known |= {f"token_extras/{SUM_PI_SQUARED}"} & set(algorithm.advantages.reads)
     for callback in providing:
         if twice := sorted(known & set(callback.provides)):
             raise ValueError(

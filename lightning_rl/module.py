@@ -525,9 +525,9 @@ class RLLightningModule(LightningModule):
                 max_over_ranks=self._max_over_ranks,
             )
             rollout, plan = rollout.to(self.device), plan.to(self.device)
-            rollout = add_logprobs(
-                rollout, plan, self.required_policy, self.run.reference, corrections, old=self.run.needs.old_logprobs
-            )
+            needs = self.run.needs
+            passes = {"old": needs.old_logprobs, "squares": needs.sum_pi_squared}
+            rollout = add_logprobs(rollout, plan, self.required_policy, self.run.reference, corrections, **passes)
         with self._phase("signal"):
             rollout, _, signal = estimate_signal(rollout, self.estimator, corrections, collectives.sum)
         current = CurrentRollout.of(number, rollout, plan)

@@ -18,12 +18,15 @@ from typing import Any
 
 from lightning_rl.advantages import (
     GAE,
+    GPG,
     GRPO,
     OPO,
     RLOO,
     DrGRPO,
+    LengthAdaptive,
     MaxRL,
     Normalized,
+    OptimalTokenBaseline,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
@@ -39,6 +42,7 @@ from lightning_rl.losses import (
     GSPO,
     M2PO,
     SAPO,
+    VESPO,
     ClipCov,
     ClippedSurrogate,
     KLCov,
@@ -120,6 +124,22 @@ def gspo() -> Preset:
     Source: Zheng et al. 2025, arXiv:2507.18071.
     """
     return Preset({"advantages": GRPO(), "loss": GSPO(), "reduction": sequence_mean})
+
+
+def luspo() -> Preset:
+    """GSPO in which a response weighs as many times as it has tokens, so that short ones have no advantage; no KL.
+
+    Source: Liu et al. 2026, arXiv:2602.05261.
+    """
+    return Preset({"advantages": GRPO(), "loss": GSPO(), "reduction": SequenceSumNorm(1)})
+
+
+def vespo() -> Preset:
+    """A smooth weight of whole responses that fades on both sides of 1, for very stale rollouts; no KL.
+
+    Source: Shen et al. 2026, arXiv:2602.10693.
+    """
+    return Preset({"advantages": GRPO(), "loss": VESPO(), "reduction": token_mean})
 
 
 def cispo() -> Preset:
@@ -241,6 +261,35 @@ def lite_ppo() -> Preset:
     """
     options = {"advantages": Normalized(mean="group", std="batch"), "loss": ClippedSurrogate()}
     return Preset({**options, "reduction": token_mean})
+
+
+def vapo() -> Preset:
+    """PPO for long answers: a decay by length, a critic that learns plain returns, clip-higher, token mean; no KL.
+
+    Without the likelihood term of correct answers. The paper also fits the critic to the first policy beforehand.
+
+    Source: Yue et al. 2025, arXiv:2504.05118.
+    """
+    advantages = GAE(lam=LengthAdaptive(0.05), lam_critic=1.0)
+    options = {"advantages": advantages, "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
+    return Preset({**options, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean})
+
+
+def gpg() -> Preset:
+    """Centred rewards scaled by the share of rows that teach, and the plain policy gradient; no KL.
+
+    Source: Chu et al. 2025, arXiv:2504.02546.
+    """
+    return Preset({"advantages": GPG(), "loss": Reinforce(), "reduction": token_mean})
+
+
+def optimal_token_baseline() -> Preset:
+    """A baseline for each step of a group, on policy: one update per rollout, the plain policy gradient, no KL.
+
+    Source: Li et al. 2026, arXiv:2602.07078.
+    """
+    options = {"advantages": OptimalTokenBaseline(), "loss": Reinforce(), "reduction": token_mean}
+    return Preset({**options, "minibatches": 1, "epochs": 1})
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {

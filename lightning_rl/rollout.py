@@ -17,6 +17,8 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: of the whole vocabulary before a token, by the old policy
+TURNS = "turns"  # in ``token_extras``: which turn drew a token, from 1; 0 for what the environment wrote
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 

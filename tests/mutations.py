@@ -1,5 +1,7 @@
 """Puts each known silent bug back into a copy of the tree and expects the test that is named after it to turn red.
 
+What breaks a loss or a correction is tried on the tests of its own file in the same way.
+
     python -m tests.mutations            # all of them
     python -m tests.mutations 1_03 2_12  # those whose test has such a name
 
@@ -22,7 +24,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("lightning_rl", "callbacks", "recipes", "tests", "pyproject.toml")
-OPTIONS = ["tests/quiet_bugs", "-q", "--tb=short", "-p", "no:cacheprovider"]
+BUGS = "tests/quiet_bugs"
+OPTIONS = ["-q", "--tb=short", "-p", "no:cacheprovider"]
 OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are preloaded by others
 PRELOADED = ["torch", "lightning.pytorch", "transformers.models.qwen2.modeling_qwen2", "torchmetrics"]
 
@@ -34,6 +37,7 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
+    where: str = BUGS  # file or folder of the test
 
 
 # fmt: off
@@ -203,6 +207,73 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_2_22_a_step_draws_no_global_random_number", "lightning_rl/losses/cov.py",
      "shuffled_keys(view.sample_ids, view.width)", "torch.rand(len(view), view.width, dtype=torch.float64)"),
 ]]
+
+EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new in [
+    ("tests/losses/test_witnesses.py", "test_vespo_by_hand", "lightning_rl/losses/vespo.py",
+     "geometric=False", "geometric=True"),
+    ("tests/losses/test_witnesses.py", "test_vespo_by_hand", "lightning_rl/losses/vespo.py",
+     "advantages >= 0, good, bad", "advantages > 0, good, bad"),
+    ("tests/losses/test_witnesses.py", "test_dro_is_the_policy_gradient_on_a_quadratic_leash",
+     "lightning_rl/losses/dro.py", 'leash = k2(view.logprobs, view.require(f"{self.anchor}_logprobs"))',
+     'leash = k2(view.logprobs.detach(), view.require(f"{self.anchor}_logprobs"))'),
+    ("tests/losses/test_witnesses.py", "test_gspo_may_stand_on_the_rollout_and_bound_bad_responses_twice",
+     "lightning_rl/losses/gspo.py", 'view.require(f"{self.anchor}_logprobs")', 'view.require("old_logprobs")'),
+    ("tests/losses/test_witnesses.py", "test_gmpo_has_a_bound_of_its_own_on_either_side",
+     "lightning_rl/losses/gmpo.py", "clamp(-self.clip_low, self.clip_high)", "clamp(-self.clip_low, self.clip_low)"),
+    ("tests/test_presets.py", "test_luspo_counts_every_token_and_gspo_every_response", "lightning_rl/presets.py",
+     '"loss": GSPO(), "reduction": SequenceSumNorm(1)', '"loss": GSPO(), "reduction": sequence_mean'),
+    ("tests/callbacks/test_divergence_mask.py", "test_a_token_is_kept_up_to_the_larger_of_both_directions",
+     "callbacks/divergence_mask.py", "torch.maximum(binary_kl(logprobs, other), binary_kl(other, logprobs))",
+     "binary_kl(logprobs, other)"),
+    ("tests/callbacks/test_divergence_mask.py", "test_a_response_goes_by_its_mean_its_sum_or_its_largest",
+     "callbacks/divergence_mask.py", "masked_fill_invalid(self._divergence(view), view.valid_tokens)",
+     "self._divergence(view).nan_to_num()"),
+    ("tests/callbacks/test_total_variation_mask.py", "test_beyond_the_bound_only_what_narrows_the_gap_is_kept",
+     "callbacks/total_variation_mask.py", 'view.require("advantages") <= 0', 'view.require("advantages") >= 0'),
+    ("tests/callbacks/test_stop_properly.py", "test_a_row_without_reward_gets_none", "callbacks/stop_properly.py",
+     "(rollout.finish == Finish.LENGTH) & rollout.rewarded", "rollout.finish == Finish.LENGTH"),
+    ("tests/callbacks/test_linear_length_penalty.py", "test_rows_without_reward_have_no_penalty_and_set_none",
+     "callbacks/linear_length_penalty.py", "torch.where(rollout.rewarded, rollout.groups, -1)", "rollout.groups"),
+    ("tests/callbacks/test_positive_nll.py", "test_the_mean_runs_over_the_valid_tokens_of_right_responses",
+     "callbacks/positive_nll.py", "counts[0] / counts[1].clamp(min=1)", "1.0"),
+    ("tests/callbacks/test_positive_nll.py", "test_the_modules_reduction_plays_no_part",
+     "callbacks/positive_nll.py", ", reduction=token_mean", ""),
+    ("tests/callbacks/test_truncated_is.py", "test_normalized_weights_have_a_mean_of_one_over_the_rollout",
+     "callbacks/truncated_is.py", 'valid if self.level == "token" else last_true(valid)', "valid"),
+    ("tests/callbacks/test_truncated_is.py", "test_weights_may_have_a_floor", "callbacks/truncated_is.py",
+     "weight = self._ratio(view).clamp(self.floor, self.cap)\n", "weight = self._ratio(view).clamp(max=self.cap)\n"),
+    ("tests/callbacks/test_sequence_ratio_mask.py", "test_keeps_rows_whose_largest_ratio_lies_within",
+     "callbacks/sequence_ratio_mask.py", "torch.where(view.valid_tokens, policy_ratio(old, rollout), -torch.inf)",
+     "policy_ratio(old, rollout)"),
+    ("tests/advantages/test_gae_over_turns.py", "test_hand_worked_rows", "lightning_rl/signal/returns.py",
+     "at_turns = by_turn(values, starts)", "at_turns = by_turn(values, valid_tokens)"),
+    ("tests/advantages/test_gae_over_turns.py", "test_the_estimator_counts_turns_for_discount_and_decay",
+     "lightning_rl/advantages/gae_over_turns.py", "turn_starts(valid, turns).sum(-1)", "valid.sum(-1)"),
+    ("tests/advantages/test_trace_decay.py", "test_every_row_has_the_decay_of_its_own_valid_tokens",
+     "lightning_rl/advantages/gae.py", "valid.sum(-1)", "valid.sum(-1) * 0 + valid.shape[1]"),
+    ("tests/advantages/test_trace_decay.py", "test_the_critic_learns_with_a_decay_of_its_own",
+     "lightning_rl/advantages/gae.py", "raw if self.lam_critic is None else estimate(self.lam_critic)", "raw"),
+    ("tests/advantages/test_trace_decay.py", "test_hand_worked_decays", "lightning_rl/advantages/trace_decay.py",
+     "1 / (steps - 1).clamp(min=1)", "1 / steps.clamp(min=1)"),
+    ("tests/advantages/test_pass_at_k.py", "test_hand_worked_groups", "lightning_rl/advantages/pass_at_k.py",
+     "group.spread & alone", "group.spread & best"),
+    ("tests/advantages/test_gpg.py", "test_rows_of_all_ranks_are_counted", "lightning_rl/advantages/gpg.py",
+     "global_sum(torch.stack([rewarded.sum(), teaching.sum()]).double())",
+     "torch.stack([rewarded.sum(), teaching.sum()]).double()"),
+    ("tests/advantages/test_gpg.py", "test_hand_worked_batches", "lightning_rl/advantages/gpg.py",
+     "rows / number.clamp(min=1)", "number / rows.clamp(min=1)"),
+    ("tests/advantages/test_optimal_token_baseline.py", "test_a_row_weighs_as_much_as_its_gradients_so_far",
+     "lightning_rl/advantages/optimal_token_baseline.py", ".double().cumsum(-1) * counted", ".double() * counted"),
+    ("tests/advantages/test_optimal_token_baseline.py", "test_holes_are_no_steps",
+     "lightning_rl/advantages/optimal_token_baseline.py", "steps = (valid.cumsum(-1) - 1).clamp(min=0)",
+     "steps = torch.arange(valid.shape[1]).expand(valid.shape)"),
+    ("tests/advantages/test_optimal_token_baseline.py", "test_the_ratio_to_the_engine_counts_squared_and_truncated",
+     "lightning_rl/advantages/optimal_token_baseline.py", "maximum=self.importance_cap).square()",
+     "maximum=self.importance_cap)"),
+    ("tests/signal/test_kl.py", "test_estimators_have_the_published_values_and_gradients", "lightning_rl/signal/kl.py",
+     "return p * (p / q).log() + rest_p * (rest_p / rest_q).log()", "return p * (p / q).log()"),
+]]
+"""Ways to break losses, corrections and estimators, each with the test of its own file that notices."""
 # fmt: on
 
 
@@ -220,7 +291,7 @@ class Run(NamedTuple):
         return self.code == 1 and bool(reasons) and all(reason.startswith(expected) for reason in reasons)
 
 
-def run(tests: Sequence[str], mutation: Mutation | None = None) -> Run:
+def run(tests: Sequence[str], mutation: Mutation | None = None, where: Sequence[str] = (BUGS,)) -> Run:
     """Runs the tests of some names in a copy of the tree, with a mutation if there is one.
 
     Happens in a process of its own, which has imported nothing but what :data:`PRELOADED` says.
@@ -241,7 +312,7 @@ def run(tests: Sequence[str], mutation: Mutation | None = None) -> Run:
         os.environ["COLUMNS"] = "400"  # pytest cuts reasons to the width of the terminal
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            code = pytest.main([*OPTIONS, "-k", " or ".join(tests)])
+            code = pytest.main([*where, *OPTIONS, "-k", " or ".join(tests)])
         os.chdir(ROOT)
         check_imported(copy)
         return Run(int(code), output.getvalue())
@@ -264,14 +335,14 @@ def check_imported(copy: Path) -> None:
     """Raises a RuntimeError unless everything that was tested is that of the copy."""
     names = [name for name in sys.modules if name.partition(".")[0] in ("lightning_rl", "support", "silent_bugs")]
     files = [Path(sys.modules[name].__file__ or "").resolve() for name in names]
-    if "lightning_rl.callbacks.opsm" not in names or not all(file.is_relative_to(copy) for file in files):
+    if "lightning_rl" not in names or not all(file.is_relative_to(copy) for file in files):
         raise RuntimeError(f"expected to test the library in {copy}, got {sorted(map(str, files))}")
 
 
 def verdict(mutation: Mutation) -> str:
     """What became of a mutation: ``caught``, or why not."""
     try:
-        ended = run([mutation.test], mutation)
+        ended = run([mutation.test], mutation, [mutation.where])
     except (OSError, RuntimeError, ValueError) as error:
         return f"NOT RUN: {error}"
     if ended.failed_by_assertion:
@@ -281,7 +352,9 @@ def verdict(mutation: Mutation) -> str:
 
 def main(names: Sequence[str]) -> int:
     """Injects the mutations of some tests, or all, and prints a table."""
-    chosen = [mutation for mutation in MUTATIONS if not names or any(name in mutation.test for name in names)]
+    chosen = [
+        mutation for mutation in (*MUTATIONS, *EXPORTS) if not names or any(name in mutation.test for name in names)
+    ]
     if not chosen:
         sys.stdout.write(f"expected parts of the names of tests, got {' '.join(names)}\n")
         return 1
@@ -289,7 +362,7 @@ def main(names: Sequence[str]) -> int:
     forks.set_forkserver_preload(PRELOADED)
     caught = 0
     with forks.Pool(2, maxtasksperchild=1) as pool:
-        clean = pool.apply(run, (sorted({mutation.test for mutation in chosen}),))
+        clean = pool.apply(run, (sorted({one.test for one in chosen}), None, sorted({one.where for one in chosen})))
         if clean.code != 0:
             sys.stdout.write(f"{clean.output}\nexpected green tests before any mutation\n")
             return 1

@@ -11,6 +11,7 @@ import torch
 from goldens.cases import Case, Field, read_folder
 from goldens.command import main
 from goldens.page import page
+from goldens.params import Params
 from goldens.registry import NOT_OFFERED, replay_of
 from goldens.report import table
 from goldens.rules import RULES
@@ -18,7 +19,8 @@ from goldens.verdict import Status, Verdict, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "data" / "goldens"
-NUMBER = 1688
+FURTHER = ROOT / "tests" / "data" / "goldens_more"
+NUMBER = 1688 + 91
 
 OURS = (
     "kl_k1", "kl_abs", "kl_k2", "kl_k3", "kl_low_var_clamped", "kl_k1_unbiased", "kl_k3_unbiased",
@@ -31,14 +33,16 @@ OURS = (
     "off_policy_is_current_over_rollout", "tis_token", "tis_sequence", "icepop", "icepop_token_mask",
     "geometric_sequence_mask", "sequence_geometric_mask", "product_sequence_mask", "sequence_product_mask",
     "outlier_token_veto", "opsm", "rollout_kl_loss", "reference_kl_loss", "ppo_raw_kl",
-    "entropy_and_selective_log_softmax",
+    "entropy_and_selective_log_softmax", "gae_turn_level", "gae_vapo_length_adaptive", "gae_length_adaptive",
+    "gae_relative_position", "gpg", "grpo_batch_std", "grpo_passk", "kl_binary", "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 )  # fmt: skip
 """What the library offers by name."""
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return list(read_folder(FOLDER))
+    return [*read_folder(FOLDER), *read_folder(FURTHER)]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +151,91 @@ def test_a_cap_on_the_ratio_is_trls_wherever_it_lies(delta: float, cases: list[C
     clipped = ratio.clamp(1 - case.params["epsilon_low"], 1 + case.params["epsilon_high"])
     loss = -torch.minimum(ratio.clamp(max=delta) * advantages, clipped * advantages)[mask].mean()
     assert replay_of(case)(case)["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def of(cases: list[Case], algorithm: str, **params: object) -> Verdict:
+    """The verdict on the first case of an algorithm with other parameters."""
+    case = next(case for case in cases if case.algorithm == algorithm)
+    return verdict(replace(case, params={**case.params, **params}))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "params", "name"),
+    [
+        ("ppo_clip", {"of_tomorrow": 0.5}, "of_tomorrow=0.5"),
+        ("ppo_clip", {"positive_example_nll_weight": 0.1}, "positive_example_nll_weight=0.1"),
+        ("gpg", {"f_norm": 2.0}, "f_norm=2.0"),
+        ("dr_grpo", {"scale_rewards": "batch"}, "scale_rewards='batch'"),
+        ("icepop", {"rejection_sampling": {"level": "token", "of_tomorrow": {"deep": 1}}}, "rejection_sampling"),
+    ],
+)
+def test_a_parameter_that_nobody_reads_is_not_offered(
+    algorithm: str, params: dict[str, object], name: str, cases: list[Case]
+) -> None:
+    found = of(cases, algorithm, **params)
+    assert found.status is Status.NOT_OFFERED and found.detail.startswith("parameter ") and name in found.detail
+
+
+@pytest.mark.parametrize("level", ["group", "batch"])
+def test_leaving_out_the_only_row_teaches_nothing_and_a_rule_says_so(level: str, cases: list[Case]) -> None:
+    """AReaL lets the raw 5.0 through, from which nobody's mean is subtracted."""
+    case = next(case for case in cases if (case.peer, case.algorithm) == ("AReaL", "reward_norm"))
+    alone = [1, 3] if level == "group" else [1]
+    values = np.array([5.0, 1.0, 2.0, 6.0][: sum(alone)], np.float32)
+    theirs = np.array([5.0, -3.0, -1.5, 4.5][: sum(alone)], np.float32)
+    params = {"mean_level": level, "std_level": None, "mean_leave1out": True, "std_unbiased": True, "eps": 1e-5}
+    params |= {"group_size": 1, "group_sizes": alone}
+    field = replace(case.outputs["y"], value=theirs)
+    found = verdict(replace(case, params=params, arrays={"x": values}, outputs={"y": field}))
+    assert (found.status, found.detail) == (Status.RULE, "a group of one teaches nothing: 0")
+    field = replace(field, value=theirs + np.float32([0.0, 0.5, 0.0, 0.0][: sum(alone)] if level == "group" else [0.0]))
+    found = verdict(replace(case, params=params, arrays={"x": values}, outputs={"y": field}))
+    assert found.status is (Status.FAILED if level == "group" else Status.RULE)
+
+
+def test_what_is_looked_up_is_known_at_every_depth() -> None:
+    params = Params({"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": 4})
+    assert params["a"] == 1 and params["b"].get("c") == 2 and "f" in params
+    assert params.unread() == {"b.d": {"e": 3}}
+    assert params["b"]["d"].get("e") == 3 and params.unread() == {}
+    assert Params(params).unread() == {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": 4}, "a copy is unread"
+
+
+def test_no_deviation_is_taken_where_openrlhf_says_so(cases: list[Case]) -> None:
+    case = next(case for case in cases if (case.peer, case.algorithm) == ("OpenRLHF", "reinforce_plus_plus"))
+    centred = replay_of(case)(replace(case, params={**case.params, "no_std_norm": True}))["advantages"]
+    whitened, mask = replay_of(case)(case)["advantages"], case.mask()
+    assert abs(float(centred[mask].mean())) < 1e-5
+    torch.testing.assert_close(centred / centred[mask].std(correction=0), whitened)
+
+
+def test_the_kl_of_nemo_is_weighed_with_the_ratio_to_the_engine(cases: list[Case]) -> None:
+    case = next(case for case in cases if (case.peer, case.algorithm) == ("NeMo-RL", "ppo_clip_with_kl"))
+    logp, old, ref = case["logp"].double(), case["old_logp"].double(), case["ref_logp"].double()
+    mask = case.mask() & case.mask("sample_mask")[:, None]
+    case = replace(case, arrays={**case.arrays, "rollout_logp": case.arrays["old_logp"]})
+
+    def loss(*, approximated: bool) -> float:
+        params = {**case.params, "use_on_policy_kl_approximation": approximated, "reference_policy_kl_type": "k2"}
+        return float(replay_of(case)(replace(case, params=params))["loss"])
+
+    kl = 0.5 * (logp - ref).clamp(-20, 20).square()
+    weighed, plain = (((logp - old).exp() * kl).clamp(-10, 10), kl.clamp(-10, 10))
+    wanted = 0.05 * float((weighed - plain)[mask].sum()) / float(mask.sum())
+    assert abs(wanted) > 1e-4
+    assert loss(approximated=True) - loss(approximated=False) == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("gap", [19.0, 25.0])
+@pytest.mark.parametrize(("algorithm", "peer"), [("icepop", "slime"), ("off_policy_is_current_over_rollout", "slime")])
+def test_an_extreme_ratio_is_asked_for_with_the_bound_of_the_peer(
+    algorithm: str, peer: str, gap: float, cases: list[Case]
+) -> None:
+    case = next(one for one in cases if (one.algorithm, one.peer) == (algorithm, peer) and "ratio" in one.outputs)
+    name = "logp" if "logp" in case else "old_logp"
+    arrays = {**case.arrays, name: case.arrays["rollout_logp"] + np.float32(gap)}
+    ratio = replay_of(case)(replace(case, arrays=arrays))["ratio"]
+    assert float(ratio.max()) == pytest.approx(float(np.exp(gap)), rel=1e-4)
 
 
 def test_an_unknown_algorithm_is_not_offered(cases: list[Case]) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutations import MUTATIONS, ROOT, Mutation, Run, apply
+from mutations import EXPORTS, MUTATIONS, ROOT, Mutation, Run, apply
 
 NUMBERED = re.compile(r"def (test_([12]_\d\d)_\w+)")
 TESTS = [
@@ -30,7 +30,8 @@ def test_a_sample_of_the_bugs_is_caught() -> None:
 
 @pytest.mark.long
 def test_every_bug_is_caught() -> None:
-    assert mutate() == (0, f"mutations injected={len(MUTATIONS)} caught={len(MUTATIONS)}")
+    every = len(MUTATIONS) + len(EXPORTS)
+    assert mutate() == (0, f"mutations injected={every} caught={every}")
 
 
 def test_every_row_has_a_test_and_every_test_a_mutation() -> None:
@@ -39,12 +40,17 @@ def test_every_row_has_a_test_and_every_test_a_mutation() -> None:
 
 
 def test_every_mutation_fits_the_code_and_changes_it(tmp_path: Path) -> None:
-    for mutation in MUTATIONS:
+    for mutation in (*MUTATIONS, *EXPORTS):
         file = tmp_path / mutation.file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((ROOT / mutation.file).read_text())
         apply(mutation, tmp_path)
         compile(file.read_text(), mutation.file, "exec")
+
+
+def test_what_breaks_an_export_is_noticed_by_a_test_that_exists() -> None:
+    for mutation in EXPORTS:
+        assert f"def {mutation.test}(" in (ROOT / mutation.where).read_text(), mutation.test
 
 
 def test_an_anchor_that_is_not_unique_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kit.support import fit, tiny_module, tiny_policy, weights_of
 from lightning_rl import RLLightningModule, Sampling, presets
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
 from lightning_rl.presets import PRESETS, Preset
-from lightning_rl.signal.reductions import SequenceSumNorm
+from lightning_rl.signal.reductions import SequenceSumNorm, sequence_mean
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.py"
 LONGEST = 8
@@ -51,6 +51,12 @@ def test_it_fits_and_warns_of_nothing(name: str, epochs: int) -> None:
         module = run(small(name), epochs=epochs)
     assert [str(warning.message) for warning in caught] == []
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
+
+
+def test_luspo_counts_every_token_and_gspo_every_response() -> None:
+    luspo, gspo = presets.luspo().options, presets.gspo().options
+    assert luspo["loss"] == gspo["loss"] and luspo["advantages"] == gspo["advantages"]
+    assert luspo["reduction"] == SequenceSumNorm(1) and gspo["reduction"] is sequence_mean
 
 
 @each

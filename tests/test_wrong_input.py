@@ -16,7 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen2ForCausalLM
 
 from lightning_rl import (
+    DRO,
+    GAE,
+    GMPO,
     GRPO,
+    GSPO,
+    VESPO,
     ClippedSurrogate,
     Evaluation,
     PromptDataModule,
@@ -27,19 +32,33 @@ from lightning_rl import (
     VLLMServerEngine,
     presets,
 )
-from lightning_rl.advantages import ESTIMATORS
+from lightning_rl.advantages import (
+    ESTIMATORS,
+    GPG,
+    GAEOverTurns,
+    LengthAdaptive,
+    OptimalTokenBaseline,
+    PassAtK,
+    RelativePosition,
+)
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
+    DivergenceMask,
     DynamicSampling,
     EntropyBonus,
+    LinearLengthPenalty,
     NoEOSMask,
     OffPolicyIS,
     OverlongPenalty,
+    PositiveNLL,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    SequenceRatioMask,
+    StopProperly,
+    TotalVariationMask,
     TruncatedIS,
 )
 from lightning_rl.cli.serve import Address, check_options
@@ -228,6 +247,22 @@ ALGORITHMS: dict[str, Case] = {
     "loss-shape": (fitted(loss=lambda view: view.logprobs.sum()), r"to return a value per token \[16, 8\], got \[\]"),
     "advantages-name": (made(advantages="grp0"), "expected advantages out of grpo, .* got 'grp0'"),
     "advantages-class": (made(advantages=GRPO), "expected an object as advantages, got the class GRPO: call it"),
+    "gae-decay": (lambda: GAE(lam=1.5), r"expected lam in \[0, 1\], got 1.5"),
+    "gae-decay-of-the-critic": (lambda: GAE(lam_critic=-1), r"expected lam_critic in \[0, 1\], got -1"),
+    "gae-over-turns-decay": (lambda: GAEOverTurns(gamma=2), r"expected gamma in \[0, 1\], got 2"),
+    "gae-over-turns-critic": (
+        fitted(advantages="gae_over_turns", group_size=1),
+        'GAEOverTurns reads "values", but there is no critic: pass critic= to the module',
+    ),
+    "length-adaptive": (lambda: LengthAdaptive(0), "expected alpha > 0, got 0"),
+    "relative-position": (lambda: RelativePosition(1.5), "expected kept .* got 1.5"),
+    "gpg-teaches": (lambda: GPG(teaches="all"), "expected teaches .*different.*nonzero.* got 'all'"),  # pyright: ignore[reportArgumentType]
+    "pass-at-k-epsilon": (lambda: PassAtK(epsilon=-1), "expected epsilon >= 0, got -1"),
+    "otb-cap": (lambda: OptimalTokenBaseline(importance_cap=0), "expected importance_cap > 0 or None, got 0"),
+    "pass-at-k-alone": (
+        fitted(advantages="pass_at_k", group_size=1),
+        "advantages=PassAtK compares the samples .* group_size=1 .*: use group_size=2",
+    ),
     "reduction-name": (made(reduction="mean"), "expected a reduction out of token_mean, .* got 'mean'"),
     "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
     "critic-unread": (
@@ -261,7 +296,33 @@ CORRECTIONS: dict[str, Case] = {
     "text": (lambda: EntropyBonus("0.1"), "expected coef >= 0, got '0.1'"),  # pyright: ignore[reportArgumentType]
     "anchor": (lambda: OPSM(against="ref"), "expected against old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
     "action": (lambda: NoEOSMask("skip"), "expected action zero_reward or drop_tokens, got 'skip'"),  # pyright: ignore[reportArgumentType]
-    "level": (lambda: TruncatedIS("row"), "expected level token or sequence, got 'row'"),  # pyright: ignore[reportArgumentType]
+    "level": (lambda: TruncatedIS("row"), "expected level token or sequence or geometric, got 'row'"),  # pyright: ignore[reportArgumentType]
+    "floor": (lambda: TruncatedIS(floor=2), r"expected floor in \[0, 1\], got 2"),
+    "normalized": (lambda: TruncatedIS(normalized="yes"), "expected normalized to be True or False, got 'yes'"),  # pyright: ignore[reportArgumentType]
+    "statistic": (lambda: SequenceRatioMask("min"), "expected statistic mean or product or max, got 'min'"),  # pyright: ignore[reportArgumentType]
+    "divergence": (lambda: DivergenceMask(0.1, divergence="js"), "expected divergence binary_kl or k2 or k3, got 'js'"),  # pyright: ignore[reportArgumentType]
+    "divergence-level": (lambda: DivergenceMask(0.1, level="row"), "level token or mean or sum or max, got 'row'"),  # pyright: ignore[reportArgumentType]
+    "divergence-bound": (lambda: DivergenceMask(-1), "expected bound >= 0, got -1"),
+    "variation": (lambda: TotalVariationMask(None), "expected bound >= 0, got None"),  # pyright: ignore[reportArgumentType]
+    "variation-policy": (lambda: TotalVariationMask(0.1, policy="ref"), "expected policy old or current, got 'ref'"),  # pyright: ignore[reportArgumentType]
+    "stop-scale": (lambda: StopProperly(-0.5), r"expected scale in \[0, 1\], got -0.5"),
+    "stop-reward": (lambda: StopProperly(reward=math.inf), "expected reward .* or None and finite, got inf"),
+    "length-cost": (lambda: LinearLengthPenalty(turns=-1), "expected turns >= 0, got -1"),
+    "length-alone": (
+        fitted(LinearLengthPenalty(), group_size=1, advantages="reinforce"),
+        "LinearLengthPenalty compares the samples of a prompt, .*: use group_size=2 or more",
+    ),
+    "nll-coef": (lambda: PositiveNLL(math.inf), "expected coef >= 0 and finite, got inf"),
+    "nll-threshold": (lambda: PositiveNLL(threshold="0"), "expected threshold to be a number, got '0'"),  # pyright: ignore[reportArgumentType]
+    "gspo-truncated": (
+        fitted(TruncatedIS(), loss=GSPO(anchor="rollout")),
+        "count twice as denominator: leave TruncatedIS out; a mask",
+    ),
+    "vespo-kernel": (lambda: VESPO(lambda_positive=0), "expected lambda_positive > 0, got 0"),
+    "vespo-anchor": (lambda: VESPO(anchor="ref"), "expected anchor old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
+    "gspo-anchor": (lambda: GSPO(anchor="ref"), "expected anchor old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
+    "gmpo-bounds": (lambda: GMPO(clip_high=-1), "expected clip_high >= 0, got -1"),
+    "dro-leash": (lambda: DRO(beta=-1), "expected beta >= 0, got -1"),
     "rounds": (lambda: DynamicSampling(max_rounds=0), "expected max_rounds to be a whole number above 0, got 0"),
     "population": (lambda: RewardNormalization("rows"), "expected mean and std out of batch, group, none, got 'rows'"),  # pyright: ignore[reportArgumentType]
     "ledger": (lambda: SignalLedger(1.5), "expected every_n_rollouts to be a whole number above 0, got 1.5"),  # pyright: ignore[reportArgumentType]

@@ -9,16 +9,22 @@ from lightning_rl.advantages.base import (
     RowFunction,
 )
 from lightning_rl.advantages.gae import GAE
+from lightning_rl.advantages.gae_over_turns import GAEOverTurns
+from lightning_rl.advantages.gpg import GPG
 from lightning_rl.advantages.group_relative import GRPO, RLOO, DrGRPO, MaxRL
 from lightning_rl.advantages.normalized import Level, Normalized
 from lightning_rl.advantages.opo import OPO
+from lightning_rl.advantages.optimal_token_baseline import OptimalTokenBaseline
+from lightning_rl.advantages.pass_at_k import PassAtK
 from lightning_rl.advantages.raw_reward import RawReward
 from lightning_rl.advantages.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from lightning_rl.advantages.remax import ReMax
+from lightning_rl.advantages.trace_decay import LengthAdaptive, RelativePosition, TraceDecay
 
 __all__ = [
     "ESTIMATORS",
     "GAE",
+    "GPG",
     "GRPO",
     "OPO",
     "RLOO",
@@ -26,16 +32,22 @@ __all__ = [
     "DrGRPO",
     "Estimator",
     "FunctionEstimator",
+    "GAEOverTurns",
+    "LengthAdaptive",
     "Level",
     "MaxRL",
     "Normalized",
+    "OptimalTokenBaseline",
+    "PassAtK",
     "RawReward",
     "ReMax",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "RelativePosition",
     "RewardSignal",
     "RowEstimator",
     "RowFunction",
+    "TraceDecay",
     "resolve_advantages",
 ]
 
@@ -50,6 +62,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline(),
     "remax": ReMax(),
     "gae": GAE(),
+    "gae_over_turns": GAEOverTurns(),
+    "gpg": GPG(),
+    "pass_at_k": PassAtK(),
+    "optimal_token_baseline": OptimalTokenBaseline(),
 }
 
 

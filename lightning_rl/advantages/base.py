@@ -33,6 +33,11 @@ class RewardSignal:
         shaped: token rewards, plus the score at the last valid token, shape [B, T].
         values: of the critic, shape [B, T]; None without one.
         greedy: score of the greedy answer to the row's prompt, shape [B]; None unless the estimator asks for it.
+        turns: which turn drew each token, from 1, and 0 for the environment's, shape [B, T]; None without turns.
+        old_logprobs: of the policy before the update, shape [B, T]; None where nobody reads them.
+        rollout_logprobs: as the engine said, shape [B, T]; None if it says none.
+        sum_pi_squared: sum of the squared probabilities of the whole vocabulary before each token, under the policy
+            before the update, shape [B, T]; None unless the estimator reads it.
         global_sum: adds tensors up over the ranks.
     """
 
@@ -44,7 +49,23 @@ class RewardSignal:
     shaped: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"] | None = None
     greedy: Float[Tensor, " B"] | None = None
+    turns: Int[Tensor, "B T"] | None = None
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    rollout_logprobs: Float[Tensor, "B T"] | None = None
+    sum_pi_squared: Float[Tensor, "B T"] | None = None
     global_sum: GlobalSum = local_sum
+
+    def require(self, name: str, who: str) -> Tensor:
+        """A field that must be there.
+
+        Raises:
+            ValueError: if it is None; the message names the estimator that asks.
+        """
+        value = getattr(self, name)
+        if value is None:
+            cure = "pass critic= to the module" if name == "values" else f'name "{name}" in its reads'
+            raise ValueError(f"expected {name} for {who}, got none: {cure}")
+        return value
 
     def spread_out(self, per_row: Float[Tensor, " B"]) -> Float[Tensor, "B T"]:
         """One number for each row at all of its valid tokens."""
@@ -69,7 +90,7 @@ class Estimator(ABC):
         shift_invariant: whether a constant added to all scores of a group changes nothing.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ()
+    reads: tuple[str, ...] = ()
     per_token: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False
     within_groups: bool = False
@@ -96,6 +117,9 @@ class Estimator(ABC):
                 shaped=shaped,
                 values=nothing,
                 greedy=nothing[:, 0],
+                old_logprobs=nothing - 1.0,
+                rollout_logprobs=nothing - 1.0,
+                sum_pi_squared=nothing + 0.5,
             )
         )
         return not bool((advantages.isfinite() & (advantages != 0)).any())

@@ -1,12 +1,14 @@
-"""GAE: generalised advantage estimation with a critic."""
+"""GAE: generalised advantage estimation with a critic, whose time steps are tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages.trace_decay import TraceDecay, check_trace_decay, decay_of
 from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.returns import check_decay, gae
@@ -14,36 +16,44 @@ from lightning_rl.signal.returns import check_decay, gae
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAE(Estimator):
-    """Generalised advantage estimation with a critic, as PPO uses it.
+    """Generalised advantage estimation with a critic, as PPO and VAPO use it.
 
-    Source: Schulman et al. 2015, arXiv:1506.02438.
+    Source: Schulman et al. 2015, arXiv:1506.02438; a decay of the critic's own, and one that follows the length: Yue et
+    al. 2025 (VAPO), arXiv:2504.05118, sections 4.1 and 4.2.
 
     Args:
         gamma: discount of a step, in [0, 1].
-        lam: decay of later temporal differences, in [0, 1].
+        lam: decay of later temporal differences, in [0, 1], or by the length of a row:
+            :class:`~lightning_rl.advantages.LengthAdaptive`, :class:`~lightning_rl.advantages.RelativePosition`.
+        lam_critic: the decay of the returns that the critic learns; None for ``lam``. With 1 they are what followed,
+            without the critic's own bias.
         whitened: whether advantages are shifted and scaled to mean 0 and deviation 1 over all valid tokens.
 
     Raises:
-        ValueError: if ``gamma`` or ``lam`` leaves [0, 1].
+        ValueError: if ``gamma`` or a decay leaves [0, 1].
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("values",)
+    reads = ("values",)
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0
-    lam: float = 1.0
+    lam: float | TraceDecay = 1.0
+    lam_critic: float | TraceDecay | None = None
     whitened: bool = True
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
-        check_decay(gamma=self.gamma, lam=self.lam)
+        check_decay(gamma=self.gamma)
+        check_trace_decay(lam=self.lam, **({} if self.lam_critic is None else {"lam_critic": self.lam_critic}))
         check_bools(whitened=self.whitened)
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
-        if signal.values is None:
-            raise ValueError("expected values for GAE, got none: pass critic= to the module")
-        valid = signal.valid_tokens
-        raw = gae(signal.shaped, signal.values, valid, gamma=self.gamma, lam=self.lam)
-        returns = raw + torch.where(valid, signal.values, 0.0)
+        values, valid = signal.require("values", "GAE"), signal.valid_tokens
+
+        def estimate(decay: float | TraceDecay) -> Tensor:
+            return gae(signal.shaped, values, valid, gamma=self.gamma, lam=decay_of(decay, valid.sum(-1)))
+
+        raw = estimate(self.lam)
+        returns = (raw if self.lam_critic is None else estimate(self.lam_critic)) + torch.where(valid, values, 0.0)
         return Advantages(whiten(raw, valid, signal.global_sum) if self.whitened else raw, returns)

@@ -111,9 +111,11 @@ class RLCallback(Callback):
         alternative: what to use instead where this correction does not fit, for error messages.
         replaces: names of corrections that it stands for, so that beside one of them it would count twice.
         compares_rows: whether its bonus of a row depends on the other rows.
+        scales_rewards: whether its bonus grows with the reward, so that a constant added to all of a group counts.
         compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
         batch_statistics: whether what it says of a row depends on the rows of other prompts, as a mean over the batch
             does; the audit takes that for a mistake unless it is said.
+        chooses_rows: whether its loss term leaves rows out, which trains nothing where it leaves out all.
         trains_entropy: whether its loss term needs the gradient of ``view.entropy``.
         max_rounds: how often prompts are sampled at most until enough groups are kept, if it filters groups.
         traces_parameters: whether the steps that it observes need a few entries of every parameter.
@@ -129,8 +131,10 @@ class RLCallback(Callback):
     alternative: str | None = None
     replaces: tuple[str, ...] = ()
     compares_rows: bool = False
+    scales_rewards: bool = False
     compares_groups: bool = False
     batch_statistics: bool = False
+    chooses_rows: bool = False
     trains_entropy: bool = False
     max_rounds: int = 10
     traces_parameters: bool = False

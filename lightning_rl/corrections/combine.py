@@ -24,7 +24,7 @@ from lightning_rl.edits import (
     refuse_grad_mode,
     same_plain,
 )
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, RolloutT
 
 RESERVED = frozenset(
     (
@@ -147,7 +147,7 @@ class Corrections:
             combined = combined | mask
         return combined, stats
 
-    def provide(self, rollout: Rollout) -> Rollout:
+    def provide(self, rollout: RolloutT) -> RolloutT:
         """The rollout with every provided tensor in the field that its name begins with."""
         fields = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
         for callback, tensors in self._each("provide", rollout):

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from typing_extensions import override
 
 from lightning_rl.corrections.combine import Corrections
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, RolloutT
 
 
 class ReplayCorrections(Corrections):
     """Corrections of a rollout that carries what they provided, where no model runs."""
 
     @override
-    def provide(self, rollout: Rollout) -> Rollout:
+    def provide(self, rollout: RolloutT) -> RolloutT:
         """Leaves the rollout as it is."""
         return rollout
 

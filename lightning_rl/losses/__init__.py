@@ -10,21 +10,25 @@ from lightning_rl.losses.cispo import CISPO
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
 from lightning_rl.losses.cov import ClipCov, KLCov
 from lightning_rl.losses.dppo import DPPO
+from lightning_rl.losses.dro import DRO
 from lightning_rl.losses.gmpo import GMPO
 from lightning_rl.losses.gspo import GSPO
 from lightning_rl.losses.m2po import M2PO
 from lightning_rl.losses.reinforce import Reinforce
 from lightning_rl.losses.sapo import SAPO
 from lightning_rl.losses.value import ValueLoss
+from lightning_rl.losses.vespo import VESPO
 
 __all__ = [
     "CISPO",
     "DPPO",
+    "DRO",
     "GMPO",
     "GSPO",
     "LOSSES",
     "M2PO",
     "SAPO",
+    "VESPO",
     "ClipCov",
     "ClippedSurrogate",
     "FunctionLoss",
@@ -46,6 +50,8 @@ LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": ClipCov(),
     "kl_cov": KLCov(),
     "m2po": M2PO(),
+    "vespo": VESPO(),
+    "dro": DRO(),
 }
 
 

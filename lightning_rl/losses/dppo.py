@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.base import RatioLoss
+from lightning_rl.signal.kl import binary_kl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,9 @@ class DPPO(RatioLoss):
     def outside(self, view: LossView) -> Bool[Tensor, "B T"]:
         """The tokens that have left the trust region and are left out."""
         advantages = view.require("advantages")
-        now, then = view.logprobs.detach().exp(), view.require("rollout_logprobs").exp()
-        distance = (now - then).abs()
-        if self.divergence == "kl":
-            (p, q), (rest_p, rest_q) = (
-                [x.clamp(min=1e-8) for x in pair] for pair in ((then, now), (1 - then, 1 - now))
-            )
-            distance = p * (p / q).log() + rest_p * (rest_p / rest_q).log()
+        current, rollout = view.logprobs.detach(), view.require("rollout_logprobs")
+        now, then = current.exp(), rollout.exp()
+        distance = binary_kl(rollout, current) if self.divergence == "kl" else (now - then).abs()
         grown = (now > then) & (distance > self.high) & (advantages > 0)
         shrunk = (now < then) & (distance > self.low) & (advantages <= 0)
         return grown | shrunk

@@ -1,13 +1,14 @@
 """GSPO: the clipped surrogate with one importance ratio for a whole response."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_bools
+from lightning_rl.arguments import check_bools, check_choices
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
 from lightning_rl.signal.masked import masked_fill_invalid
@@ -20,34 +21,44 @@ class GSPO(ClippedSurrogate):
 
     .. math:: s_b = \exp\Bigl(\frac{1}{|o_b|} \sum_t \log \frac{\pi_\theta(o_{b,t})}{\pi_{\text{old}}(o_{b,t})}\Bigr)
 
-    With equal advantages along a row, both forms have the same value and, reduced, the same gradient. Logs what
-    ClippedSurrogate does, every token of a response counting with its ratio.
+    With equal advantages along a row, both forms have the same value and, reduced, the same gradient. Reduced by
+    ``SequenceSumNorm(1)`` instead of ``sequence_mean``, every response weighs as many times as it has tokens, which is
+    LUSPO: GSPO without its bias towards short responses. Anchored on the rollout, one ratio corrects for the update and
+    for the mismatch of engine and trainer at once. Logs what ClippedSurrogate does, every token of a response counting
+    with its ratio.
 
-    Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 and 7; the form per token: eq. 13 and 14.
+    Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 and 7; the form per token: eq. 13 and 14; LUSPO: Liu et
+    al. 2026, arXiv:2602.05261; dual clip: Ye et al. 2020, arXiv:1912.09729.
 
     Args:
         clip_low: how far below 1 the ratio still has a gradient, in [0, 1].
         clip_high: how far above 1 it still has one, at least 0.
+        dual_clip: bound above 1 on the ratio of responses with negative advantage; None for no bound.
         per_token: give every token its own gradient, :math:`\operatorname{sg}[s_b]\, p_t / \operatorname{sg}[p_t]`, for
             advantages that differ along a row.
+        anchor: the policy below the ratio: before the update, or the engine's.
 
     Raises:
-        ValueError: if a bound is out of range.
+        ValueError: if a bound is out of range or the anchor unknown.
     """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     per_token: bool = False
+    anchor: Literal["old", "rollout"] = "old"
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Checks the bounds, and declares the ratio."""
         super().__post_init__()
         check_bools(per_token=self.per_token)
+        check_choices(("old", "rollout"), anchor=self.anchor)
+        object.__setattr__(self, "ratio", ("current", self.anchor))
+        object.__setattr__(self, "reads", (f"{self.anchor}_logprobs",))
 
     @override
     def importance(self, view: LossView) -> Float[Tensor, "B T"]:
-        old, valid = view.require("old_logprobs"), view.valid_tokens
-        log_ratio = sequence_log_ratio(view.logprobs, old, valid, geometric=True)[:, None]
+        anchor, valid = view.require(f"{self.anchor}_logprobs"), view.valid_tokens
+        log_ratio = sequence_log_ratio(view.logprobs, anchor, valid, geometric=True)[:, None]
         if self.per_token:
             logprobs = masked_fill_invalid(view.logprobs, valid)
             log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())

@@ -43,6 +43,32 @@ def token_logprobs(
     return _Head.apply(hidden, weight, bias, targets, temperature, sampling_mask)  # pyright: ignore[reportReturnType]
 
 
+@torch.no_grad()
+def sum_of_squares(
+    hidden: Float[Tensor, "A H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    *,
+    temperature: float = 1.0,
+    sampling_mask: UInt8[Tensor, "A V8"] | None = None,
+) -> Float[Tensor, " A"]:
+    r"""Sum of the squared probabilities of the vocabulary, :math:`\sum_v \pi(v)^2`, without gradient.
+
+    Args:
+        hidden: the last hidden state before each target, shape [A, H].
+        weight: the head's matrix, shape [V, H].
+        bias: the head's bias, shape [V], or None.
+        temperature: what the logits are divided by, above 0.
+        sampling_mask: bits of the tokens to normalize over; None for the whole vocabulary.
+    """
+    sums = torch.empty(len(hidden), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part in _chunks(hidden, weight):
+            logits = _exclude(_logits(hidden[part], weight, bias, temperature), sampling_mask, part)
+            sums[part] = logits.softmax(-1).square_().sum(-1)
+    return sums
+
+
 def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True) -> float:
     """Nats by which two ways to compute a log-probability may differ, on average over tokens.
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl.policy.fingerprint import fingerprint
-from lightning_rl.policy.logprobs import token_logprobs
+from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
 from lightning_rl.rollout import Rollout
 
@@ -22,6 +22,7 @@ class Outputs(NamedTuple):
     logprobs: Float[Tensor, "b T"]
     entropy: Float[Tensor, "b T"]
     values: Float[Tensor, "b T"] | None
+    sum_pi_squared: Float[Tensor, "b T"] | None = None
 
 
 def check_finite(outputs: Outputs, rows: Rollout) -> None:
@@ -63,11 +64,14 @@ class PolicyModel(nn.Module):
             for part in {model, critic or model}:
                 part.set_attn_implementation(PACKED_ATTENTION)
 
-    def forward(self, layout: Layout) -> Outputs:
-        """Scores the valid tokens of a microbatch."""
+    def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
+        """Scores the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
         states = _hidden_states(self.model.base_model, layout)
         logprobs, entropy = _score(self.model, states, layout, self.temperature)
-        return Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
+        outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
+        if not squares:
+            return outputs
+        return outputs._replace(sum_pi_squared=layout.scatter(self._squares(states, layout)))
 
     @override
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -101,6 +105,10 @@ class PolicyModel(nn.Module):
         others = [part for part in (self.critic, self.value_head) if part is not None]
         critic = {"name": "critic", "params": [p for part in others for p in part.parameters() if p.requires_grad]}
         return [policy, critic] if others else [policy]
+
+    def _squares(self, states: Tensor, layout: Layout) -> Tensor:
+        head, options = _head_of(self.model), {"sampling_mask": layout.sampling_mask, "temperature": self.temperature}
+        return sum_of_squares(states[layout.source], head.weight, head.bias, **options)
 
     def _values(self, states: Tensor, layout: Layout) -> Tensor | None:
         if self.value_head is None:

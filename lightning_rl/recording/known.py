@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_rl import advantages, callbacks, losses
-from lightning_rl.advantages import Estimator
+from lightning_rl.advantages import Estimator, TraceDecay
 from lightning_rl.corrections import RLCallback
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import REDUCTIONS, SequenceSumNorm
 
-KINDS = (PolicyLoss, ValueLoss, Estimator, RLCallback)
+KINDS = (PolicyLoss, ValueLoss, Estimator, TraceDecay, RLCallback)
 
 
 def place_of(value: Any) -> str:

@@ -6,7 +6,7 @@ from torch import Tensor
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Plan, PolicyModel, Scorer
 from lightning_rl.policy.model import check_finite
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import SUM_PI_SQUARED, Rollout
 
 
 @torch.no_grad()
@@ -18,30 +18,36 @@ def add_logprobs(
     corrections: Corrections,
     *,
     old: bool,
+    squares: bool = False,
 ) -> Rollout:
     """The rollout with ``old_logprobs`` if ``old``, ``ref_logprobs`` given a reference, ``values`` given a critic.
+
+    With ``squares``, ``token_extras`` have the sum of the squared probabilities of the vocabulary before each token.
 
     Uses the microbatches of the update, so that the importance ratio of an unchanged policy is exactly 1.
     """
     critic = policy.value_head is not None
     exact = torch.promote_types(policy.model.dtype, torch.float32)
     empty = torch.zeros(rollout.response_ids.shape, dtype=exact, device=rollout.response_ids.device)
-    old_logprobs, values, ref_logprobs = (empty.clone() for _ in range(3))
+    old_logprobs, values, ref_logprobs, sums = (empty.clone() for _ in range(4))
     for microbatch in plan.microbatches():
         rows = microbatch.rows_of(rollout)
-        if old or critic:
+        if old or critic or squares:
             with corrections.forward_context(rows):
-                outputs = policy(microbatch.layout)
+                outputs = policy(microbatch.layout, squares=True) if squares else policy(microbatch.layout)
             check_finite(outputs, rows)
             _write(old_logprobs, microbatch.index, outputs.logprobs)
             if outputs.values is not None:
                 _write(values, microbatch.index, outputs.values)
+            if outputs.sum_pi_squared is not None:
+                _write(sums, microbatch.index, outputs.sum_pi_squared)
         if reference is not None:
             _write(ref_logprobs, microbatch.index, reference.logprobs(microbatch.layout))
     return rollout.replace(
         old_logprobs=old_logprobs if old else None,
         values=values if critic else None,
         ref_logprobs=ref_logprobs if reference is not None else None,
+        token_extras={**rollout.token_extras, **({SUM_PI_SQUARED: sums} if squares else {})},
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.corrections import REWARDS, Corrections, Stat
 from lightning_rl.edits import EditWatch
-from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS, Finish, Rollout
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
@@ -61,6 +61,10 @@ def estimate_signal(
         shaped=shaped,
         values=rollout.values,
         greedy=rollout.extras.get(GREEDY_SCORE),
+        turns=rollout.token_extras.get(TURNS),
+        old_logprobs=rollout.old_logprobs,
+        rollout_logprobs=rollout.rollout_logprobs,
+        sum_pi_squared=rollout.token_extras.get(SUM_PI_SQUARED),
         global_sum=global_sum,
     )
     advantages, returns = _checked_advantages(estimator, rewards)

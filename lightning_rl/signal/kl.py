@@ -2,14 +2,15 @@ r"""Estimators of a Kullback-Leibler divergence from single tokens, each of one 
 
 With :math:`d = \log p - \log q` at a token sampled from :math:`p`:
 
-========  ====================  ==========================  =================================
-name      value                 as a metric of KL(p || q)   expected gradient as a loss term
-========  ====================  ==========================  =================================
-``k1``    :math:`d`             unbiased, high variance     zero: it trains nothing
-``abs``   :math:`|d|`           biased                      of no divergence
-``k2``    :math:`d^2/2`         biased, low variance        of the reverse KL(p || q)
-``k3``    :math:`e^{-d}-1+d`    unbiased, low variance      of the *forward* KL(q || p)
-========  ====================  ==========================  =================================
+==========  ====================  ==========================  =================================
+name        value                 as a metric of KL(p || q)   expected gradient as a loss term
+==========  ====================  ==========================  =================================
+``k1``      :math:`d`             unbiased, high variance     zero: it trains nothing
+``abs``     :math:`|d|`           biased                      of no divergence
+``k2``      :math:`d^2/2`         biased, low variance        of the reverse KL(p || q)
+``k3``      :math:`e^{-d}-1+d`    unbiased, low variance      of the *forward* KL(q || p)
+``binary``  :func:`binary_kl`     a lower bound, biased       of no divergence; fades as p falls
+==========  ====================  ==========================  =================================
 
 None is masked or averaged, and no value is clamped: a clamp kills the restoring force just where the drift is large.
 Times :func:`importance`, k1 and k3 keep their expected value and get the gradient of the reverse KL.
@@ -32,6 +33,7 @@ KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 TANGENT_BEYOND = 20.0
 TANGENT_SLOPE = math.exp(TANGENT_BEYOND)
+SMALLEST = 1e-8  # probability, whose logarithm is taken
 
 
 def tangent_expm1(exponent: Float[Tensor, "..."], *, tangent: bool = True) -> Float[Tensor, "..."]:
@@ -76,6 +78,31 @@ def k3(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."], *, tangent: 
     """
     gap = logprobs - other
     return tangent_expm1(-gap, tangent=tangent) + gap
+
+
+def binary_kl(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    r"""The KL between two Bernoulli distributions, "this token" or "another".
+
+    .. math:: p \log\frac{p}{q} + (1 - p) \log\frac{1 - p}{1 - q}
+
+    A divergence of its own at every token, never negative, and at most that of the whole distributions. It measures a
+    change of probability, so that a rare token whose ratio is large counts for little: for masks and trust regions. Its
+    gradient is about p, so that it does not pull back a token that the policy has given up.
+
+    Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 11 to 14, as a trust region.
+
+    Args:
+        logprobs: of the policy whose KL it is, at most 0.
+        other: of the policy that it is compared to, at most 0.
+
+    Example:
+        >>> binary_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
+        tensor([0.1438])
+    """
+    p, q = logprobs.exp(), other.exp()
+    rest_p, rest_q = (1 - p).clamp(min=SMALLEST), (1 - q).clamp(min=SMALLEST)
+    p, q = p.clamp(min=SMALLEST), q.clamp(min=SMALLEST)
+    return p * (p / q).log() + rest_p * (rest_p / rest_q).log()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +150,7 @@ def importance(
     return policy_ratio(logprobs, logprobs.detach() if sampled is None else sampled, bound=bound)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "binary": binary_kl}
 
 
 def kl_estimator(estimator: KLEstimator | str) -> KLEstimator:

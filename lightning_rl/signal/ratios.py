@@ -1,4 +1,11 @@
-"""Importance ratios between two policies, of a token and of a whole row."""
+"""Importance ratios between two policies, of a token and of a whole row.
+
+One rule for extreme log-ratios, everywhere: the exponent of a ratio is clamped to +-20 just before ``exp``, whatever it
+is the exponent of. Sums and means of a row are of the log-ratios as they are, never of clamped ones. Between -20 and 20
+nothing changes; beyond, a ratio is e^20 or e^-20, its gradient 0, and every threshold, cap and clip below e^20 decides
+as it would on the exact number. Estimators of a KL have another rule, because their gradient has to pull back from any
+distance: see :func:`lightning_rl.signal.kl.tangent_expm1`.
+"""
 
 import torch
 from jaxtyping import Bool, Float

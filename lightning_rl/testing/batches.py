@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS, Finish, Rollout
 
 MAX_LENGTH, PROMPTS, MAX_ROWS = 5, 3, 7
 
@@ -91,5 +91,12 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
         task_rewards={"task": rewards},
         rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
         extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=generator, dtype=torch.float64)[sampled.groups]},
-        token_extras={"teacher_logprobs": old + noise(0.3)},
+        token_extras={"teacher_logprobs": old + noise(0.3), **_of_conversations(sampled.action_mask, old)},
     )
+
+
+def _of_conversations(sampled: Tensor, old: Tensor) -> dict[str, Tensor]:
+    """A turn for each run of sampled tokens, and a spread of probabilities that fits the log-probability of each."""
+    starts = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
+    turns = torch.where(sampled, starts.cumsum(-1), 0)
+    return {TURNS: turns, SUM_PI_SQUARED: torch.where(old != 0, (2 * old).exp() * 1.25, 0.0)}

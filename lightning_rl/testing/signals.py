@@ -13,10 +13,11 @@ from lightning_rl.audit.checks import run_checks
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.corrections import TOKEN_REWARDS, LossView, RLCallback
+from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback
 from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
 from lightning_rl.naming import name_of
+from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.smallest import PropertyError, smallest
@@ -96,7 +97,8 @@ def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
 def check_callback(callback: RLCallback) -> None:
     """Checks a correction: every contribution that its class offers.
 
-    What it provides is taken to be there: provided fields, models of its own and hooks of the Trainer are not run.
+    Models of its own and hooks of the Trainer are not run; what its ``provides`` names is asked of it beforehand, or
+    taken to be there where the batch has it.
 
     Raises:
         PropertyError: naming the property that it breaks, with the smallest batch that shows it.
@@ -106,9 +108,15 @@ def check_callback(callback: RLCallback) -> None:
     _check(f"callback {callback.name}", algorithm, CALLBACK)
 
 
+def _provided(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout:
+    """The rollout with the fields that corrections declare to provide and that it does not have."""
+    known = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
+    return Corrections([one for one in callbacks if set(one.provides) - known]).provide(rollout)
+
+
 def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
-        rollout = rollout_of_rows(*example)
+        rollout = _provided(rollout_of_rows(*example), algorithm.corrections.callbacks)
         groups = some_groups(rollout, 0)
         evidence = Evidence(algorithm=algorithm, facts=FACTS, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
         for name in names if wanted is None else [wanted]:

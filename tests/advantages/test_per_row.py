@@ -170,7 +170,9 @@ def test_epsilon_is_added_to_the_deviation() -> None:
 def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert all(resolve_advantages(name) is estimator for name, estimator in ESTIMATORS.items())
     assert resolve_advantages(centered) == FunctionEstimator(centered)
-    with pytest.raises(ValueError, match=r"out of grpo, .*, gae, an object or a function, got 'grpoo'"):
+    with pytest.raises(
+        ValueError, match=r"out of grpo, .*, optimal_token_baseline, an object or a function, got 'grpoo'"
+    ):
         resolve_advantages("grpoo")
 
 
@@ -367,7 +369,8 @@ class Leader(Estimator):
 
 def test_whether_a_group_of_one_teaches_nothing_is_known_of_every_estimator() -> None:
     comparing = {name for name, estimator in ESTIMATORS.items() if estimator.compares}
-    assert comparing == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus_baseline"}
+    by_row = {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "gpg", "pass_at_k"}
+    assert comparing == {*by_row, "reinforce_plus_plus_baseline", "optimal_token_baseline"}
     assert GRPO(epsilon=0.1, unbiased=False).compares and not RawReward().compares
     assert Normalized(mean="batch").compares and not Normalized(mean="batch", std="none").compares
 
@@ -401,10 +404,11 @@ def test_a_function_is_called_by_its_own_name_whatever_is_bound_to_it() -> None:
 
 
 def test_what_an_estimator_looks_at_is_declared() -> None:
+    by_group_alone = {"grpo", "dr_grpo", "rloo", "opo", "pass_at_k"}
     within = {name for name, estimator in ESTIMATORS.items() if estimator.within_groups}
-    assert within == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce"}
+    assert within == {*by_group_alone, "maxrl", "reinforce", "optimal_token_baseline"}
     shift_invariant = {name for name, estimator in ESTIMATORS.items() if estimator.shift_invariant}
-    assert shift_invariant == {"grpo", "dr_grpo", "rloo", "opo"}
+    assert shift_invariant == {*by_group_alone, "gpg"}
     assert FunctionEstimator(by_group).within_groups and not FunctionEstimator(by_group).shift_invariant
     levels: list[tuple[Level, Level]] = [("group", "group"), ("group", "none"), ("none", "group"), ("batch", "none")]
     for mean, std in [*levels, ("none", "none")]:

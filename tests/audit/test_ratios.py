@@ -13,7 +13,19 @@ from torch import Tensor
 from lightning_rl import LossView, RLCallback
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
-from lightning_rl.losses import CISPO, DPPO, GMPO, GSPO, SAPO, ClippedSurrogate, FunctionLoss, PolicyLoss, Reinforce
+from lightning_rl.losses import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    VESPO,
+    ClippedSurrogate,
+    FunctionLoss,
+    PolicyLoss,
+    Reinforce,
+)
 
 
 def step_of(loss: PolicyLoss, *callbacks: RLCallback) -> Evidence:
@@ -47,6 +59,8 @@ def old(view: LossView) -> Tensor:
     [
         (TruncatedIS(), False),
         (TruncatedIS("sequence"), False),
+        (TruncatedIS("geometric"), False),
+        (TruncatedIS(floor=0.5), False),
         (OffPolicyIS(), False),
         (weight("capped", ("old", "rollout"), lambda view: old(view).clamp(max=1.0)), False),
         (weight("by_length", None, lambda view: torch.ones_like(old(view)) / view.width), False),
@@ -68,7 +82,7 @@ def squared(view: LossView) -> Tensor:
     return -view.require("advantages") * (2 * (view.logprobs - view.require("old_logprobs"))).exp()
 
 
-LOSSES = [ClippedSurrogate(), Reinforce(), CISPO(), DPPO(), GMPO(), GSPO(), SAPO()]
+LOSSES = [ClippedSurrogate(), Reinforce(), CISPO(), DPPO(), DRO(), GMPO(), GSPO(), SAPO(), VESPO()]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)

@@ -25,19 +25,24 @@ from lightning_rl import (
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
+    DivergenceMask,
     DynamicSampling,
     EntropyBonus,
     IcePop,
+    LinearLengthPenalty,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
+    PositiveNLL,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
     RouterReplay,
     SequenceRatioMask,
+    StopProperly,
     TeacherKL,
+    TotalVariationMask,
     TruncatedIS,
 )
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections
@@ -52,11 +57,22 @@ EXAMPLES: list[RLCallback] = [
     OffPolicyIS(0.8, 1.2),
     TruncatedIS(cap=1.05),
     TruncatedIS("sequence", cap=1.1),
+    TruncatedIS("geometric", cap=1.02, floor=0.98),
+    TruncatedIS("sequence", cap=1.1, normalized=True),
     IcePop(0.95, 1.05),
     SequenceRatioMask("mean"),
     SequenceRatioMask("product", 0.9, 1.1),
+    SequenceRatioMask("max", 0.0, 1.1),
+    DivergenceMask(1e-3),
+    DivergenceMask(1e-3, divergence="k3", level="mean"),
+    TotalVariationMask(0.05),
+    TotalVariationMask(0.05, policy="current"),
     OutlierMask(0.9, 1.1),
     OverlongPenalty(7, 4),
+    LinearLengthPenalty(0.25, context=0.1, turns=0.1),
+    StopProperly(0.5),
+    StopProperly(reward=-0.5),
+    PositiveNLL(0.1),
     ReferenceKL(0.1),
     ReferenceKL(0.1, as_loss=True),
     RolloutKL(0.1),
@@ -73,7 +89,10 @@ EXAMPLES: list[RLCallback] = [
     RouterReplay(),
 ]
 # decide by finish reason, length, reward and entropy, whatever the policies
-CHANGES_ON_POLICY = (NoEOSMask, OverlongPenalty, DynamicSampling, EntropyBonus, RewardNormalization)
+CHANGES_ON_POLICY = (
+    NoEOSMask, OverlongPenalty, LinearLengthPenalty, StopProperly, PositiveNLL, DynamicSampling, EntropyBonus,
+    RewardNormalization,
+)  # fmt: skip
 LOGGED_BY_THE_CORE = (DynamicSampling, RouterReplay)  # groups/sampled and groups/filtered; kl/rollout
 ACTS_IN_THE_POLICY = (RouterReplay,)  # and on nothing that can be seen here without one
 OFF: list[RLCallback] = [
@@ -83,8 +102,16 @@ OFF: list[RLCallback] = [
     IcePop(0.0, math.inf),
     SequenceRatioMask("mean", 0.0, math.inf),
     SequenceRatioMask("product", 0.0, math.inf),
+    SequenceRatioMask("max", 0.0, math.inf),
+    DivergenceMask(math.inf),
+    DivergenceMask(math.inf, level="sum"),
+    TotalVariationMask(math.inf),
     OutlierMask(0.0),
     OverlongPenalty(7, 4, coef=0.0),
+    LinearLengthPenalty(0.0),
+    StopProperly(1.0),
+    PositiveNLL(0.0),
+    TruncatedIS(cap=1.0, floor=1.0),
     ReferenceKL(0.0, as_loss=True, unbiased=True),
     AdaptiveKL(0.0),
     AdaptiveKL(0.0, as_loss=True),
@@ -126,7 +153,14 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
     moved = (rollout.require("old_logprobs") + drift * noise / 4).detach().requires_grad_()
     entropy = 0.1 + moved.square()
     trained = any(callback.trains_entropy for callback in callbacks)
+    missing = [one for one in callbacks if one.provides and not _provided(rollout, one)]
+    rollout = Corrections([one for one in missing if "provide" in one.contributes]).provide(rollout)
     return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach())
+
+
+def _provided(rollout: Rollout, callback: RLCallback) -> bool:
+    kept = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
+    return set(callback.provides) <= kept
 
 
 def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
@@ -146,7 +180,9 @@ def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]
         if isinstance(given, Tensor) and given.dim() == 2:
             given = given[rollout.valid_tokens]
         found[method] = (
-            {key: stat.moments for key, stat in given.items()} if isinstance(given, dict) else given.detach()
+            {key: getattr(one, "moments", one) for key, one in given.items()}
+            if isinstance(given, dict)
+            else given.detach()
         )
     return found
 
@@ -268,7 +304,10 @@ def test_rows_may_come_in_any_order(correction: RLCallback) -> None:
         plain, moved = getattr(correction, method)(seen), getattr(correction, method)(seen.select(order))
         if isinstance(plain, LossTerm):
             plain, moved = plain.per_token, moved.per_token
-        assert torch.equal(moved, plain[order])
+        if isinstance(plain, Tensor):
+            assert torch.equal(moved, plain[order])
+        else:  # what it provides may be made of a sum over rows
+            torch.testing.assert_close(moved, {name: tensor[order] for name, tensor in plain.items()})
 
 
 @pytest.mark.parametrize("correction", OFF, ids=lambda correction: type(correction).__name__)

@@ -6,7 +6,7 @@ import pytest
 from kit.support import run_step, view_of
 
 from lightning_rl import LossView, Reinforce
-from lightning_rl.callbacks import SequenceRatioMask
+from lightning_rl.callbacks import SequenceRatioMask, TruncatedIS
 
 NAN = math.nan
 
@@ -45,6 +45,27 @@ def test_keeps_rows_whose_product_lies_within(old: list[float], kept: bool) -> N
     assert SequenceRatioMask("product").sequence_mask(view).tolist() == [kept]
 
 
+@pytest.mark.parametrize(
+    ("old", "band", "kept"),
+    [
+        pytest.param([0.5, -9.0, NAN], (0.0, 2.0), True, id="within"),
+        pytest.param([0.8, -9.0, NAN], (0.0, 2.0), False, id="one-above"),
+        pytest.param([-0.5, -9.0, NAN], (0.7, 2.0), False, id="all-below"),
+        pytest.param([-0.2, -9.0, NAN], (0.7, 2.0), True, id="the-largest-is-not-below"),
+    ],
+)
+def test_keeps_rows_whose_largest_ratio_lies_within(old: list[float], band: tuple[float, float], kept: bool) -> None:
+    view = view_of([-1.0] * 3, old_logprobs=old, rollout_logprobs=[0.0] * 3, valid=[True, True, False])
+    assert SequenceRatioMask("max", *band).sequence_mask(view).tolist() == [kept]
+
+
+def test_with_the_weight_of_the_sequence_it_is_icepop_of_responses() -> None:
+    view = view_of([[-1.0] * 2] * 2, old_logprobs=[[0.3, 0.3], [0.5, 0.3]], rollout_logprobs=[[0.0] * 2] * 2)
+    callbacks = [SequenceRatioMask("product", 0.5, 2.0), TruncatedIS("sequence", cap=math.inf)]
+    gradient = run_step(view, callbacks=callbacks, loss=Reinforce()).gradient
+    assert gradient.flatten().tolist() == pytest.approx([-math.exp(0.6) / 4] * 2 + [0.0] * 2)
+
+
 def test_the_mean_does_not_depend_on_the_length() -> None:
     mask = SequenceRatioMask("mean", 0.9, 1.12)
     assert mask.sequence_mask(far(1)).item() and mask.sequence_mask(far(50)).item()
@@ -73,11 +94,12 @@ def test_logs_the_product_before_the_mask() -> None:
 def test_the_bounds_of_each_statistic_are_its_own() -> None:
     assert [SequenceRatioMask("mean").low, SequenceRatioMask("mean").high] == [0.99, 1.01]
     assert [SequenceRatioMask("product").low, SequenceRatioMask("product").high] == [0.5, 2.0]
+    assert [SequenceRatioMask("max").low, SequenceRatioMask("max").high] == [0.0, 5.0]
     assert [SequenceRatioMask("product", high=3.0).low, SequenceRatioMask("product", high=3.0).high] == [0.5, 3.0]
 
 
 def test_refuses_bounds_that_leave_out_one_and_an_unknown_statistic() -> None:
     with pytest.raises(ValueError, match=r"expected low in \[0, 1\], got 1\.2"):
         SequenceRatioMask("mean", 1.2, 2)
-    with pytest.raises(ValueError, match="expected statistic mean or product, got 'sum'"):
+    with pytest.raises(ValueError, match="expected statistic mean or product or max, got 'sum'"):
         SequenceRatioMask("sum")  # pyright: ignore[reportArgumentType]

@@ -47,18 +47,23 @@ from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
+    DivergenceMask,
     DynamicSampling,
     EntropyBonus,
     IcePop,
+    LinearLengthPenalty,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
+    PositiveNLL,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
     SequenceRatioMask,
+    StopProperly,
     TeacherKL,
+    TotalVariationMask,
     TruncatedIS,
 )
 
@@ -339,9 +344,10 @@ KL = partial(ReferenceKL, 0.1, as_loss=True)
 CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("everything by default"),
     *[preset(name) for name in ("ppo", "grpo", "gspo", "cispo", "reinforce_plus_plus", "dppo", "gmpo")],
-    *[preset(name) for name in ("m2po", "clip_cov", "kl_cov", "lite_ppo")],
+    *[preset(name) for name in ("m2po", "clip_cov", "kl_cov", "lite_ppo", "luspo", "vespo")],
     *[preset(name, max_new_tokens=8) for name in ("dr_grpo", "dapo", "rloo")],
     *[with_loss(name) for name in ("reinforce", "gspo", "cispo", "dppo", "sapo", "gmpo", "clip_cov", "kl_cov", "m2po")],
+    with_loss("dro"),
     *[with_estimator(name) for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce")],
     *[with_estimator(name) for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae")],
     *[at_scale(scale, "grpo") for scale in (1e-3, 1e-2, 0.1, 10.0, 100.0, 1e3)],
@@ -431,6 +437,16 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         "many masks at once",
         {"max_staleness": 1, **STEPS},
         lambda: [SequenceRatioMask("mean", 0.5, 2.0), OutlierMask(), IcePop(), OPSM(against="rollout")],
+    ),
+    Configuration(
+        "masks by a divergence, bounded weights of a mean of one",
+        {"max_staleness": 1, **STEPS},
+        lambda: [DivergenceMask(0.1), TotalVariationMask(0.1), TruncatedIS("geometric", floor=0.5, normalized=True)],
+    ),
+    Configuration(
+        "length in a group, truncation and imitation",
+        STEPS,
+        lambda: [LinearLengthPenalty(turns=0.1), StopProperly(0.5), PositiveNLL()],
     ),
     Configuration("penalties of distance", STEPS, lambda: [RolloutKL(), EntropyBonus(0.01, target=1.0), KL()]),
     Configuration(

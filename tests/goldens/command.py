@@ -10,7 +10,7 @@ from goldens.page import page
 from goldens.report import table
 from goldens.verdict import Status, Verdict, verdict
 
-USAGE = "expected a folder of golden cases: python -m tests.goldens FOLDER [--page]"
+USAGE = "expected folders of golden cases: python -m tests.goldens FOLDER [FOLDER ...] [--page]"
 
 
 def verdicts_on(folder: Path) -> list[Verdict]:
@@ -21,10 +21,10 @@ def verdicts_on(folder: Path) -> list[Verdict]:
 def main(arguments: Sequence[str]) -> int:
     """Prints the table, or with ``--page`` docs/parity.md; 1 if a case failed or there is none."""
     folders = [Path(one) for one in arguments if one != "--page"]
-    if len(folders) != 1 or not folders[0].is_dir():
+    if not folders or not all(folder.is_dir() for folder in folders):
         print(USAGE)  # noqa: T201
         return 2
     torch.set_num_threads(1)
-    verdicts = verdicts_on(folders[0])
+    verdicts = [verdict for folder in folders for verdict in verdicts_on(folder)]
     print(page(verdicts).rstrip() if "--page" in arguments else table(verdicts))  # noqa: T201
     return int(not verdicts or any(one.status is Status.FAILED for one in verdicts))

@@ -12,11 +12,19 @@ from torch import Tensor
 
 from goldens.cases import Case
 from lightning_rl import LossView, RLCallback
-from lightning_rl.callbacks import OPSM, IcePop, OutlierMask, SequenceRatioMask, TruncatedIS
+from lightning_rl.callbacks import (
+    OPSM,
+    DivergenceMask,
+    IcePop,
+    OutlierMask,
+    SequenceRatioMask,
+    TotalVariationMask,
+    TruncatedIS,
+)
 from lightning_rl.corrections import Corrections as CombinedCorrections
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
-from lightning_rl.signal.ratios import clipped_weight, policy_ratio, sequence_ratio
+from lightning_rl.signal.ratios import clipped_weight, sequence_ratio
 
 Corrections = list[RLCallback]
 SMALLEST = 1e-38  # a bound of 0 where ours has to be positive
@@ -58,6 +66,9 @@ def rejection(statistic: str, low: float | None, high: float, *, forward: bool =
         forward: estimate the KL from the trainer to the engine instead of from the engine to the trainer.
     """
     level, _, name = statistic.rpartition("_")
+    if low is None and name != "k1" and not forward:
+        chosen: dict[str, Any] = {"divergence": name, "level": level.removeprefix("seq_")}
+        return DivergenceMask(high, **chosen)
     estimator = {"k1": k1, "k2": k2, "k3": partial(k3, tangent=False)}[name]
 
     def within(values: Tensor) -> Tensor:
@@ -89,6 +100,7 @@ def ratio_mask(kind: str, low: float, high: float) -> RLCallback:
         "mean": partial(SequenceRatioMask, "mean"),
         "sum": partial(SequenceRatioMask, "product"),
         "every": OutlierMask,
+        "max": partial(SequenceRatioMask, "max"),
     }
     if kind in masks and low <= 1 <= high:
         return masks[kind](max(low, 0.0), high)
@@ -104,6 +116,18 @@ def given_weight(weight: Tensor) -> RLCallback:
     return callback_of("given", token_weight=lambda view: weight.expand_as(view.logprobs))
 
 
+def given_row_weight(weight: Tensor) -> RLCallback:
+    """The geometric mean of the weights that a case gives, through our geometric weight of the ratios that they are."""
+
+    def geometric(view: LossView) -> Tensor:
+        ratios = weight.expand_as(view.logprobs).clamp(min=SMALLEST).log()
+        return geometric_weight().token_weight(
+            view.replace(old_logprobs=ratios, rollout_logprobs=torch.zeros_like(ratios))
+        )
+
+    return callback_of("given", token_weight=geometric)
+
+
 class Contribution:
     """What corrections do together: a weight and a mask of each token.
 
@@ -116,9 +140,10 @@ class Contribution:
         self.weight, self.kept = torch.ones_like(view.logprobs), torch.ones_like(view.valid_tokens)
         for callback in corrections:
             offered = CombinedCorrections([callback])
+            seen = offered.provide(view)
             for name in ("token_mask", "sequence_mask", "token_weight"):
                 for one in offered.contributors(name):
-                    self._take(name, getattr(one, name)(view))
+                    self._take(name, getattr(one, name)(seen))
 
     def _take(self, name: str, found: Tensor) -> None:
         if name == "token_weight":
@@ -138,8 +163,9 @@ def _areal(case: Case) -> Corrections:
     metric, by_row, agg = chosen.get("metric", "ratio"), chosen.get("level") == "sequence", chosen.get("agg", "mean")
     clamps, geometric = chosen.get("action") == "clamp", by_row and metric == "ratio"
     if metric == "ratio":
-        kind = "every" if agg == "max" and not low > 0 else agg  # with a lower bound, of the largest alone
-        mask = ratio_mask(kind if by_row else "token", low, high)
+        mask = ratio_mask(agg if by_row else "token", low, high)
+    elif metric == "binary_kl":
+        mask = DivergenceMask(high, divergence="binary_kl", level=agg if by_row else "token")
     else:
         statistic = f"{'seq_' + agg if by_row else 'token'}_{metric.removeprefix('kl_')}"
         mask = rejection(statistic, chosen.get("lower"), high, forward=True)
@@ -158,13 +184,13 @@ def _bounded_outside(view: LossView, mask: RLCallback, weight: RLCallback, bound
 
 def geometric_weight(high: float = math.inf, low: float = 0.0) -> RLCallback:
     """The geometric mean of a row's ratios as one weight for all of its tokens."""
-    return _row_weight(low, high, geometric=True)
+    return TruncatedIS("geometric", cap=high, floor=low) if low <= 1 <= high else _row_weight(low, high, geometric=True)
 
 
 def bounded_weight(level: str, low: float, high: float) -> RLCallback:
-    """The importance weight of tokens or rows between two bounds; our own correction where the lower one is 0."""
-    if not low > 0 and high >= 1:
-        return TruncatedIS("sequence" if level == "sequence" else "token", cap=high)
+    """The importance weight of tokens or rows between two bounds; our own correction where 1 lies between them."""
+    if low <= 1 <= high:
+        return TruncatedIS("sequence" if level == "sequence" else "token", cap=high, floor=low)
     if level == "sequence":
         return _row_weight(low, high, geometric=False)
 
@@ -241,7 +267,8 @@ def _verl_weight(case: Case) -> Corrections:
     level, threshold = case.params["rollout_is"], str(case.params.get("rollout_is_threshold") or 2.0)
     low, _, high = threshold.rpartition("_")
     if not low:
-        return [bounded_weight(level, 0.0, float(high))]
+        normalized = bool(case.params.get("rollout_is_batch_normalize"))
+        return [TruncatedIS(level, cap=float(high), normalized=normalized)]
     kept = ratio_mask("token" if level == "token" else "sum", float(low), float(high))
     return [kept, bounded_weight(level, 0.0, math.inf)]
 
@@ -274,21 +301,10 @@ def _open_instruct(case: Case) -> Corrections:
     by_row = params.get("rho_mask_sequence_level")
     weight = geometric_weight(bounds[1], bounds[0]) if by_row else bounded_weight("token", *bounds)
     if params.get("rho_mask_tv_divergence"):
-        return [callback_of("vaco", token_mask=lambda view: _towards(view, low, high)), weight]
+        return [TotalVariationMask(high), weight]
     if low <= 0 and high == math.inf:
         return [weight]
     return [ratio_mask("mean" if by_row else "token", low, high), weight]
-
-
-def _towards(view: LossView, low: float, high: float) -> Tensor:
-    """All tokens of rows whose mean total variation is in bounds, and those of others that bring the policies closer.
-
-    The variation of a token is that of its ratio, as our divergence of DPPO is that of its probability.
-    """
-    old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
-    apart = (policy_ratio(old, rollout) - 1).abs()
-    mean = row_mean(apart, view.valid_tokens)[:, None]
-    return ((mean >= low) & (mean <= high)) | ((old - rollout).sign() * view.require("advantages") <= 0)
 
 
 READERS = {

@@ -11,7 +11,7 @@ from goldens.registry import replays
 from goldens.views import gradient, reduced, view_of_case
 from lightning_rl import LossView
 from lightning_rl.callbacks import ReferenceKL, RolloutKL
-from lightning_rl.signal.kl import importance, k1, k2
+from lightning_rl.signal.kl import binary_kl, importance, k1, k2
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.reductions import sequence_mean
 
@@ -61,6 +61,13 @@ def straight_through(case: Case) -> Outputs:
     value = estimator_of(case, first_of(case.params, ESTIMATOR_NAMES))(logprobs, other).detach()
     pulled = k2(logprobs, other)
     return {"kl": value + (pulled - pulled.detach()), "grad_logp": gradient(pulled.sum(), logprobs)}
+
+
+@replays("kl_binary")
+def binary(case: Case) -> Outputs:
+    """The KL of "this token or another" in either direction."""
+    logprobs, other = case["logp"], case["ref_logp"]
+    return {"kl": binary_kl(logprobs, other), "kl_reverse": binary_kl(other, logprobs)}
 
 
 @replays("kl_all_four")

@@ -1,9 +1,8 @@
 """Corrections by themselves: weights, masks and what they are made of, without a policy loss."""
 
-import torch
-
 from goldens.cases import Case, Outputs
 from goldens.corrections import opsm_of
+from goldens.options import peer_ratio
 from goldens.policy import policy_loss
 from goldens.policy_options import m2_threshold
 from goldens.registry import replays
@@ -12,7 +11,6 @@ from goldens.weights import corrected
 from lightning_rl.losses import M2PO
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import local_sum
-from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.selection import local_values
 
 
@@ -48,6 +46,6 @@ def mismatch(case: Case) -> Outputs:
     logprobs, rollout = case["logp"], case["rollout_logp"]
     return {
         "log_ratio": k1(logprobs, rollout),
-        "ratio": policy_ratio(logprobs, rollout, bound=torch.inf),
+        "ratio": peer_ratio(case, logprobs, rollout),
         "mismatch_kl": k3(rollout, logprobs, tangent=False),
     }

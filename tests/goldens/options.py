@@ -10,6 +10,7 @@ from torch import Tensor
 
 from goldens.cases import Case
 from lightning_rl.signal.kl import Clamped, KLEstimator, k3, kl_estimator
+from lightning_rl.signal.ratios import policy_ratio
 
 Steps = Literal["valid", "every", "every, masked ones empty", "runs"]
 """Which positions are time steps: the valid ones, all of them, or the valid ones of one uninterrupted run."""
@@ -117,6 +118,15 @@ def peer_of(case: Case) -> Peer:
         if name in case.implicit:
             peer = replace(peer, **change(case.implicit[name]))
     return peer
+
+
+def peer_ratio(case: Case, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """An importance ratio as the peer reports it.
+
+    The one rule for extreme log-ratios: ours end at 20, and wherever a peer's are compared with them, ours are asked
+    for with the bound of that peer, which is none for most.
+    """
+    return policy_ratio(numerator, denominator, bound=peer_of(case).log_ratio)
 
 
 def first_of(params: Mapping[str, Any], names: tuple[str, ...], default: Any = None) -> Any:

@@ -10,7 +10,7 @@ from goldens.cases import Case, Outputs
 from goldens.normalization import std_of_others
 from goldens.options import peer_of
 from goldens.registry import replays
-from lightning_rl.advantages import ESTIMATORS, RLOO, Estimator, MaxRL, Normalized, RewardSignal
+from lightning_rl.advantages import ESTIMATORS, GPG, RLOO, Estimator, MaxRL, Normalized, PassAtK, RewardSignal
 from lightning_rl.signal.kl import k1
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
 from lightning_rl.signal.rewards import shaped_rewards
@@ -50,6 +50,9 @@ def group_normalised(case: Case) -> Estimator:
 
 MAKERS: dict[str, Callable[[Case], Estimator]] = {
     "grpo": group_normalised,
+    "grpo_batch_std": group_normalised,
+    "grpo_passk": lambda case: PassAtK(scaled=case.params["norm_adv_by_std_in_grpo"], epsilon=case.params["epsilon"]),
+    "gpg": lambda _case: GPG(teaches="nonzero"),
     "maxrl": lambda case: MaxRL(epsilon=case.params.get("epsilon", 0.0)),
 }
 
@@ -72,6 +75,9 @@ def shown(case: Case, signal: RewardSignal, found: Tensor) -> Outputs:
 
 @replays(
     "advantages_outcome/grpo",
+    "grpo_batch_std",
+    "grpo_passk",
+    "advantages_outcome/gpg",
     "advantages_outcome/dr_grpo",
     "advantages_outcome/rloo",
     "advantages_outcome/maxrl",

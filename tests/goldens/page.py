@@ -3,17 +3,22 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from goldens.registry import NOT_COMPARED, NOT_OFFERED
+from goldens.registry import NOT_COMPARED
 from goldens.rules import RULES
 from goldens.verdict import Status, Verdict
 
 TEXT = """\
 # Parity with other systems
 
-`tests/data/goldens` holds recorded calls of AReaL, NeMo-RL, OpenRLHF, open-instruct, prime-rl, SkyRL, slime, TRL and
-verl. `tests/goldens` replays each of them with our functions, losses and corrections, and compares values and
-gradients. This page is written by `python -m tests.goldens tests/data/goldens --page > docs/parity.md`; a test
-compares it with the code.
+`tests/data/goldens` and `tests/data/goldens_more` hold recorded calls of AReaL, NeMo-RL, OpenRLHF, open-instruct,
+prime-rl, SkyRL, slime, TRL and verl. `tests/goldens` replays each of them with our functions, losses and corrections,
+and compares values and gradients. A parameter that a replay neither reads nor may ignore makes its case "not offered",
+never a comparison of two different things. This page is written by
+`python -m tests.goldens tests/data/goldens tests/data/goldens_more --page > docs/parity.md`; a test compares it with
+the code. Which system has what is one table: [algorithms](algorithms.md).
+
+One rule for extreme log-ratios: ours are clamped to +-20 before they become a ratio; where a peer has another bound, or
+none, ours is asked for with that one, so that the same thing is compared.
 
 {totals}
 
@@ -37,8 +42,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
     """The whole page."""
     status = Counter(one.status for one in verdicts)
     ruled = Counter(one.detail for one in verdicts if one.status is Status.RULE)
-    absent = Counter(one.case.algorithm for one in verdicts if one.status is Status.NOT_OFFERED)
-    names = {one.case.algorithm for one in verdicts if one.status is Status.NOT_OFFERED}
+    absent = Counter((one.case.algorithm, one.detail) for one in verdicts if one.status is Status.NOT_OFFERED)
     return TEXT.format(
         totals=_table(("Cases", "Number"), [(str(one), status[one]) for one in Status]),
         rules=_table(
@@ -47,7 +51,7 @@ def page(verdicts: Sequence[Verdict]) -> str:
         ),
         absent=_table(
             ("Algorithm", "Reason", "Cases"),
-            [(name, NOT_OFFERED.get(name, "unknown algorithm"), absent[name]) for name in sorted(names)],
+            [(name, reason, number) for (name, reason), number in sorted(absent.items())],
         ),
         skipped=_table(("Field", "Reason"), [(f"`{field}`", reason) for field, reason in NOT_COMPARED.items()]),
     )

@@ -8,7 +8,7 @@ from kit.support import callback_of
 from torch import Tensor
 
 from goldens.cases import Case, Outputs
-from goldens.corrections import Contribution, Corrections, corrections_of, given_weight
+from goldens.corrections import Contribution, Corrections, corrections_of, given_row_weight, given_weight
 from goldens.logged import logged
 from goldens.options import estimator_of, first_of, peer_of
 from goldens.policy_options import averaged, bounded, by_sequence, clip_of, loss_of
@@ -96,15 +96,17 @@ def _view(case: Case) -> LossView:
 
 
 def _stepped(case: Case, view: LossView) -> Outputs:
-    loss, average, corrections = loss_of(case), average_of(case), _corrections(case)
+    loss, average, corrections = loss_of(case), average_of(case), corrections_around(case)
     used = bounded(case, loss)
     found = objective(view, used, average.reduction, callbacks=corrections, scale=average.scale(view))
     return {**found, **_per_token(case, view, loss, corrections)}
 
 
-def _corrections(case: Case) -> Corrections:
+def corrections_around(case: Case) -> Corrections:
+    """What stands beside the loss of a case: masks, weights and the pull to a reference."""
     found = corrections_of(case)
-    found += [given_weight(case[name]) for name in WEIGHTS if name in case]
+    given = given_row_weight if case.algorithm == "gmpo" else given_weight  # inside the geometric mean
+    found += [given(case[name]) for name in WEIGHTS if name in case]
     coefficient = first_of(case.params, COEFFICIENTS, 0.0)
     if coefficient and "ref_logp" in case and not case.params.get("use_kl_in_reward"):
         found.append(callback_of("reference", loss_term=lambda view: _reference(case, view, coefficient)))
@@ -126,6 +128,8 @@ def _reference(case: Case, view: LossView, coefficient: float) -> LossTerm:
 
 
 def _kl_weight(case: Case, view: LossView, name: str | int) -> Tensor | None:
+    if case.params.get("use_on_policy_kl_approximation"):
+        return importance(view.logprobs, view.require("rollout_logprobs"), bound=math.inf)
     if peer_of(case).score_function_kl:
         return importance(view.logprobs)
     if not case.params.get("use_bias_correction_kl") and name != RATIO_TIMES_K1:

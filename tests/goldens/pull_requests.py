@@ -11,7 +11,7 @@ from goldens.cases import Case, Outputs
 from goldens.corrections import opsm_of
 from goldens.layouts import carried_back, prediction_aligned
 from goldens.normalization import rewards_normalised
-from goldens.options import estimator_of
+from goldens.options import estimator_of, peer_ratio
 from goldens.policy_options import clip_of
 from goldens.registry import replays
 from goldens.views import gradient, view_of_case
@@ -19,7 +19,6 @@ from lightning_rl import Finish
 from lightning_rl.callbacks import NoEOSMask, OffPolicyIS
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, Reinforce
 from lightning_rl.signal.masked import masked_fill_invalid
-from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import sequence_mean
 from lightning_rl.signal.returns import discounted_returns, gae
 from lightning_rl.signal.rewards import shaped_rewards
@@ -60,7 +59,7 @@ def off_policy_is(case: Case) -> Outputs:
     low, high = case.params["weight_low"], case.params["weight_high"]
     base: PolicyLoss = Reinforce() if case.params["base_loss"] == "reinforce" else PPO
     weight = OffPolicyIS(low, high).token_weight(view)
-    ratio = policy_ratio(view.logprobs.detach(), view.require("rollout_logprobs"))
+    ratio = peer_ratio(case, view.logprobs.detach(), view.require("rollout_logprobs"))
     tokens = base(view) * weight
     total = masked_fill_invalid(tokens, view.valid_tokens).sum()
     return {

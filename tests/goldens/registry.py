@@ -42,13 +42,7 @@ def replay_of(case: Case) -> Replay:
 
 NOT_OFFERED: dict[str, str] = {
     "decoupled_ppo_loglinear_proximal": "the policy before the update is computed, never interpolated",
-    "gae_turn_level": "one step of GAE is one token",
-    "gae_vapo_length_adaptive": "one decay for all rows",
-    "gpg": "no scale by the share of rows without reward; its loss is ours",
-    "grpo_passk": "no advantage for the best row of a group alone",
-    "optimal_token_baseline": "needs the sum of squared probabilities of each step",
     "proximal_logp_approximation": "the policy before the update is computed, never interpolated",
-    "stop_properly": "a row that was cut off is left out of the reward, not scaled or punished",
 }
 """Algorithms that the library does not have, with the reason."""
 

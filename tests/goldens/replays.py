@@ -2,6 +2,8 @@
 
 import goldens.averages
 import goldens.entropy
+import goldens.further_losses
+import goldens.further_rewards
 import goldens.kl
 import goldens.normalization
 import goldens.off_policy

@@ -44,7 +44,7 @@ def _advantages(positions: Tensor, ours: Tensor) -> Prediction:
 
 
 def _singleton(case: Case) -> Prediction:
-    if case.algorithm == "reward_norm_masked":
+    if case.algorithm in ("reward_norm", "reward_norm_masked"):
         return _alone_among_the_rewarded(case)
     return _advantages(_members(case).sum(-1) == 1, torch.tensor(0.0))
 
@@ -113,11 +113,13 @@ def _populations(case: Case, level: str) -> tuple[Tensor, ...]:
 
 
 def _alone_among_the_rewarded(case: Case) -> Prediction:
-    params, rewarded = case.params, case.mask("loss_mask")
-    if params["mean_level"] != "group" or not params["mean_leave1out"]:
+    """A row whose group, or batch, has no other rewarded row to take its mean from."""
+    params = case.params
+    rewarded = case.mask("loss_mask") if "loss_mask" in case else torch.ones(len(case["x"]), dtype=torch.bool)
+    if params["mean_level"] is None or not params["mean_leave1out"]:
         return {}
     alone = torch.zeros_like(rewarded)
-    for rows in _populations(case, "group"):
+    for rows in _populations(case, params["mean_level"]):
         alone[rows] = rewarded[rows] & (rewarded[rows].sum() == 1)
     return {"y": (alone, torch.tensor(0.0))}
 
@@ -151,7 +153,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a group of one teaches nothing: 0",
         reason="verl, SkyRL and AReaL's leave-one-out let its raw reward through, which has no baseline",
-        algorithms=("grpo", "dr_grpo", "rloo", "opo", "reward_norm_masked"),
+        algorithms=(
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "opo",
+            "gpg",
+            "optimal_token_baseline",
+            "tir_optimal_token_baseline",
+            "reward_norm",
+            "reward_norm_masked",
+        ),
         predicts=_singleton,
     ),
     Rule(

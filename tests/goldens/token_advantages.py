@@ -10,10 +10,12 @@ from goldens.cases import Case, Outputs
 from goldens.layouts import by_episode
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of, peer_of
 from goldens.outcome import per_token, signal_of
-from goldens.registry import NotOfferedError, replays
+from goldens.registry import replays
 from lightning_rl import RLOO, DrGRPO, Normalized
-from lightning_rl.signal.masked import masked_fill_invalid, whiten
-from lightning_rl.signal.returns import discounted_returns, gae
+from lightning_rl.advantages import LengthAdaptive, RelativePosition
+from lightning_rl.advantages.optimal_token_baseline import beyond_the_others, logit_gradients, minus_optimal_baseline
+from lightning_rl.signal.masked import global_moments, masked_fill_invalid, whiten
+from lightning_rl.signal.returns import discounted_returns, gae, turn_gae
 from lightning_rl.signal.rewards import shaped_rewards
 
 
@@ -64,6 +66,54 @@ def _areal_gae(rewards: Tensor, values: Tensor, mask: Tensor, no_eos: Tensor, op
     return {"advantages": advantages, "returns": advantages + values}
 
 
+@replays("gae_vapo_length_adaptive", "gae_relative_position")
+def by_length(case: Case) -> Outputs:
+    """AReaL's GAE with a decay that follows the number of valid tokens."""
+    params = case.params
+    decay = LengthAdaptive(params["alpha"]) if "alpha" in params else RelativePosition(params["q"])
+    lam = decay(case.mask().sum(-1))
+    options = {"gamma": params["gamma"], "lam": lam}
+    found = _areal_gae(case["token_rewards"], case["values"], case.mask(), case.mask("no_eos"), options)
+    return {"gae_lambda": lam, **found}
+
+
+@replays("gae_turn_level")
+def over_turns(case: Case) -> Outputs:
+    """AReaL's GAE over turns; the value of the last column bootstraps a row that was cut off."""
+    mask, values = case.mask(), case["values"]
+    bootstrap = torch.where(case.mask("no_eos"), values[:, -1], 0.0)
+    found = turn_gae(case["token_rewards"], values, mask, case.ids("turn_ids"), bootstrap=bootstrap, **decays(case))
+    return {"advantages": found.advantages, "returns": found.returns}
+
+
+def behind_the_second(mask: Tensor, groups: Tensor) -> Tensor:
+    """Verl's other form takes columns for steps: those from the length of the second longest row on."""
+    found = torch.zeros_like(mask)
+    for group in groups.unique():
+        rows, lengths = (groups == group).nonzero()[:, 0], mask[groups == group].sum(-1)
+        longest = lengths == lengths.max()
+        if len(rows) > 1 and longest.sum() == 1:
+            found[rows[longest], int(lengths[~longest].max()) :] = True
+    return found & mask
+
+
+@replays("optimal_token_baseline", "tir_optimal_token_baseline")
+def optimal_baseline(case: Case) -> Outputs:
+    """Ours compares the n-th sampled tokens; verl's other form compares columns, holes among them."""
+    mask, signal = case.mask(), signal_of(case)
+    sizes = logit_gradients(case["old_logp"], case["sum_pi_squared"])
+    if "rollout_is_weights" in case:
+        sizes = sizes * case["rollout_is_weights"].square()
+    over_turns = case.algorithm.startswith("tir")
+    steps = (mask.cumsum(-1) - 1).clamp(min=0) if over_turns else torch.arange(mask.shape[1]).expand(mask.shape)
+    returns = discounted_returns(case["token_rewards"], mask)
+    advantages = minus_optimal_baseline(returns, sizes, mask, signal.groups, steps)
+    if case.params["handle_zero_tail"]:
+        tail = beyond_the_others(mask, signal.groups, steps) if over_turns else behind_the_second(mask, signal.groups)
+        advantages = torch.where(tail, returns, advantages)
+    return {"advantages": advantages, "returns": returns}
+
+
 @replays("gae_packed")
 def packed(case: Case) -> Outputs:
     """Episodes one after the other, cut behind masked positions: each ends with the first of those."""
@@ -76,17 +126,19 @@ def packed(case: Case) -> Outputs:
     return {"advantages": advantages, "returns": advantages + values}
 
 
-@replays("gae_decoupled", "gae_mc_kl")
+@replays("gae_decoupled", "gae_mc_kl", "gae_length_adaptive")
 def _nemo_gae(case: Case) -> Outputs:
     """NeMo-RL: one decay for the policy and one for the critic, and a KL in the reward."""
     params, mask, values = case.params, case.mask(), case["values"]
-    if params.get("length_adaptive_alpha"):
-        raise NotOfferedError("a decay that depends on the length")
     shaped = shaped_rewards(case["rewards"], _kl_penalty(case), mask)
     options = decays(case)
-    of_policy, of_critic = (
-        gae(shaped, values, mask, gamma=options["gamma"], lam=first_of(params, (name,), options["lam"]))
-        for name in ("gae_lambda_policy", "gae_lambda_value")
+    adaptive = params.get("length_adaptive_alpha")
+    lam = (
+        LengthAdaptive(adaptive)(mask.sum(-1)) if adaptive else first_of(params, ("gae_lambda_policy",), options["lam"])
+    )
+    of_policy = gae(shaped, values, mask, gamma=options["gamma"], lam=lam)
+    of_critic = gae(
+        shaped, values, mask, gamma=options["gamma"], lam=first_of(params, ("gae_lambda_value",), options["lam"])
     )
     advantages = whiten(of_policy, mask) if params.get("normalize_advantages") else of_policy
     return {"advantages": advantages, "returns": of_critic + values}
@@ -151,7 +203,9 @@ def _openrlhf(case: Case) -> Outputs:
         "rloo": lambda: RLOO().per_row(signal.scores, signal.groups, signal.rewarded),
         "reinforce_baseline": lambda: DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded),
         "dr_grpo": lambda: DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded),
-        "group_norm": lambda: _group_norm(case),
+        "group_norm": lambda: Normalized(epsilon=1e-9).per_row(
+            signal.scores, signal.groups, signal.rewarded
+        ),  # whatever no_std_norm says
     }
     scores = rows[name]() if name in rows else signal.scores
     shaped = shaped_rewards(scores, -params.get("kl_coef", 0.0) * case["kl"], mask)
@@ -164,14 +218,13 @@ def _openrlhf(case: Case) -> Outputs:
         gamma = 1.0 if name in rows else options["gamma"]
         advantages = found = discounted_returns(shaped, every(case, "kl"), gamma=gamma)
     if name in ("gae", "reinforce", "reinforce_baseline"):
-        advantages = whiten(advantages, mask, unbiased=False)
+        scaled = not params.get("no_std_norm")
+        advantages = whiten(advantages, mask, unbiased=False) if scaled else _centred(advantages, mask)
     return {"advantages": advantages, "returns": found}
 
 
-def _group_norm(case: Case) -> Tensor:
-    signal = signal_of(case)
-    std = "none" if case.params.get("no_std_norm") else "group"
-    return Normalized(std=std, epsilon=1e-9).per_row(signal.scores, signal.groups, signal.rewarded)
+def _centred(values: Tensor, mask: Tensor) -> Tensor:
+    return global_moments(values, mask).deviation.to(values.dtype)
 
 
 def _slime(case: Case) -> Outputs:

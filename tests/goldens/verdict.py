@@ -1,7 +1,7 @@
 """The verdict on one case: matched, differs on purpose, not offered or failed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -10,8 +10,12 @@ from torch import Tensor
 import goldens.replays  # noqa: F401 - registers every replay
 from goldens.cases import Case, Outputs
 from goldens.compare import Difference, difference
+from goldens.inert import unknown
+from goldens.params import Params
 from goldens.registry import NotOfferedError, not_compared, replay_of
 from goldens.rules import RULES, Rule
+
+PARAMETER = "parameter"  # begins the reason where a replay does not know one
 
 
 class Status(StrEnum):
@@ -33,14 +37,20 @@ class Verdict:
 
 
 def verdict(case: Case, rules: Sequence[Rule] = RULES) -> Verdict:
-    """Replays a case and compares every field that it recorded."""
+    """Replays a case and compares every field that it recorded.
+
+    A parameter that the replay neither reads nor may ignore makes it another call than the recorded one.
+    """
+    params = Params(case.params)
     try:
         replay = replay_of(case)
-        outputs = replay(case)
+        outputs = replay(replace(case, params=params))
     except NotOfferedError as reason:
         return Verdict(case, Status.NOT_OFFERED, str(reason))
     except Exception as error:  # noqa: BLE001 - whatever a call raises is a failure of this case alone
         return Verdict(case, Status.FAILED, f"call  {type(error).__name__}: {error}".splitlines()[0])
+    if left := unknown(case, params.unread()):
+        return Verdict(case, Status.NOT_OFFERED, f"{PARAMETER} {', '.join(left)}")
     return _compared(case, outputs, rules)
 
 

@@ -4,17 +4,17 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution, corrections_of, readers_of
+from goldens.options import peer_ratio
 from goldens.views import view_of_case
 from lightning_rl import LossView
 from lightning_rl.signal.masked import row_mean
-from lightning_rl.signal.ratios import policy_ratio
 
 
 def corrected(case: Case) -> Outputs:
     """What the corrections of a case do to its tokens."""
     view = view_of_case(case)
     done = Contribution(view, corrections_of(case))
-    ratio = policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs"))
+    ratio = peer_ratio(case, view.require("old_logprobs"), view.require("rollout_logprobs"))
     found = {"ratio": ratio, "abs_dev": (ratio - 1).abs(), "clipfrac_tokens": (done.kept_weight != ratio).to(ratio)}
     if "pg_loss" in case:
         found["weighted_loss"] = case["pg_loss"] * done.kept_weight
@@ -23,7 +23,9 @@ def corrected(case: Case) -> Outputs:
     if case.peer == "verl":  # two families apart: weights, which may be 0, and rejections, which shrink the mask
         weight = Contribution(view, readers_of(case, "rollout_is")).kept_weight
         rejected = view.valid_tokens & Contribution(view, readers_of(case, "rollout_rs")).kept
-    if case.params.get("rollout_is_batch_normalize"):
+    if case.peer == "SkyRL":  # masks stand in the mask alone
+        weight = done.weight
+    if case.params.get("rollout_is_batch_normalize") and "_" in str(case.params["rollout_is_threshold"]):
         weight = weight / _mean(weight, view)
     by_row = "sequence" in (case.params.get("tis_ratio_type"), str(case.params.get("mode")).split("_")[0])
     return {**found, "modified_mask": rejected, "is_weights": weight[:, :1] if by_row else weight}

@@ -43,7 +43,7 @@ def test_gspo_bounds_the_mean_of_a_row() -> None:
 
 def test_gmpo_bounds_the_mean_of_a_row_and_no_token() -> None:
     logprobs, valid = FAR.clone().requires_grad_(), torch.ones_like(LOGPROBS, dtype=torch.bool)
-    loss = loss_of(GMPO(clip=0.4), logprobs, LOGPROBS, -BAD, valid)
+    loss = loss_of(GMPO(), logprobs, LOGPROBS, -BAD, valid)
     assert loss[0, 0].item() == pytest.approx(-math.exp(-25.5 / 2))
     assert all(slope < 0 for slope in slopes(loss, logprobs))
 

@@ -11,10 +11,12 @@ from kit.support import run_step, view_of
 from lightning_rl import (
     CISPO,
     DPPO,
+    DRO,
     GMPO,
     GSPO,
     M2PO,
     SAPO,
+    VESPO,
     ClipCov,
     ClippedSurrogate,
     KLCov,
@@ -35,7 +37,12 @@ OLD, ROLLOUT = ("old_logprobs",), ("rollout_logprobs",)
         (ClippedSurrogate(), ("current", "old"), OLD, False),
         (Reinforce(), None, (), False),
         (GSPO(), ("current", "old"), OLD, False),
+        (GSPO(anchor="rollout"), ("current", "rollout"), ROLLOUT, False),
         (GMPO(), ("current", "old"), OLD, False),
+        (VESPO(), ("current", "old"), OLD, False),
+        (VESPO(anchor="rollout"), ("current", "rollout"), ROLLOUT, False),
+        (DRO(), None, OLD, False),
+        (DRO(anchor="rollout"), None, ROLLOUT, False),
         (SAPO(), ("current", "old"), OLD, False),
         (CISPO(), ("current", "old"), OLD, False),
         (CISPO(anchor="rollout"), ("current", "rollout"), ROLLOUT, False),
@@ -50,7 +57,9 @@ def test_what_a_loss_declares(loss: PolicyLoss, ratio: Any, reads: tuple[str, ..
     assert (loss.ratio, loss.reads, loss.prepares) == (ratio, reads, prepares)
 
 
-@pytest.mark.parametrize("loss", [ClippedSurrogate(), GSPO(), GMPO(), SAPO(), CISPO(), DPPO(), ClipCov(), M2PO()])
+@pytest.mark.parametrize(
+    "loss", [ClippedSurrogate(), GSPO(), GMPO(), SAPO(), CISPO(), DPPO(), ClipCov(), M2PO(), VESPO(), DRO()]
+)
 def test_what_it_declares_is_what_it_needs(loss: PolicyLoss) -> None:
     for missing in loss.reads:
         given: dict[str, Any] = {"rollout_logprobs": [-1.0]}
@@ -75,9 +84,16 @@ def test_what_it_declares_is_what_it_needs(loss: PolicyLoss) -> None:
         (DPPO, {"low": -0.1}, r"expected low >= 0, got -0.1"),
         (DPPO, {"high": NAN}, r"expected high >= 0, got nan"),
         (DPPO, {"cap": 0.5}, r"expected cap >= 1 or None, got 0.5"),
+        (GSPO, {"anchor": "ref"}, r"expected anchor old or rollout, got 'ref'"),
+        (GMPO, {"clip_high": NAN}, r"expected clip_high >= 0, got nan"),
+        (VESPO, {"k_positive": -1.0}, r"expected k_positive >= 0, got -1.0"),
+        (VESPO, {"lambda_negative": 0.0}, r"expected lambda_negative > 0, got 0.0"),
+        (VESPO, {"anchor": "ref"}, r"expected anchor old or rollout, got 'ref'"),
+        (DRO, {"beta": -0.1}, r"expected beta >= 0, got -0.1"),
+        (DRO, {"anchor": "ref"}, r"expected anchor old or rollout, got 'ref'"),
         (SAPO, {"tau_positive": 0.0}, r"expected tau_positive > 0, got 0.0"),
         (SAPO, {"tau_negative": NAN}, r"tau_negative > 0, got nan"),
-        (GMPO, {"clip": -0.1}, r"expected clip >= 0, got -0.1"),
+        (GMPO, {"clip_low": -0.1}, r"expected clip_low >= 0, got -0.1"),
         (ClipCov, {"fraction": 1.5}, r"expected fraction in \[0, 1\], got 1.5"),
         (ClipCov, {"cov_low": 5.0}, r"cov_low < cov_high, got 5.0 and 5.0"),
         (ClipCov, {"clip_low": 2.0}, r"expected clip_low in \[0, 1\], got 2.0"),

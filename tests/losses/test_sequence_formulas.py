@@ -46,7 +46,7 @@ def test_gspo_clips_the_row_and_not_the_token() -> None:
 
 
 def test_gmpo_clips_the_token_and_then_takes_the_mean() -> None:
-    value, slope = with_slope(lambda new: loss_of(GMPO(clip=0.25), new, OLD, clean(GOOD), VALID))
+    value, slope = with_slope(lambda new: loss_of(GMPO(clip_low=0.25, clip_high=0.25), new, OLD, clean(GOOD), VALID))
     first, second = -math.exp((0.25 - 0.1) / 2), 2 * math.exp((-0.2 + 0.0 - 0.25) / 3)
     assert_close(value, torch.tensor([[first, first, 0.0], [second] * 3], dtype=torch.float64))
     assert_close(slope, torch.tensor([[0.0, first, 0.0], [second, second, 0.0]], dtype=torch.float64))
@@ -78,11 +78,11 @@ def test_shapes_that_would_broadcast_are_refused_by_name(loss: PolicyLoss) -> No
     [
         (GSPO, {"clip_low": -1e-9}, r"clip_low in \[0, 1\]"),
         (GSPO, {"clip_high": NAN}, "clip_high >= 0"),
-        (GMPO, {"clip": -0.1}, "expected clip >= 0, got -0.1"),
-        (GMPO, {"clip": NAN}, "expected clip >= 0, got nan"),
+        (GMPO, {"clip_low": -0.1}, "expected clip_low >= 0, got -0.1"),
+        (GMPO, {"clip_high": NAN}, "expected clip_high >= 0, got nan"),
     ],
 )
 def test_bounds_out_of_range_are_refused(loss: type, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loss(**options)
-    assert GMPO(clip=0.0).clip == 0.0
+    assert GMPO(clip_low=0.0).clip_low == 0.0

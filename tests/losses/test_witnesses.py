@@ -9,7 +9,21 @@ from kit.support import Step, run_step, view_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import CISPO, DPPO, GMPO, GSPO, SAPO, ClippedSurrogate, PolicyLoss, Reinforce, ValueLoss
+from lightning_rl import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    VESPO,
+    ClippedSurrogate,
+    PolicyLoss,
+    Reinforce,
+    SequenceSumNorm,
+    ValueLoss,
+)
+from lightning_rl.callbacks import TruncatedIS
 
 INF = math.inf
 
@@ -138,6 +152,81 @@ def test_gmpo_by_hand(gaps: list[float], advantage: float, value: float, gradien
     view = one_row([a + b for a, b in zip(old, gaps, strict=True)], [advantage] * 2, old_logprobs=old)
     assert GMPO()(view).detach()[0].tolist() == pytest.approx([value] * 2)
     assert step_of(GMPO(), view).gradient[0].tolist() == pytest.approx(gradient)  # of the sum over two tokens
+
+
+def test_gmpo_has_a_bound_of_its_own_on_either_side() -> None:
+    loss = GMPO(clip_low=0.2, clip_high=0.3)
+    good = one_row([-0.5, -0.7], [1.0, 1.0], old_logprobs=[-1.0, -1.0])  # log-ratios .5 and .3
+    bad = one_row([-1.5, -1.1], [-1.0, -1.0], old_logprobs=[-1.0, -1.0])  # log-ratios -.5 and -.1
+    assert loss(good).detach()[0].tolist() == pytest.approx([-math.exp(0.3)] * 2)
+    assert loss(bad).detach()[0].tolist() == pytest.approx([math.exp(-0.15)] * 2)
+
+
+def test_gmpo_takes_a_geometric_weight_into_its_mean() -> None:
+    view = one_row([-0.9, -1.1], [1.0, 1.0], old_logprobs=[-1.0, -1.0], rollout_logprobs=[-1.4, -1.0])
+    step = run_step(view, callbacks=[TruncatedIS("geometric")], loss=GMPO())
+    assert float(step.loss) == pytest.approx(-math.exp(0.0 + 0.4 / 2))  # the mean of .1 + .4 and -.1 + 0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "advantage", "weight"),
+    [
+        pytest.param([0.0, 0.0], 1.0, 1.0, id="on-policy"),
+        pytest.param([math.log(2), 0.0], 1.0, 4 * math.exp(-3), id="good-fades-above"),
+        pytest.param([math.log(2), 0.0], 0.0, 4 * math.exp(-3), id="none-counts-as-good"),
+        pytest.param([math.log(4), -math.log(2)], -1.0, 8 * math.exp(-2), id="bad-by-the-product"),
+        pytest.param([-math.log(2), 0.0], -1.0, math.exp(1) / 8, id="bad-fades-below"),
+        pytest.param([300.0, 300.0], 1.0, 0.0, id="far-above"),
+        pytest.param([-300.0, -300.0], -1.0, 0.0, id="far-below"),
+    ],
+)
+def test_vespo_by_hand(gaps: list[float], advantage: float, weight: float) -> None:
+    logprobs = [-1.0, -2.0]
+    old = [now - gap for now, gap in zip(logprobs, gaps, strict=True)]
+    view = one_row(logprobs, [advantage] * 2, old_logprobs=old)
+    assert VESPO().weights(view)[0].tolist() == pytest.approx([weight] * 2)
+    step = step_of(VESPO(), view)
+    assert float(step.loss) == pytest.approx(weight * advantage * 3)
+    assert step.gradient[0].tolist() == pytest.approx([-weight * advantage] * 2)
+    assert step.metrics["policy/weight_max"] == pytest.approx(weight)
+
+
+def test_vespo_chooses_its_kernel_by_the_advantage_of_each_token_and_may_stand_on_the_rollout() -> None:
+    view = one_row([-1.0, -1.0], [1.0, -1.0], rollout_logprobs=[-1.0 - math.log(2), -1.0])
+    shape = {"k_positive": 1.0, "lambda_positive": 1.0, "k_negative": 0.0, "lambda_negative": 2.0}
+    weights = VESPO(anchor="rollout", **shape).weights(view)  # pyright: ignore[reportArgumentType]
+    assert weights[0].tolist() == pytest.approx([2 * math.exp(-1), math.exp(-2)])
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_dro_is_the_policy_gradient_on_a_quadratic_leash(anchor: Any) -> None:
+    given: dict[str, Any] = {f"{anchor}_logprobs": [-1.5, -2.0]}
+    step = step_of(DRO(beta=0.2, anchor=anchor), one_row([-1.0, -2.0], [2.0, -1.0], **given))
+    assert float(step.loss) == pytest.approx(2.0 + 0.2 * 0.125 - 2.0)
+    assert step.gradient[0].tolist() == pytest.approx([-2.0 + 0.2 * 0.5, 1.0])
+
+
+def test_gspo_may_stand_on_the_rollout_and_bound_bad_responses_twice() -> None:
+    given = {"rollout_logprobs": [-1.1, -2.3], "old_logprobs": [-1.0, -2.0]}
+    good, bad = (one_row([-1.0, -2.0], [advantage] * 2, **given) for advantage in (1.0, -1.0))
+    wide: dict[str, Any] = {"clip_low": 1.0, "clip_high": 1.0, "anchor": "rollout"}
+    ratio = math.exp(0.2)
+    assert step_of(GSPO(**wide), good).gradient[0].tolist() == pytest.approx([-ratio] * 2)
+    capped = step_of(GSPO(**wide, dual_clip=1.1), bad)
+    assert float(capped.loss) == pytest.approx(2 * 1.1) and not capped.gradient.any()
+    assert step_of(GSPO(**wide, dual_clip=1.3), bad).gradient[0].tolist() == pytest.approx([ratio] * 2)
+
+
+def test_luspo_weighs_a_response_as_many_times_as_it_has_tokens() -> None:
+    view = view_of(
+        [[-1.0, -2.0, -1.0], [-1.0, 0.0, 0.0]],
+        old_logprobs=[[-1.1, -2.2, -1.3], [-1.5, 0.0, 0.0]],
+        advantages=[[1.0] * 3, [-2.0] * 3],
+        valid=[[1, 1, 1], [1, 0, 0]],
+        dtype=torch.float64,
+    )
+    step = run_step(view, loss=GSPO(clip_low=1.0, clip_high=1.0), reduction=SequenceSumNorm(1))
+    assert float(step.loss) == pytest.approx((3 * -math.exp(0.2) + 1 * 2 * math.exp(0.5)) / 2)
 
 
 def test_gmpo_takes_the_mean_advantage_and_the_sign_of_each_token() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.policy import logprobs as head
-from lightning_rl.policy.logprobs import token_logprobs
+from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.sampling_mask import to_bits
 
 exactly = torch.testing.assert_close
@@ -228,3 +228,27 @@ def test_all_tokens_kept_is_no_filter_bit_for_bit() -> None:
     everything = to_bits(torch.ones(40, 11, dtype=torch.bool))
     for found, expected in zip(token_logprobs(*given, sampling_mask=everything), token_logprobs(*given), strict=True):
         assert torch.equal(found, expected)
+
+
+@precisions
+@temperatures
+@biased
+def test_the_sum_of_squared_probabilities(dtype: torch.dtype, temperature: float, with_bias: bool) -> None:
+    hidden, weight, bias, targets = inputs(40, dtype=dtype, with_bias=with_bias)
+    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = (logits / temperature).softmax(-1).square().sum(-1)
+    found = sum_of_squares(hidden, weight, bias, temperature=temperature)
+    assert found.dtype == dtype and not found.requires_grad
+    exactly((found,), (expected.to(dtype),), rtol=1e-5, atol=0)
+    assert (
+        found.double() >= token_logprobs(hidden, weight, bias, targets, temperature=temperature)[0].double().exp() ** 2
+    ).all()
+
+
+def test_the_sum_of_squared_probabilities_is_of_what_sampling_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    hidden, weight, bias, _ = inputs(20)
+    kept = torch.zeros(20, len(weight), dtype=torch.bool)
+    kept[:, :3] = True
+    found = sum_of_squares(hidden, weight, bias, sampling_mask=to_bits(kept))
+    exactly((found,), (sum_of_squares(hidden, weight[:3], bias[:3]),))

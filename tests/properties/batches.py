@@ -7,9 +7,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from lightning_rl import Finish, LossView
-from lightning_rl.rollout import GREEDY_SCORE, TOKEN, concatenate
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TOKEN, TURNS, concatenate
 
 WIDEST = 6
 KINDS = ("ragged", "ragged", "holes", "holes", "full", "empty", "masked", "dropped", "padding")
@@ -75,7 +76,11 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         advantages=noise(),
         returns=noise(),
         extras={GREEDY_SCORE: greedy},
-        token_extras={"teacher_logprobs": old + noise(0.3)},
+        token_extras={
+            "teacher_logprobs": old + noise(0.3),
+            TURNS: torch.where(action_mask, (action_mask & ~F.pad(action_mask, (1, 0))[:, :-1]).cumsum(-1), 0),
+            SUM_PI_SQUARED: torch.where(valid, (2 * old).exp() * 1.25, 0.0),
+        },
         logprobs=old + noise(0.25),
         entropy=noise().abs(),
         current_values=noise(0.5),

@@ -11,8 +11,9 @@ from torch.testing import assert_close
 from lightning_rl import LossView, PolicyLoss, Reinforce, RLCallback, Rollout, ValueLoss
 from lightning_rl.advantages import RewardSignal
 from lightning_rl.callbacks import EntropyBonus
+from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merge_moments
-from lightning_rl.rollout import GREEDY_SCORE
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.rewards import shaped_rewards
@@ -44,6 +45,7 @@ def evaluate(
     value_loss: ValueLoss = ValueLoss(coef=0.5),  # noqa: B008  frozen
 ) -> Found:
     """Loss, gradients and metrics of one step over the view, in one microbatch or cut by row numbers."""
+    view = provided(view, *callbacks)
     leaves = {name: view.require(name).detach().requires_grad_() for name in LEAVES}
     view = view.replace(**leaves)
     bonus = EntropyBonus(entropy_coef).with_name("entropy")
@@ -80,6 +82,12 @@ def evaluate(
         name: merge_moments(torch.stack([part.stats[name].moments for part in found])) for name in found[0].stats
     }
     return Found(total.detach(), (gradients[0], gradients[1], gradients[2]), parts, metrics)
+
+
+def provided(view: LossView, *callbacks: RLCallback) -> LossView:
+    """The view with what corrections declare to provide, unless it has that."""
+    known = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(view, field)}
+    return Corrections([one for one in callbacks if set(one.provides) - known]).provide(view)
 
 
 def microbatch(view: LossView, rows: Sequence[int]) -> tuple[LossView, Tensor]:
@@ -128,6 +136,10 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: An
         "valid_tokens": rollout.valid_tokens,
         "values": rollout.values,
         "greedy": rollout.extras[GREEDY_SCORE],
+        "turns": rollout.token_extras[TURNS],
+        "old_logprobs": rollout.old_logprobs,
+        "rollout_logprobs": rollout.rollout_logprobs,
+        "sum_pi_squared": rollout.token_extras[SUM_PI_SQUARED],
         "global_sum": global_sum,
         **changes,
     }

@@ -13,10 +13,13 @@ import lightning_rl.signal.reductions
 from lightning_rl import (
     CISPO,
     DPPO,
+    DRO,
     GAE,
+    GMPO,
     GSPO,
     M2PO,
     RLOO,
+    VESPO,
     ClipCov,
     ClippedSurrogate,
     Estimator,
@@ -28,7 +31,16 @@ from lightning_rl import (
     SequenceSumNorm,
     ValueLoss,
 )
-from lightning_rl.advantages import ESTIMATORS, FunctionEstimator
+from lightning_rl.advantages import (
+    ESTIMATORS,
+    GPG,
+    FunctionEstimator,
+    GAEOverTurns,
+    LengthAdaptive,
+    OptimalTokenBaseline,
+    PassAtK,
+    RelativePosition,
+)
 from lightning_rl.losses import LOSSES, FunctionLoss
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
 
@@ -36,6 +48,11 @@ LOSS_EXAMPLES: dict[str, PolicyLoss] = {
     **LOSSES,
     "ppo-dual": ClippedSurrogate(clip_low=0.1, clip_high=0.3, dual_clip=1.2),
     "gspo-wide": GSPO(clip_low=0.2, clip_high=0.2),
+    "gspo-dual": GSPO(clip_low=0.2, clip_high=0.2, dual_clip=1.05),
+    "gspo-rollout": GSPO(clip_low=0.2, clip_high=0.2, anchor="rollout"),
+    "vespo-rollout": VESPO(anchor="rollout"),
+    "dro-rollout": DRO(beta=0.5, anchor="rollout"),
+    "gmpo-tight": GMPO(clip_low=0.02, clip_high=0.05),
     "gspo-per-token": GSPO(clip_low=0.2, clip_high=0.2, per_token=True),
     "cispo-rollout": CISPO(clip_low=0.2, clip_high=0.2, anchor="rollout"),
     "dppo-kl": DPPO(divergence="kl", low=0.01, high=0.01),
@@ -56,6 +73,13 @@ ESTIMATOR_EXAMPLES: dict[str, Estimator] = {
     "raw": Normalized(mean="none", std="none"),
     "scaled": Normalized(mean="none", std="group"),
     "gae-raw": GAE(gamma=0.9, lam=0.8, whitened=False),
+    "gae-vapo": GAE(lam=LengthAdaptive(0.5), lam_critic=1.0, whitened=False),
+    "gae-relative": GAE(lam=RelativePosition(0.5)),
+    "gae_over_turns-raw": GAEOverTurns(gamma=0.9, lam=0.8, whitened=False),
+    "gpg-nonzero": GPG(teaches="nonzero"),
+    "pass_at_k-scaled": PassAtK(scaled=True),
+    "otb-tail": OptimalTokenBaseline(bare_tail=False),
+    "otb-weighed": OptimalTokenBaseline(importance_cap=1.1),
     "rpp-discounted": ReinforcePlusPlus(gamma=0.9),
     "function": FunctionEstimator(RLOO().per_row),
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rl import LossTerm, LossView, RLCallback, ValueLoss
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
-from properties.evaluation import agree, evaluate, same
+from properties.evaluation import agree, evaluate, provided, same
 from properties.exports import CORRECTIONS, corrections_with, name_of
 
 AT_LOSS = ("sequence_mask", "token_mask", "token_weight", "loss_term")
@@ -25,7 +25,9 @@ each_at_loss = pytest.mark.parametrize("correction", corrections_with(*AT_LOSS),
 each_rejecting = pytest.mark.parametrize("correction", corrections_with(*REJECTING), ids=name_of)
 each_term = pytest.mark.parametrize("correction", corrections_with("loss_term"), ids=name_of)
 TRUST_REGIONS = [
-    term for term in corrections_with("loss_term") if not (term.trains_entropy or getattr(term, "unbiased", False))
+    term
+    for term in corrections_with("loss_term")
+    if not (term.trains_entropy or term.chooses_rows or getattr(term, "unbiased", False))
 ]
 """Terms that are a distance; one weighed with the current policy has the gradient of the KL itself, which fades."""
 REJECT = callback_of("aaa", sequence_mask=lambda view: view.sample_ids % 2 == 0)
@@ -175,7 +177,7 @@ def test_i_23_rows_without_a_token_add_nothing_and_break_nothing(correction: RLC
 def test_i_28_the_total_is_linear_in_each_coefficient_with_the_logged_part_as_slope(
     correction: RLCallback, view: LossView
 ) -> None:
-    coef = correction.loss_term(view).coef
+    coef = correction.loss_term(provided(view, correction)).coef
     plain = evaluate(view, callbacks=[correction], entropy_coef=0.3, value_loss=ValueLoss(coef=0.7))
     parts = plain.parts
     joint = parts["loss/policy"] + coef * parts[f"{correction.name}/loss"]

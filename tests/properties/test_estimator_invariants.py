@@ -40,11 +40,21 @@ BATCH_WIDE = {
     "reinforce_plus_plus_baseline",
     "rpp-discounted",
     "gae",
+    "gae-relative",
+    "gae_over_turns",
+    "gpg",
+    "gpg-nonzero",
 }
 """Have a statistic of the whole batch; that the others have none is tested, and that these have one."""
 WHITENED = {"batch", "batch-rloo", "reinforce_plus_plus"}  # do not compare groups, but the batch
-FOLLOW_A_SHIFT = {"reinforce", "remax", "raw", "scaled", "maxrl", "gae", "gae-raw", "rpp-discounted"}
+FOLLOW_A_SHIFT = {"reinforce", "remax", "raw", "scaled", "maxrl", "gae", "gae-raw", "rpp-discounted", "gae-vapo"}
+FOLLOW_A_SHIFT |= {"gae-relative", "gae_over_turns", "gae_over_turns-raw", "gpg-nonzero"}
+FOLLOW_A_SHIFT |= {"optimal_token_baseline", "otb-weighed"}  # at the end of the longest row
 FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw", "function"}
+FOLLOW_A_SCALE |= {"gae-vapo", "gae_over_turns-raw", "gpg", "gpg-nonzero", "pass_at_k"}
+FOLLOW_A_SCALE |= {"optimal_token_baseline", "otb-tail", "otb-weighed"}
+SOME_TOKENS = {"pass_at_k", "pass_at_k-scaled", "otb-tail"}
+"""Teach nothing at some tokens of groups with different rewards: not the best row, or a step that one row has."""
 
 
 def advantages(name: str, view: LossView, **changes: Any) -> Tensor:
@@ -104,14 +114,16 @@ def test_i_07_rows_may_come_in_any_order(name: str, view: LossView, seed: int) -
 @some
 def test_i_11_advantages_are_where_the_valid_tokens_of_a_spread_group_are(name: str, view: LossView) -> None:
     estimator = ESTIMATOR_EXAMPLES[name]
-    if name == "opo":  # a row without a token has no weight in the mean that a single other row is compared with
+    if name in ("opo", "optimal_token_baseline", "otb-weighed"):  # a row without a token weighs nothing in a mean
         view = view.replace(rewarded=view.rewarded & view.valid_tokens.any(-1))
     noise = torch.rand(len(view), generator=torch.Generator().manual_seed(4), dtype=torch.float64) + 0.5
     varied = view.replace(rewards=torch.where(view.groups == 1, 2.0, noise))  # group 1 is constant
     spread = group_statistics(varied.rewards, varied.groups, varied.rewarded).spread[:, None] & view.valid_tokens
     found = advantages(name, varied)
     assert not found[~view.valid_tokens].any()
-    if estimator.compares and not estimator.per_token:
+    if name in SOME_TOKENS:
+        assert estimator.per_token or not found[~spread].any()
+    elif estimator.compares and not estimator.per_token:
         assert torch.equal(found != 0, spread)
     else:
         assert found[spread].all()
@@ -157,8 +169,10 @@ def test_what_an_estimator_declares_is_tested_to_be_true() -> None:
 
 @pytest.mark.parametrize("name", sorted(BATCH_WIDE))
 def test_i_19_what_is_said_to_have_a_statistic_of_the_batch_has_one(name: str) -> None:
-    plain, moved = advantages(name, WITNESS), advantages(name, rewarded_differently(WITNESS, WITNESS.groups == 1))
-    assert not torch.allclose(plain[WITNESS.groups == 0], moved[WITNESS.groups == 0])
+    other = WITNESS.groups == 1
+    changes = rewarded_differently(WITNESS, other), WITNESS.replace(rewards=torch.where(other, 1.0, WITNESS.rewards))
+    plain, *moved = (advantages(name, view)[WITNESS.groups == 0] for view in (WITNESS, *changes))
+    assert not all(torch.allclose(plain, one) for one in moved)
 
 
 @each

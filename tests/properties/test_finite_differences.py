@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl import CISPO, DPPO, GSPO, LossView, PolicyLoss, Reinforce, RLCallback, ValueLoss
+from lightning_rl import CISPO, DPPO, GSPO, VESPO, LossView, PolicyLoss, Reinforce, RLCallback, ValueLoss
 from lightning_rl.corrections import Corrections
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.ratios import sequence_ratio
 from properties.batches import WITNESS
-from properties.evaluation import evaluate, prepared_view
+from properties.evaluation import evaluate, prepared_view, provided
 from properties.exports import CORRECTIONS, LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, name_of
 
 Function = Callable[[Tensor], Tensor]
@@ -119,6 +119,9 @@ def form_of(loss: PolicyLoss, point: Tensor) -> Function:
         return frozen_weight(loss, point)
     if isinstance(loss, DPPO) and loss.cap is not None:
         return frozen_ratio(loss, point)
+    if isinstance(loss, VESPO):
+        weight = loss.weights(at(point))
+        return lambda logprobs: total(-weight * VIEW.require("advantages") * logprobs)
     if isinstance(loss, GSPO) and loss.per_token:
         return frozen_sequence_ratio(loss, point)
     prepared = prepared_view(at(point), loss).prepared
@@ -139,10 +142,10 @@ def test_i_10b_gradient_of_every_loss(name: str) -> None:
 
 @pytest.mark.parametrize("correction", corrections_with("loss_term"), ids=name_of)
 def test_i_10b_gradient_of_every_loss_term(correction: RLCallback) -> None:
-    field = "entropy" if correction.trains_entropy else "logprobs"
+    field, view = "entropy" if correction.trains_entropy else "logprobs", provided(VIEW, correction)
 
     def value(leaf: Tensor) -> Tensor:
-        return total(correction.loss_term(VIEW.replace(**{field: leaf})).per_token)
+        return total(correction.loss_term(view.replace(**{field: leaf})).per_token)
 
     check(lambda point: slope(value, point), lambda _: value, VIEW.require(field))
 
@@ -162,7 +165,7 @@ def test_i_10b_gradient_under_every_mask_and_weight_which_are_held_fixed(correct
     corrections, loss = Corrections([correction]), Reinforce()
 
     def factor(point: Tensor) -> Tensor:
-        found = corrections.policy_factor(at(point)).factor
+        found = corrections.policy_factor(provided(at(point), correction)).factor
         assert found is not None
         return found
 

@@ -17,19 +17,24 @@ from lightning_rl import GAE, LossView, RLCallback
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
+    DivergenceMask,
     DynamicSampling,
     EntropyBonus,
     IcePop,
+    LinearLengthPenalty,
     NoEOSMask,
     OffPolicyIS,
     OutlierMask,
     OverlongPenalty,
+    PositiveNLL,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
     RouterReplay,
     SequenceRatioMask,
+    StopProperly,
     TeacherKL,
+    TotalVariationMask,
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
@@ -46,15 +51,24 @@ BESIDE: dict[type, dict[str, dict[str, Any]]] = {
     ReferenceKL: AS_LOSS, TeacherKL: AS_LOSS, AdaptiveKL: AS_LOSS,
     EntropyBonus: {"step": {"target": 9.0}},
     SequenceRatioMask: {name: {"statistic": "mean"} for name in ("low", "high")},
+    DivergenceMask: {name: {"bound": 1e-3} for name in ("divergence", "level")},
+    TotalVariationMask: {"policy": {"bound": 0.01}},
     OverlongPenalty: {"max_length": {"cache": 2}, "cache": {"max_length": 6}, "coef": {"max_length": 6, "cache": 2}},
 }  # fmt: skip
 KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     NoEOSMask: {"action": ("zero_reward", "drop_tokens")},
     OPSM: {"delta": (1e-4, 0.2), "against": ("old", "rollout")},
     OffPolicyIS: {"min_ratio": (0.0, 0.95), "max_ratio": (2.0, 1.05)},
-    TruncatedIS: {"level": ("token", "sequence"), "cap": (None, 1.05)},
+    TruncatedIS: {
+        "level": ("token", "geometric"), "cap": (None, 1.05), "floor": (0.0, 0.99), "normalized": (False, True),
+    },
     IcePop: BAND,
-    SequenceRatioMask: {"statistic": ("mean", "product"), **BAND},
+    SequenceRatioMask: {"statistic": ("mean", "max"), **BAND},
+    DivergenceMask: {"bound": (1e-3, 0.1), "divergence": ("binary_kl", "k2"), "level": ("token", "max")},
+    TotalVariationMask: {"bound": (0.01, 9.0), "policy": ("old", "current")},
+    LinearLengthPenalty: {"tokens": (0.25, 0.5), "context": (0.0, 0.1), "turns": (0.0, 0.1)},
+    StopProperly: {"scale": (0.0, 0.5), "reward": (None, -1.0)},
+    PositiveNLL: {"coef": (0.1, 0.2), "threshold": (0.0, 1.5)},
     OutlierMask: BAND,
     OverlongPenalty: {"max_length": (6, 5), "cache": (2, 4), "coef": (1.0, 0.5)},
     ReferenceKL: {"beta": (0.05, 0.1), **KL},
@@ -73,7 +87,13 @@ OFF: dict[type, list[RLCallback]] = {
     OPSM: [OPSM(INF), OPSM(INF, against="rollout")],
     OffPolicyIS: [OffPolicyIS(1.0, 1.0)],
     IcePop: [IcePop(0.0, INF)],
-    SequenceRatioMask: [SequenceRatioMask("mean", 0.0, INF), SequenceRatioMask("product", 0.0, INF)],
+    SequenceRatioMask: [SequenceRatioMask(name, 0.0, INF) for name in ("mean", "product", "max")],
+    DivergenceMask: [DivergenceMask(INF), DivergenceMask(INF, level="sum")],
+    TotalVariationMask: [TotalVariationMask(INF), TotalVariationMask(INF, policy="current")],
+    TruncatedIS: [TruncatedIS(cap=1.0, floor=1.0)],
+    LinearLengthPenalty: [LinearLengthPenalty(0.0)],
+    StopProperly: [StopProperly(1.0)],
+    PositiveNLL: [PositiveNLL(0.0)],
     OutlierMask: [OutlierMask(0.0, INF)],
     OverlongPenalty: [OverlongPenalty(6, 4, coef=0.0)],
     ReferenceKL: [ReferenceKL(0.0), ReferenceKL(0.0, as_loss=True), ReferenceKL(0.0, as_loss=True, unbiased=True)],
@@ -83,13 +103,13 @@ OFF: dict[type, list[RLCallback]] = {
     EntropyBonus: [EntropyBonus(0.0)],
     RewardNormalization: [RewardNormalization("none", "none")],
 }
-WITHOUT_OFF_VALUE = {NoEOSMask, TruncatedIS, DynamicSampling, RouterReplay}  # act, weigh, filter and replay always
+WITHOUT_OFF_VALUE = {NoEOSMask, DynamicSampling, RouterReplay}  # act, filter and replay always
 
 
 def outcome(correction: RLCallback) -> dict[str, Any]:
     """Everything that a correction does on the witness batch, from the reward to the gradient, and what it learns."""
     correction = copy.copy(correction)
-    trial = "provide" not in correction.contributes  # a teacher of its own needs a fit
+    trial = not (isinstance(correction, TeacherKL) and correction.teacher)  # a teacher of its own needs a fit
     corrections = Corrections([correction]) if trial else Corrections()
     view = WITNESS.replace(rewarded=WITNESS.rewarded & corrections.reward_mask(WITNESS))
     kept = corrections.keep_groups(view)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_rl import (
     CISPO,
     DPPO,
+    DRO,
     GAE,
     GMPO,
     GRPO,
@@ -25,6 +26,7 @@ from lightning_rl import (
     OPO,
     RLOO,
     SAPO,
+    VESPO,
     ClipCov,
     ClippedSurrogate,
     DrGRPO,
@@ -41,7 +43,15 @@ from lightning_rl import (
     SequenceSumNorm,
     ValueLoss,
 )
-from lightning_rl.advantages import FunctionEstimator
+from lightning_rl.advantages import (
+    GPG,
+    FunctionEstimator,
+    GAEOverTurns,
+    LengthAdaptive,
+    OptimalTokenBaseline,
+    PassAtK,
+    RelativePosition,
+)
 from lightning_rl.losses import FunctionLoss
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped
 from properties.batches import WITNESS
@@ -67,7 +77,13 @@ LOSS_KNOBS: dict[type, Knobs] = {
     ClippedSurrogate: Knobs(CLIPS),
     Reinforce: Knobs(),
     GSPO: Knobs(
-        {"clip_low": (3e-4, 0.2), "clip_high": (4e-4, 0.2), "dual_clip": (None, 1.01), "per_token": (False, True)},
+        {
+            "clip_low": (3e-4, 0.2),
+            "clip_high": (4e-4, 0.2),
+            "dual_clip": (None, 1.01),
+            "per_token": (False, True),
+            "anchor": ("old", "rollout"),
+        },
         {"per_token": {"clip_low": 0.5, "clip_high": 0.5}},
     ),
     CISPO: Knobs({"clip_low": (1.0, 0.1), "clip_high": (4.0, 0.1), "anchor": ("old", "rollout")}),
@@ -76,7 +92,17 @@ LOSS_KNOBS: dict[type, Knobs] = {
         {"divergence": {"low": 0.05, "high": 0.05}},
     ),
     SAPO: Knobs({"tau_positive": (1.0, 2.0), "tau_negative": (1.05, 2.0)}),
-    GMPO: Knobs({"clip": (0.4, 0.05)}),
+    GMPO: Knobs({"clip_low": (0.4, 0.05), "clip_high": (0.4, 0.05)}),
+    VESPO: Knobs(
+        {
+            "k_positive": (2.0, 1.0),
+            "lambda_positive": (3.0, 1.0),
+            "k_negative": (3.0, 1.0),
+            "lambda_negative": (2.0, 1.0),
+            "anchor": ("old", "rollout"),
+        }
+    ),
+    DRO: Knobs({"beta": (0.1, 0.2), "anchor": ("old", "rollout")}),
     ClipCov: Knobs(
         {**CLIPS, "fraction": (0.05, 0.5), "cov_low": (0.0, 0.5), "cov_high": (5.0, 0.5)},
         {name: {"fraction": 1.0, "cov_low": 0.0} for name in ("cov_low", "cov_high")} | {"fraction": {"cov_low": -9.0}},
@@ -105,7 +131,21 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
     ReMax: Knobs(),
     ReinforcePlusPlus: Knobs({"gamma": (1.0, 0.5)}),
     ReinforcePlusPlusBaseline: Knobs(),
-    GAE: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, 0.5), "whitened": (True, False)}),
+    GAE: Knobs(
+        {
+            "gamma": (1.0, 0.5),
+            "lam": (1.0, LengthAdaptive(0.5)),
+            "lam_critic": (None, RelativePosition(0.5)),
+            "whitened": (True, False),
+        }
+    ),
+    GAEOverTurns: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, RelativePosition(0.5)), "whitened": (True, False)}),
+    GPG: Knobs({"teaches": ("different", "nonzero")}),
+    PassAtK: Knobs(
+        {"scaled": (False, True), "unbiased": (True, False), "epsilon": (1e-6, 0.1)},
+        {name: {"scaled": True} for name in ("unbiased", "epsilon")},
+    ),
+    OptimalTokenBaseline: Knobs({"bare_tail": (True, False), "importance_cap": (None, 1.1)}),
 }
 REDUCTION_KNOBS: dict[type, Knobs] = {SequenceSumNorm: Knobs({"length": (8, 9)})}
 VALUE_KNOBS: dict[type, Knobs] = {ValueLoss: Knobs({"coef": (1.0, 0.5), "clip": (0.2, 0.05), "huber": (math.inf, 0.2)})}
@@ -126,6 +166,10 @@ FAR = WITNESS.replace(
 """The witness with ratios beyond every bound, on either side and for either sign."""
 
 
+UNEQUAL = torch.where(WITNESS.groups == 2, 1.0, WITNESS.rewards + torch.arange(len(WITNESS)))
+"""Rewards for the witness: no two of a group alike, but in its last group all of them."""
+
+
 def options_of(kind: type) -> set[str]:
     return set(inspect.signature(kind).parameters)
 
@@ -133,8 +177,8 @@ def options_of(kind: type) -> set[str]:
 def outcome(built: Any) -> list[Tensor]:
     """Everything that an object of any of these kinds gives on the witness batch."""
     if isinstance(built, Estimator):
-        found = built(signal_of(WITNESS))
-        return [found.advantages] if found.returns is None else [found.advantages, found.returns]
+        found = built(signal_of(WITNESS)), built(signal_of(WITNESS.replace(rewards=UNEQUAL)))
+        return [one for both in found for one in both if one is not None]
     if isinstance(built, Clamped):
         return [built(FAR.logprobs, FAR.require("ref_logprobs"))]
     if isinstance(built, SequenceSumNorm):
@@ -250,9 +294,9 @@ def test_i_10_without_a_bound_sequence_losses_keep_their_ratio() -> None:
     free = evaluate(FAR, loss=GSPO(clip_low=1.0, clip_high=INF)).gradients[0]
     assert free[FAR.valid_tokens].all()  # nothing is clipped away
     assert not evaluate(FAR, loss=GSPO()).gradients[0][FAR.valid_tokens].all()
-    unbounded = evaluate(FAR, loss=GMPO(clip=INF)).gradients[0]
+    unbounded = evaluate(FAR, loss=GMPO(clip_low=INF, clip_high=INF)).gradients[0]
     assert unbounded[FAR.valid_tokens].all()
-    assert not evaluate(FAR, loss=GMPO(clip=0.0)).gradients[0].all()
+    assert not evaluate(FAR, loss=GMPO(clip_low=0.0, clip_high=0.0)).gradients[0].all()
 
 
 def test_i_10_every_reduction_weighs_in_its_own_way() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, importance, k3
+from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, binary_kl, importance, k3
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.1, -0.4], dtype=torch.float64)
 OTHER = torch.tensor([1.0, 0.2, -0.5, 0.4, 0.9], dtype=torch.float64).log_softmax(0)
@@ -17,8 +17,15 @@ ESTIMATORS = {**KL_ESTIMATORS, "clamped": Clamped(k3)}
 each = pytest.mark.parametrize("name", ESTIMATORS)
 
 UNBIASED = {"k1", "k3", "clamped"}  # in value, on samples of the policy; here the clamp of the last does not bind
-PULLS = {"k1": "nothing", "abs": "other", "k2": "reverse", "k3": "forward", "clamped": "forward"}
-WEIGHTED_PULLS = {"k1": "reverse", "abs": "other", "k2": "other", "k3": "reverse", "clamped": "reverse"}
+PULLS = {"k1": "nothing", "abs": "other", "k2": "reverse", "k3": "forward", "clamped": "forward", "binary": "other"}
+WEIGHTED_PULLS = {
+    "k1": "reverse",
+    "abs": "other",
+    "k2": "other",
+    "k3": "reverse",
+    "clamped": "reverse",
+    "binary": "other",
+}
 
 
 def expected(estimate: Callable[[Tensor], Tensor], sampler: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,7 +84,7 @@ def test_i_29_on_samples_of_another_policy_an_unweighed_estimate_is_biased() -> 
     assert_close(gradient, -away, atol=1e-10, rtol=0)  # k1 drives the policy away from the one that sampled
 
 
-@each
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "binary"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_i_25_the_pull_never_weakens_with_the_drift_unless_the_value_is_clamped(
@@ -89,6 +96,20 @@ def test_i_25_the_pull_never_weakens_with_the_drift_unless_the_value_is_clamped(
     assert values.isfinite().all() and force.isfinite().all()
     holds = bool((force.diff() >= 0).all() and force[-1] > 0.99)
     assert holds != isinstance(ESTIMATORS[name], Clamped)
+
+
+def test_i_25_the_pull_of_the_binary_kl_fades_as_the_policy_gives_a_token_up() -> None:
+    logprobs = torch.linspace(-1.0, -15.0, 15, dtype=torch.float64).requires_grad_()
+    force = torch.autograd.grad(binary_kl(logprobs, torch.full_like(logprobs, -0.5)).sum(), logprobs)[0]
+    assert (force < 0).all() and (force[2:].diff() > 0).all() and -force[-1] < 1e-4
+
+
+def test_the_binary_kl_is_never_negative_and_at_most_the_whole() -> None:
+    logprobs, whole = LOGITS.log_softmax(0), divergences()["reverse"][0]
+    values = binary_kl(logprobs, OTHER)
+    assert (values >= 0).all() and (values <= whole + 1e-12).all()
+    certain = torch.tensor([0.0, 0.0, -1e-9, -200.0])
+    assert binary_kl(certain, torch.tensor([0.0, -200.0, -30.0, 0.0])).isfinite().all()
 
 
 @each

@@ -16,11 +16,15 @@ from lightning_rl.corrections.stat import reduce_moments
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 from properties.batches import KINDS, WITNESS, few, rows, shuffled_tokens, some, view_of_rows, views
-from properties.evaluation import agree, evaluate, prepared_view
+from properties.evaluation import agree, evaluate, prepared_view, provided
 from properties.exports import LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, name_of
 
 each = pytest.mark.parametrize("name", LOSS_EXAMPLES)
-DIVERGENCES = [correction for correction in corrections_with("loss_term") if not correction.trains_entropy]
+DIVERGENCES = [
+    correction
+    for correction in corrections_with("loss_term")
+    if not (correction.trains_entropy or correction.chooses_rows)
+]
 PLACED = ("clip_cov", "clip_cov-some")  # draw tokens by sample and position
 
 
@@ -60,7 +64,7 @@ def test_i_08_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, view
 @some
 def test_i_08_on_policy_nothing_is_rejected_and_every_weight_is_1(correction: RLCallback, view: LossView) -> None:
     view = on_policy(view)
-    factor, stats = Corrections([correction]).policy_factor(view)
+    factor, stats = Corrections([correction]).policy_factor(provided(view, correction))
     assert factor is not None and (factor[view.valid_tokens] == 1).all()
     for name, stat in stats.items():
         expected = 1.0 if name.endswith(("weight_mean", "ess")) else 0.0

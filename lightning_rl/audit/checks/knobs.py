@@ -15,7 +15,7 @@ from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence,
 from lightning_rl.corrections import LossTerm, LossView, RLCallback
 from lightning_rl.corrections.base import CONTRIBUTIONS
 from lightning_rl.finding import Finding
-from lightning_rl.rollout import TOKEN, Rollout, RolloutT
+from lightning_rl.rollout import TOKEN, Finish, Rollout, RolloutT
 
 DRIFTS = (0.5, 3.0, -3.0, -0.5, 0.02)
 MIN_TOKENS = 3  # that a row needs for a discount to matter
@@ -38,7 +38,9 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
 
     views, groups = list(_views(evidence)), evidence.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
-    groups = _variation(groups.replace(rewards=groups.rewards + noise), 1.0)  # as if all rewards and policies differed
+    ends = torch.where(groups.sample_ids % 2 == 0, Finish.LENGTH, groups.finish).to(groups.finish.dtype)
+    groups = groups.replace(rewards=groups.rewards + noise, finish=ends)  # as if some had been cut off
+    groups = _variation(groups, 1.0)  # and all rewards and policies differed
     dead = [("estimator {estimator}", name) for name in _dead_in_estimator(evidence, groups)]
     if not algorithm.loss.prepares:
         dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, losses, views)] + dead

@@ -171,9 +171,12 @@ def group_isolation(evidence: Evidence) -> Iterator[Finding]:
 
 @check(expected="advantages that do not see a constant added to a group", cure="subtract the mean of the whole group")
 def reward_shift(evidence: Evidence) -> Iterator[Finding]:
-    """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean."""
-    rollout = evidence.groups
-    if evidence.algorithm.advantages.shift_invariant and looks_within_groups(evidence):
+    """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean and no
+    bonus declares ``scales_rewards``.
+    """
+    rollout, algorithm = evidence.groups, evidence.algorithm
+    scaled = any(callback.scales_rewards for callback in algorithm.corrections.callbacks)
+    if algorithm.advantages.shift_invariant and looks_within_groups(evidence) and not scaled:
         size = rollout.rewards[rollout.rewarded].abs().max() if rollout.rewarded.any() else 0.0  # rewards of any scale
         shift = (1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)) * (size or 1.0)
         yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))

@@ -18,7 +18,8 @@ DEAD, MANY = 0.1, 4  # share of other tokens without a gradient, if so many of a
 @check(observed="none: it trains nothing", cure="compute it from view.logprobs without detach() or no_grad")
 def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Every term of the loss reaches the policy at every trained token, its end included: it has a gradient, and the
-    logged term is what was differentiated. So does the value loss reach the critic.
+    logged term is what was differentiated; one that declares ``chooses_rows`` has to in the rows that it chose. So does
+    the value loss reach the critic.
     """
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
@@ -27,7 +28,10 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
         view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
         leaf = view.entropy if term.callback.trains_entropy else view.logprobs
         gradient = gradient_of(torch.where(view.valid_tokens, term(view).per_token, 0.0), leaf)
-        yield from _dead_places(gradient, view, view.valid_tokens, str(term), "a term with a gradient")
+        trained = view.valid_tokens
+        if term.callback.chooses_rows:
+            trained = trained & (gradient != 0).any(-1, keepdim=True)
+        yield from _dead_places(gradient, view, trained, str(term), "a term with a gradient")
     yield from _dead_value_loss(evidence)
     loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # where no clip holds it back
     trained = view.valid_tokens & (view.require("advantages") != 0)

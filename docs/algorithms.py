@@ -1,0 +1,198 @@
+"""Writes docs/algorithms.md from the registries of the code. Run ``python docs/algorithms.py``.
+
+A new export needs one entry in :data:`RECORDED`; everything else is read from its docstring.
+"""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lightning_rl import advantages, callbacks, losses
+from lightning_rl.advantages import ESTIMATORS, Estimator, TraceDecay
+from lightning_rl.corrections import CONTRIBUTIONS, RLCallback
+from lightning_rl.losses import LOSSES, FunctionLoss, PolicyLoss, ValueLoss
+from lightning_rl.signal.kl import KL_ESTIMATORS
+from lightning_rl.signal.reductions import REDUCTIONS, SequenceSumNorm
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path(__file__).with_suffix(".md")
+CASES = ("tests/data/goldens", "tests/data/goldens_more")
+HEAD = """# Algorithms
+
+Everything that bends the signal, in one table: how it is written, what it changes, which of the nine systems of
+[parity](parity.md) have it in a recorded call that ours is compared with, its paper and its code. When each helps is
+said in its docstring; published combinations are [presets](presets.md). What is not offered, and why, is in
+[parity](parity.md). Made by `python docs/algorithms.py` from the code's own registries.
+
+| Algorithm | Name | Changes | What it does | Also in | Paper | Code |
+|---|---|---|---|---|---|---|
+"""
+
+RECORDED: Mapping[str, tuple[str, ...]] = {
+    "ClippedSurrogate": ("ppo_clip", "ppo_clip_dual", "ppo_clip_two_sided_delta"),
+    "Reinforce": ("policy_loss/reinforce", "policy_loss/gpg"),
+    "GSPO": ("gspo", "gspo_token", "gspo_dual", "gspo_rollout_anchor", "luspo"),
+    "CISPO": ("cispo", "cispo_rollout_anchor"),
+    "DPPO": ("dppo_binary_tv", "dppo_binary_kl"),
+    "DRO": ("dro",),
+    "SAPO": ("sapo",),
+    "GMPO": ("gmpo",),
+    "VESPO": ("vespo", "vespo_weights"),
+    "ClipCov": ("clip_cov",),
+    "KLCov": ("kl_cov",),
+    "M2PO": ("m2po", "m2po_mask"),
+    "ValueLoss": ("value_clip", "value_mse"),
+    "GRPO": ("grpo",),
+    "DrGRPO": ("dr_grpo",),
+    "RLOO": ("rloo",),
+    "MaxRL": ("maxrl",),
+    "OPO": ("opo",),
+    "RawReward": ("raw_reward",),
+    "ReinforcePlusPlus": ("reinforce_plus_plus",),
+    "ReinforcePlusPlusBaseline": ("reinforce_plus_plus_baseline",),
+    "ReMax": ("remax",),
+    "GAE": ("gae", "gae_decoupled", "gae_packed", "gae_pipeline"),
+    "GAEOverTurns": ("gae_turn_level",),
+    "GPG": ("advantages_outcome/gpg",),
+    "PassAtK": ("grpo_passk",),
+    "OptimalTokenBaseline": ("optimal_token_baseline", "tir_optimal_token_baseline"),
+    "Normalized": ("grpo_batch_std", "reward_norm"),
+    "LengthAdaptive": ("gae_vapo_length_adaptive", "gae_length_adaptive"),
+    "RelativePosition": ("gae_relative_position",),
+    "token_mean": ("token-mean",),
+    "sequence_mean": ("seq-mean-token-mean", "seq-sum-token-mean"),
+    "prompt_mean": ("prompt-mean",),
+    "SequenceSumNorm": ("seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "k1": ("kl_k1",),
+    "absolute": ("kl_abs",),
+    "k2": ("kl_k2",),
+    "k3": ("kl_k3", "kl_low_var_clamped"),
+    "binary_kl": ("kl_binary",),
+    "OPSM": ("opsm",),
+    "AdaptiveKL": (),
+    "DivergenceMask": ("kpop_binary_kl_mask", "sequence_kl_mask", "token_kl_mask"),
+    "DynamicSampling": (),
+    "EntropyBonus": ("entropy_loss",),
+    "IcePop": ("icepop", "icepop_token_mask"),
+    "LinearLengthPenalty": ("grpo_linear_length_penalty",),
+    "NoEOSMask": ("overlong_filtering", "no_eos_reward_norm"),
+    "OffPolicyIS": ("off_policy_is_current_over_rollout",),
+    "OutlierMask": ("outlier_token_veto",),
+    "OverlongPenalty": ("dapo_overlong",),
+    "PositiveNLL": ("vapo_positive_nll",),
+    "ReferenceKL": ("reference_kl_loss", "ppo_clip_with_kl", "kl_shaped_reward"),
+    "RewardNormalization": ("reward_norm", "reward_norm_masked"),
+    "RolloutKL": ("rollout_kl_loss",),
+    "RouterReplay": (),
+    "SequenceRatioMask": (
+        "geometric_sequence_mask",
+        "sequence_geometric_mask",
+        "product_sequence_mask",
+        "sequence_product_mask",
+        "sequence_max_ratio_mask",
+    ),
+    "StopProperly": ("stop_properly",),
+    "TeacherKL": (),
+    "TotalVariationMask": ("sequence_tv_mask",),
+    "TruncatedIS": ("tis_token", "tis_sequence", "tis_token_two_sided", "sequence_geometric_truncate"),
+}
+"""By class or function: the recorded algorithms, or ``topic/algorithm``, that it is compared with."""
+
+
+class Algorithm(NamedTuple):
+    """A row of the table."""
+
+    value: Any  # class or function
+    name: str  # that options accept; empty for none
+    changes: str
+
+
+def algorithms() -> Iterator[Algorithm]:
+    """Everything that the registries and rooms of the library hold."""
+    yield from _of_room(losses, PolicyLoss, LOSSES, "policy loss", leave_out=FunctionLoss)
+    yield Algorithm(ValueLoss, "", "value loss")
+    yield from _of_room(advantages, Estimator, ESTIMATORS, "advantages", leave_out=advantages.FunctionEstimator)
+    yield from _of_room(advantages, TraceDecay, {}, "decay of GAE")
+    for name, reduction in REDUCTIONS.items():
+        yield Algorithm(reduction if inspect.isfunction(reduction) else type(reduction), name, "weights of tokens")
+    yield Algorithm(SequenceSumNorm, "", "weights of tokens")
+    for name, estimator in KL_ESTIMATORS.items():
+        yield Algorithm(estimator, name, "a KL")
+    for name in callbacks.__all__:
+        yield Algorithm(getattr(callbacks, name), "", ", ".join(_bent(getattr(callbacks, name))))
+
+
+def _of_room(
+    room: ModuleType, kind: type, registry: Mapping[str, Any], changes: str, *, leave_out: type | None = None
+) -> Iterator[Algorithm]:
+    names = {type(value): name for name, value in reversed(list(registry.items()))}
+    exported = [getattr(room, name) for name in room.__all__]
+    for value in exported:
+        if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value) and value != leave_out:
+            yield Algorithm(value, names.get(value, ""), changes)
+
+
+def _bent(kind: type[RLCallback]) -> list[str]:
+    """What a correction bends, from the table of contributions."""
+    methods = [name for name in CONTRIBUTIONS if getattr(kind, name) is not getattr(RLCallback, name)]
+    return list(dict.fromkeys(CONTRIBUTIONS[name].bends for name in methods if CONTRIBUTIONS[name].bends))
+
+
+def recorded_peers() -> dict[str, set[str]]:
+    """Which systems have each algorithm, by its recorded name and by ``topic/name``."""
+    peers: dict[str, set[str]] = {}
+    for folder in CASES:
+        for manifest in sorted((ROOT / folder).glob("*/manifest.json")):
+            for case in json.loads(manifest.read_text())["cases"]:
+                for name in (case["algorithm"], f"{manifest.parent.name}/{case['algorithm']}"):
+                    peers.setdefault(name, set()).add(case["peer"])
+    return peers
+
+
+def _row(algorithm: Algorithm, peers: Mapping[str, set[str]]) -> str:
+    value = algorithm.value
+    text = inspect.getdoc(value) or ""
+    does = text.partition("\n\n")[0]
+    if "Source:" not in text:
+        text = importlib.import_module(value.__module__).__doc__ or text  # where the file says it of its one idea
+    if inspect.isclass(value) and issubclass(value, RLCallback):
+        does = text.partition("\n\n")[0].partition(": ")[2]
+    also = sorted(set().union(*(peers.get(name, set()) for name in RECORDED[value.__name__])), key=str.lower)
+    file = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT)
+    cells = (
+        f"`{value.__name__}`",
+        f"`{algorithm.name}`" if algorithm.name else "",
+        algorithm.changes,
+        _markdown(does),
+        ", ".join(also) or "none recorded",
+        ", ".join(_papers(text)) or "no paper",
+        f"[{file.name}](../{file})",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _papers(text: str) -> Iterable[str]:
+    source = text.partition("Source:")[2].partition("\n\n")[0]
+    numbers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", source))
+    return [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers] or [" ".join(source.split())]
+
+
+def _markdown(text: str) -> str:
+    plain = re.sub(r":math:`([^`]*)`", r"$\1$", " ".join(text.split()))
+    plain = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", plain)
+    return plain.replace("``", "`").replace("|", r"\|")
+
+
+def page() -> str:
+    """The whole page."""
+    peers = recorded_peers()
+    return HEAD + "\n".join(_row(algorithm, peers) for algorithm in algorithms()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,57 @@
+"""GAEOverTurns: generalised advantage estimation with a critic, whose time steps are the turns of a conversation."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages.trace_decay import TraceDecay, check_trace_decay, decay_of
+from lightning_rl.arguments import check_bools
+from lightning_rl.signal.masked import whiten
+from lightning_rl.signal.returns import check_decay, turn_gae, turn_starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GAEOverTurns(Estimator):
+    """GAE that takes a whole turn for one action: its tokens share an advantage, and discounts count turns.
+
+    A turn is worth what the critic says before its first token. Helps in conversations with tools or an environment,
+    where a reward many turns later would be lost on the way through the tokens of all of them. Turns are numbers from 1
+    in ``token_extras["turns"]``, as environments write them; a response without is one turn.
+
+    Source: Zhou et al. 2024 (ArCHer), arXiv:2402.19446, whose upper level takes an utterance for an action; Schulman
+    et al. 2015, arXiv:1506.02438.
+
+    Args:
+        gamma: discount of a turn, in [0, 1].
+        lam: decay of later temporal differences, in [0, 1], or by the number of turns of a row:
+            :class:`~lightning_rl.advantages.LengthAdaptive`, :class:`~lightning_rl.advantages.RelativePosition`.
+        whitened: whether advantages are shifted and scaled to mean 0 and deviation 1 over all valid tokens.
+
+    Raises:
+        ValueError: if ``gamma`` or ``lam`` leaves [0, 1].
+    """
+
+    reads = ("values",)
+    per_token: ClassVar[bool] = True
+
+    gamma: float = 1.0
+    lam: float | TraceDecay = 1.0
+    whitened: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        check_decay(gamma=self.gamma)
+        check_trace_decay(lam=self.lam)
+        check_bools(whitened=self.whitened)
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        values, valid = signal.require("values", "GAEOverTurns"), signal.valid_tokens
+        turns = torch.ones(valid.shape, dtype=torch.int64, device=valid.device)
+        turns = turns if signal.turns is None else signal.turns.long()
+        lam = decay_of(self.lam, turn_starts(valid, turns).sum(-1))
+        advantages, returns = turn_gae(signal.shaped, values, valid, turns, gamma=self.gamma, lam=lam)
+        return Advantages(whiten(advantages, valid, signal.global_sum) if self.whitened else advantages, returns)

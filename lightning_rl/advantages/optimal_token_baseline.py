@@ -1,0 +1,144 @@
+"""OptimalTokenBaseline: a baseline for each step of a group, in which rows with large gradients weigh more."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.arguments import check_bools, check_numbers
+from lightning_rl.rollout import SUM_PI_SQUARED
+from lightning_rl.signal.masked import group_index, masked_fill_invalid
+from lightning_rl.signal.ratios import clipped_weight
+from lightning_rl.signal.returns import discounted_returns
+from lightning_rl.signal.statistics import group_statistics
+
+SQUARES = f"token_extras/{SUM_PI_SQUARED}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimalTokenBaseline(Estimator):
+    r"""The reward from each token on, minus what leaves the gradient of its group with the least variance.
+
+    .. math:: A_{i,t} = G_{i,t} - \frac{\sum_j W_{j,t} G_{j,t}}{\sum_j W_{j,t}}, \qquad
+              W_{j,t} = \sum_{s \le t} \big(1 - 2\pi_{j,s} + \textstyle\sum_v \pi_{j,s}(v)^2\big)
+
+    The sums run over the rewarded rows of the group that have a step t. The bracket is the squared norm of the gradient
+    of a log-probability with respect to the logits: the larger the steps of a row so far, the more its reward decides.
+    Tokens of tools and environments are no steps, so that rows of many turns are compared turn by turn as they go. A
+    group whose rewards from a step on do not differ teaches nothing there, which is always so for a single row.
+
+    Helps with long answers and few of them for each prompt, where the mean of a group leaves most of the variance.
+    Needs one more pass through the vocabulary head before the update.
+
+    Source: Li et al. 2026 (Optimal Token Baseline), arXiv:2602.07078; the logit-gradient proxy is its approximation.
+
+    Args:
+        bare_tail: whether what only the longest row of a group has is compared with 0, and not with itself, which
+            teaches nothing; not where all rewards of the group are equal.
+        importance_cap: what the ratio of the policy to the engine is truncated at, whose square multiplies the bracket;
+            None for no ratio. For weights that :class:`~lightning_rl.callbacks.TruncatedIS` puts on the loss.
+
+    Raises:
+        ValueError: if ``importance_cap`` is not positive.
+    """
+
+    per_token: ClassVar[bool] = True
+
+    within_groups = True
+
+    bare_tail: bool = True
+    importance_cap: float | None = None
+    reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    shift_invariant: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks the options, and declares what they make of it."""
+        check_bools(bare_tail=self.bare_tail)
+        check_numbers(above=0, optional=True, importance_cap=self.importance_cap)
+        ratio = () if self.importance_cap is None else ("rollout_logprobs",)
+        object.__setattr__(self, "reads", ("old_logprobs", SQUARES, *ratio))
+        object.__setattr__(self, "shift_invariant", not self.bare_tail)
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        valid, rewarded = signal.valid_tokens, signal.rewarded
+        old = signal.require("old_logprobs", "OptimalTokenBaseline")
+        sizes = logit_gradients(old, signal.require("sum_pi_squared", "OptimalTokenBaseline"))
+        if self.importance_cap is not None:
+            rollout = signal.require("rollout_logprobs", "OptimalTokenBaseline with importance_cap")
+            sizes = sizes * clipped_weight(old, rollout, minimum=0.0, maximum=self.importance_cap).square()
+        steps = (valid.cumsum(-1) - 1).clamp(min=0)
+        returns = discounted_returns(signal.shaped, valid)
+        advantages = minus_optimal_baseline(returns, sizes, valid & rewarded[:, None], signal.groups, steps)
+        if self.bare_tail:
+            differs = group_statistics(signal.scores, signal.groups, rewarded).spread
+            tail = beyond_the_others(valid & rewarded[:, None], signal.groups, steps) & differs[:, None]
+            advantages = torch.where(tail, returns, advantages)
+        return Advantages(torch.where(rewarded[:, None], advantages, returns))
+
+
+def logit_gradients(logprobs: Float[Tensor, "B T"], sum_pi_squared: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    r"""The squared norm of the gradient of each log-probability with respect to its logits.
+
+    It is :math:`\lVert e - \pi \rVert^2 = 1 - 2\pi + \sum_v \pi(v)^2`, with e the unit vector of the token.
+
+    Args:
+        logprobs: of the tokens, shape [B, T].
+        sum_pi_squared: sum of the squared probabilities of all tokens of the vocabulary, shape [B, T].
+    """
+    return 1 - 2 * logprobs.exp() + sum_pi_squared
+
+
+def minus_optimal_baseline(
+    returns: Float[Tensor, "B T"],
+    sizes: Float[Tensor, "B T"],
+    counted: Bool[Tensor, "B T"],
+    groups: Int[Tensor, " B"],
+    steps: Int[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
+    """Returns minus the mean over the group at the same step, weighed with the sizes of all steps so far, in float64.
+
+    Args:
+        returns: reward from each token on, shape [B, T].
+        sizes: squared size of the gradient of each token, shape [B, T].
+        counted: the tokens that take part, shape [B, T]; 0 at the others.
+        groups: which prompt each row answers, shape [B].
+        steps: what number of its row a token is, from 0, below T; shape [B, T].
+    """
+    place, number = _places(groups, steps)
+    exact = masked_fill_invalid(returns, counted).double()
+    weights = masked_fill_invalid(sizes, counted).double().cumsum(-1) * counted
+
+    def extreme(fill: float, reduce: str) -> Tensor:
+        values = torch.where(counted, exact, fill).flatten()
+        return values.new_full((number,), fill).scatter_reduce(0, place, values, reduce)[place].view_as(exact)
+
+    def total(values: Tensor) -> Tensor:
+        return values.new_zeros(number).index_add(0, place, values.flatten())[place].view_as(values)
+
+    weight = total(weights)
+    baseline = total(weights * exact) / torch.where(weight > 0, weight, 1.0)
+    differs = counted & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # NaN differs: never hide it
+    return torch.where(differs, exact - baseline, 0.0).to(returns.dtype)
+
+
+def beyond_the_others(
+    counted: Bool[Tensor, "B T"], groups: Int[Tensor, " B"], steps: Int[Tensor, "B T"]
+) -> Bool[Tensor, "B T"]:
+    """The tokens whose step only one row of a group has, where the group has more than one row with a token."""
+    place, number = _places(groups, steps)
+    index, rows = group_index(groups)
+    here = torch.zeros(number, dtype=torch.int64, device=place.device).index_add(0, place, counted.flatten().long())
+    others = torch.zeros(rows, dtype=torch.int64, device=place.device).index_add(0, index, counted.any(-1).long())
+    return counted & (here[place].view_as(counted) == 1) & (others[index] > 1)[:, None]
+
+
+def _places(groups: Int[Tensor, " B"], steps: Int[Tensor, "B T"]) -> tuple[Int[Tensor, " N"], int]:
+    """The number of each token's group and step, flat, and how many there are."""
+    index, number = group_index(groups)
+    width = steps.shape[1]
+    return (index[:, None] * width + steps).flatten(), number * width

@@ -1,0 +1,74 @@
+"""VESPO: a smooth weight of whole responses, which fades on both sides of a ratio of 1."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.arguments import check_choices, check_numbers
+from lightning_rl.corrections import LossView, Stat
+from lightning_rl.losses.base import PolicyLoss
+from lightning_rl.signal.ratios import policy_ratio, sequence_log_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class VESPO(PolicyLoss):
+    r"""The policy gradient, weighed with a soft kernel of the product of a response's ratios.
+
+    .. math::
+        \ell = -\operatorname{sg}[\varphi(w_b)]\, A \log p, \qquad
+        \varphi(w) = w^{k} e^{\lambda (1 - w)}, \qquad
+        w_b = \prod_t \frac{\pi_\theta(o_{b,t})}{\pi_{\text{old}}(o_{b,t})}
+
+    At a ratio of 1 the weight is 1; it peaks at :math:`k / \lambda` and goes to 0 on both sides, without a clip and
+    without a mean over the length. Logs ``policy/weight`` and ``policy/weight_max``, the weight of valid tokens.
+
+    Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
+
+    Args:
+        k_positive: power of the ratio for advantages of at least 0, at least 0.
+        lambda_positive: rate at which large ratios fade for them, above 0.
+        k_negative: the same power for negative advantages.
+        lambda_negative: the same rate for them; the smaller, the further the weight rises above 1 with the ratio.
+        anchor: the policy below the ratio: before the update, or the engine's.
+
+    Raises:
+        ValueError: if an option is out of range.
+    """
+
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+    anchor: Literal["old", "rollout"] = "old"
+
+    def __post_init__(self) -> None:
+        """Checks the options, and declares the ratio."""
+        check_numbers(at_least=0, finite=True, k_positive=self.k_positive, k_negative=self.k_negative)
+        check_numbers(above=0, finite=True, lambda_positive=self.lambda_positive, lambda_negative=self.lambda_negative)
+        check_choices(("old", "rollout"), anchor=self.anchor)
+        object.__setattr__(self, "ratio", ("current", self.anchor))
+        object.__setattr__(self, "reads", (f"{self.anchor}_logprobs",))
+
+    def weights(self, view: LossView) -> Float[Tensor, "B T"]:
+        """The weight of each token, that of its response for the sign of its advantage, without gradient."""
+        anchor, advantages = view.require(f"{self.anchor}_logprobs"), view.require("advantages")
+        exponent = sequence_log_ratio(view.logprobs.detach(), anchor, view.valid_tokens, geometric=False)[:, None]
+        ratio = policy_ratio(exponent, torch.zeros_like(exponent))
+        good, bad = (
+            torch.exp(k * ratio.log() + rate * (1 - ratio))
+            for k, rate in ((self.k_positive, self.lambda_positive), (self.k_negative, self.lambda_negative))
+        )
+        return torch.where(advantages >= 0, good, bad)
+
+    @override
+    def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
+        return -self.weights(view) * view.require("advantages") * view.logprobs
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        weight = Stat.of(self.weights(view), view.valid_tokens)
+        return {"policy/weight": weight, "policy/weight_max": weight.maximum()}

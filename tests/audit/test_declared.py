@@ -1,0 +1,53 @@
+"""What a correction says of itself so that what it means to do is no finding: rewards it scales, rows it chooses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kit.support import an_algorithm, ragged_rollout
+
+from lightning_rl import RLCallback
+from lightning_rl.audit import CHECKS
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.subsample import some_rows
+from lightning_rl.callbacks import LinearLengthPenalty, PositiveNLL, StopProperly
+from lightning_rl.corrections import Corrections
+
+
+def evidence_with(callback: RLCallback, *, cut_off: bool = True) -> Evidence:
+    """Four groups of four, some of whose rows were cut off."""
+    rollout = ragged_rollout(16, group_size=4).sanitize()
+    if not cut_off:
+        rollout = rollout.replace(finish=torch.zeros_like(rollout.finish))
+    algorithm = an_algorithm([callback], advantages="dr_grpo")
+    return Evidence(algorithm=algorithm, facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))
+
+
+@pytest.mark.parametrize("make", [StopProperly, LinearLengthPenalty])
+def test_a_bonus_that_scales_rewards_is_found_unless_it_says_so(make: type[RLCallback]) -> None:
+    declared, silent = make(), make()
+    silent.scales_rewards = False
+    assert CHECKS["reward_shift"](evidence_with(declared)) == []
+    (finding,) = CHECKS["reward_shift"](evidence_with(silent))
+    assert finding.culprit == f"callback {silent.name}.reward_bonus"
+
+
+@pytest.mark.parametrize("correction", [StopProperly(0.5), StopProperly(reward=-0.5)])
+def test_a_number_for_truncated_rows_is_alive_where_none_was_cut_off(correction: StopProperly) -> None:
+    assert CHECKS["knob_liveness"](evidence_with(correction, cut_off=False)) == []
+
+
+def test_a_term_may_leave_out_every_row_if_it_says_so() -> None:
+    declared, silent = PositiveNLL(threshold=9.0), PositiveNLL(threshold=9.0)
+    silent.chooses_rows = False
+    assert CHECKS["gradient_liveness"](given(declared)) == []
+    (finding,) = CHECKS["gradient_liveness"](given(silent))
+    assert finding.culprit == "callback positive_nll.loss_term"
+
+
+def given(correction: PositiveNLL) -> Evidence:
+    """Evidence whose rows have what the correction provides."""
+    evidence = evidence_with(correction)
+    rollout = Corrections([correction]).provide(evidence.rollout)
+    return replace(evidence, rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))

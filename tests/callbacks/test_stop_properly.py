@@ -1,0 +1,61 @@
+"""StopProperly: a truncated response keeps a part of its reward, or gets another one, and stays in its group."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kit.support import rollout_of
+
+from lightning_rl import Finish, Rollout
+from lightning_rl.advantages import DrGRPO
+from lightning_rl.callbacks import StopProperly
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollouts.signal import estimate_signal
+
+
+def samples(rewards: list[float], **given: Any) -> Rollout:
+    """Rows of one token and one group, the first of which was cut off."""
+    finish = torch.tensor([Finish.LENGTH] + [Finish.STOP] * (len(rewards) - 1), dtype=torch.uint8)
+    return rollout_of(rewards, [[1]] * len(rewards), finish=finish, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "reward", "bonus"),
+    [
+        ({}, 2.0, -2.0),
+        ({"scale": 0.25}, 2.0, -1.5),
+        ({"scale": 0.25}, -2.0, 1.5),
+        ({"scale": 1.0}, 2.0, 0.0),
+        ({"reward": -0.5}, 2.0, -2.5),
+        ({"scale": 0.25, "reward": 0.0}, 2.0, -2.0),
+    ],
+)
+def test_only_what_was_cut_off_changes(options: Any, reward: float, bonus: float) -> None:
+    correction, rollout = StopProperly(**options), samples([reward, reward])
+    assert correction.reward_bonus(rollout).tolist() == [bonus, 0.0]
+    assert correction.rollout_metrics(rollout)["stop_properly/truncated"].value() == 0.5
+
+
+def test_the_row_takes_part_in_the_baseline_with_its_new_reward() -> None:
+    found = estimate_signal(samples([1.0, 1.0]), DrGRPO(), Corrections([StopProperly(0.5)])).rollout
+    assert found.require("advantages").flatten().tolist() == [-0.25, 0.25]
+
+
+def test_a_row_without_reward_gets_none() -> None:
+    rollout = samples([math.nan, 1.0]).replace(rewarded=torch.tensor([False, True]))
+    assert StopProperly(reward=-1.0).reward_bonus(rollout).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": 1.5}, r"expected scale in \[0, 1\], got 1.5"),
+        ({"scale": -0.5}, r"expected scale in \[0, 1\], got -0.5"),
+        ({"reward": math.nan}, "expected reward to be a number or None, got nan"),
+        ({"reward": math.inf}, "expected reward to be a number or None and finite, got inf"),
+    ],
+)
+def test_refuses_options_out_of_range(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StopProperly(**options)

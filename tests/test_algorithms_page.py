@@ -1,0 +1,59 @@
+"""docs/algorithms.md is what the registries say, and every export has its entry in it."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightning_rl import callbacks
+from lightning_rl.advantages import ESTIMATORS
+from lightning_rl.losses import LOSSES
+from lightning_rl.signal.kl import KL_ESTIMATORS
+from lightning_rl.signal.reductions import REDUCTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "docs" / "algorithms.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("algorithms_page", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_algorithm_has_an_entry_of_what_it_is_compared_with(script: ModuleType) -> None:
+    missing = [one.value.__name__ for one in script.algorithms() if one.value.__name__ not in script.RECORDED]
+    assert missing == [], "add an entry to RECORDED in docs/algorithms.py"
+
+
+def test_the_page_is_what_the_registries_say(script: ModuleType) -> None:
+    assert SCRIPT.with_suffix(".md").read_text() == script.page(), "run python docs/algorithms.py"
+
+
+def test_every_name_and_every_correction_is_on_the_page() -> None:
+    text = SCRIPT.with_suffix(".md").read_text()
+    for name in (*LOSSES, *ESTIMATORS, *REDUCTIONS, *KL_ESTIMATORS, *callbacks.__all__):
+        assert f"| `{name}` |" in text, name
+
+
+def test_what_it_is_compared_with_is_recorded(script: ModuleType) -> None:
+    known = script.recorded_peers()
+    used = {name for one in script.algorithms() for name in script.RECORDED[one.value.__name__]}
+    assert used <= known.keys()
+    manifest = json.loads((ROOT / "tests/data/goldens_more/kl_estimators/manifest.json").read_text())
+    assert known["kl_binary"] == {case["peer"] for case in manifest["cases"]}
+
+
+def test_every_link_to_code_leads_somewhere_and_every_algorithm_names_its_source() -> None:
+    rows = [line for line in SCRIPT.with_suffix(".md").read_text().splitlines() if line.startswith("| `")]
+    for row in rows:
+        *_, source, code = (cell.strip() for cell in row.strip("|").split(" | "))
+        assert source and source != "no paper", row
+        (link,) = re.findall(r"\]\(\.\./([^)]*)\)", code)
+        assert (ROOT / link).is_file(), link
