@@ -188,7 +188,9 @@ def test_leaving_out_the_only_row_teaches_nothing_and_a_rule_says_so(level: str,
     field = replace(case.outputs["y"], value=theirs)
     found = verdict(replace(case, params=params, arrays={"x": values}, outputs={"y": field}))
     assert (found.status, found.detail) == (Status.RULE, "a group of one teaches nothing: 0")
-    field = replace(field, value=theirs + np.float32([0.0, 0.5, 0.0, 0.0][: sum(alone)] if level == "group" else [0.0]))
+    field = replace(
+        field, value=theirs + np.array([0.0, 0.5, 0.0, 0.0][: sum(alone)] if level == "group" else [0.0], np.float32)
+    )
     found = verdict(replace(case, params=params, arrays={"x": values}, outputs={"y": field}))
     assert found.status is (Status.FAILED if level == "group" else Status.RULE)
 

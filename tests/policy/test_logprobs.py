@@ -248,6 +248,7 @@ def test_the_sum_of_squared_probabilities(dtype: torch.dtype, temperature: float
 def test_the_sum_of_squared_probabilities_is_of_what_sampling_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     small_chunks(monkeypatch)
     hidden, weight, bias, _ = inputs(20)
+    assert bias is not None
     kept = torch.zeros(20, len(weight), dtype=torch.bool)
     kept[:, :3] = True
     found = sum_of_squares(hidden, weight, bias, sampling_mask=to_bits(kept))

@@ -131,7 +131,7 @@ def answer_above(prompts: Sequence[Any], completions: Sequence[Any], **columns: 
 class PastTheEnd(Estimator):
     """Bootstraps from the last value although the response has ended."""
 
-    reads: ClassVar[tuple[str, ...]] = ("values",)
+    reads = ("values",)
     per_token: ClassVar[bool] = True
 
     @override
@@ -147,7 +147,7 @@ class PastTheEnd(Estimator):
 class WhitenedTwice(Estimator):
     """Whitens before it makes returns of advantages, and once more after."""
 
-    reads: ClassVar[tuple[str, ...]] = ("values",)
+    reads = ("values",)
     per_token: ClassVar[bool] = True
 
     @override
@@ -162,7 +162,7 @@ class WhitenedTwice(Estimator):
 class OwnReturns(Estimator):
     """Teaches the critic what it says already."""
 
-    reads: ClassVar[tuple[str, ...]] = ("values",)
+    reads = ("values",)
     per_token: ClassVar[bool] = True
 
     @override
@@ -175,7 +175,7 @@ class OwnReturns(Estimator):
 class ReturnsOfNextToken(Estimator):
     """Teaches the critic the return of the token behind."""
 
-    reads: ClassVar[tuple[str, ...]] = ("values",)
+    reads = ("values",)
     per_token: ClassVar[bool] = True
 
     @override
