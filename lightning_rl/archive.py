@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def load_archive(path: str | Path, map_location: Any = "cpu") -> Any:
+def load_archive(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
     """What ``torch.save`` wrote, under ``weights_only=True``, and never more memory than the file is large.
 
     ``torch.save`` compresses nothing, so an archive that does is somebody else's: it could unfold to any size. Neither
@@ -19,6 +19,7 @@ def load_archive(path: str | Path, map_location: Any = "cpu") -> Any:
     Args:
         path: of a file; nothing of it is run, imported or built but plain values.
         map_location: where tensors are loaded to.
+        mmap: whether the bytes of tensors stay in the file until somebody reads them.
 
     Raises:
         ValueError: naming the file and why it is none of ours.
@@ -27,7 +28,7 @@ def load_archive(path: str | Path, map_location: Any = "cpu") -> Any:
     path = Path(path)
     size = _check_archive(path)
     try:
-        loaded = torch.load(path, map_location=map_location, weights_only=True)
+        loaded = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except (UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, LookupError) as refused:
         raise ValueError(_wrong(path, f"{type(refused).__name__}: {str(refused).splitlines()[0]}")) from refused
     except (EOFError, OSError, RecursionError, MemoryError, OverflowError) as refused:

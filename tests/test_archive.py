@@ -14,6 +14,7 @@ from kit.support import fit, parity_reward, tiny_module, tiny_prompts
 from lightning_rl import RLLightningModule
 from lightning_rl.archive import load_archive
 from lightning_rl.audit import recheck
+from lightning_rl.checkpointing import latest_checkpoint
 
 EMPTY = b"\x80\x02]."
 
@@ -95,14 +96,15 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning", "ignore:Detected pickle protocol 5:UserWarning")
-def test_an_attack_ends_in_a_sentence(attack: str, tmp_path: Path) -> None:
+def test_an_attack_ends_in_a_sentence(attack: str, mmap: bool, tmp_path: Path) -> None:
     ATTACKS[attack](tmp_path / "a.pt")
     with pytest.raises(
         ValueError, match=r"^expected a whole file as torch.save writes it, .* got .*a\.pt: "
     ) as refused:
-        load_archive(tmp_path / "a.pt")
+        load_archive(tmp_path / "a.pt", mmap=mmap)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "left").exists()
 
@@ -113,6 +115,19 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     loaded = load_archive(tmp_path / "a.pt")
     assert torch.equal(loaded["a"][0], torch.tensor([0, 1, 2])) and loaded["a"][1] == (1, None)
     assert loaded["b"].shape == (3, 2) and loaded["c"]["d"].numel() == 0
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning", "ignore:Detected pickle protocol 5:UserWarning")
+def test_an_attack_beside_a_checkpoint_is_never_the_newest_one(attack: str, tmp_path: Path) -> None:
+    saved(tmp_path / "good.ckpt", {"global_step": 1})
+    if attack == "a folder":
+        (tmp_path / "a.ckpt").mkdir()
+    else:
+        ATTACKS[attack](tmp_path / "a.ckpt")
+    saved(tmp_path / "no_number.ckpt", {"global_step": []})
+    assert latest_checkpoint(tmp_path) == tmp_path / "good.ckpt"
+    assert not (tmp_path / "left").exists()
 
 
 @pytest.mark.parametrize("attack", ["a payload", "a payload in the old format", "a bomb", "a number a trillion times"])

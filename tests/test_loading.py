@@ -15,7 +15,6 @@ LOADS = re.compile(
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package
     "lightning_rl/archive.py": "torch.load(",
-    "lightning_rl/checkpointing/seal.py": "torch.load(",  # weights_only
     "lightning_rl/cli/export.py": "import_module(",  # of --policy module:function
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",

@@ -13,7 +13,8 @@ from typing import IO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.checkpointing.seal import Seal, holds_weights_alone, load_file, read_seal
+from lightning_rl.archive import load_archive
+from lightning_rl.checkpointing.seal import Seal, check_seal, holds_weights_alone, read_seal
 from lightning_rl.files import BEFORE, PART, remove
 
 LOCK = ".lightning-rl-run"
@@ -56,7 +57,8 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 def seals_of(folder: Path) -> dict[Path, Seal]:
     """The checkpoints of a folder that can be read, with run and step."""
-    paths = (path for path in sorted(folder.glob("*.ckpt")) if path.is_file() or path.is_dir())
+    whole = (path for path in sorted(folder.glob("*.ckpt")) if not path.name.endswith(PART))
+    paths = (path for path in whole if path.is_file() or path.is_dir())  # to open a pipe is to wait for its writer
     return {path: seal for path in paths if (seal := _seal(path)) is not None}
 
 
@@ -67,9 +69,10 @@ def _seal(path: Path) -> Seal | None:
             return seal
         if path.is_dir():
             return Seal("", -1) if any(path.iterdir()) else None
-        checkpoint = load_file(path, map_location="meta", mmap=True)
+        check_seal(path)
+        checkpoint = load_archive(path, mmap=True)
         return Seal("", int(checkpoint.get("global_step", -1)) if isinstance(checkpoint, dict) else -1)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):  # TypeError: a step that is no number
         return None
 
 

@@ -6,12 +6,9 @@ file as before. The digest covers every byte before it, the seal's own words inc
 
 import hashlib
 import os
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 SUMS = "SHA256SUMS"
 WORDS = (b"lightning-rl run ", b" step ", b" sha256 ")
@@ -142,19 +139,6 @@ def _pickle_in(path: Path) -> zipfile.ZipInfo | None:
     except (zipfile.BadZipFile, NotImplementedError):
         return None
     return next((entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"), None)
-
-
-def load_file(path: Path, **options: Any) -> Any:
-    """``torch.load`` of a file whose seal was checked.
-
-    Raises:
-        ValueError: if it cannot be read, in one sentence.
-    """
-    check_seal(path)
-    try:
-        return torch.load(path, weights_only=True, **options)
-    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as failure:
-        raise ValueError(unreadable(path, failure)) from failure
 
 
 def unreadable(path: Path, failure: BaseException) -> str:
