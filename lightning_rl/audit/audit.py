@@ -330,7 +330,7 @@ class _RunWatch:
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         step.recomputed = recompute_step(evidence, step)
-        step.stepping, step.frozen = self._rates.note(trace), self._rates.frozen()
+        step.stepping, step.frozen = self._rates.note(trace), self._rates.names_without_gradient()
         step.silent = silent_parameters(module, step)
         step.blamed = self._culprits()
         if self.fields.edited:

@@ -145,7 +145,7 @@ class StepRates:
         meant = all(group.get("initial_lr", 0.0) == 0 for group in groups if not group["lr"] > 0)
         return "" if meant else scheduler_name(self._module)
 
-    def frozen(self) -> list[str]:
+    def names_without_gradient(self) -> list[str]:
         """Names of parameters that needed a gradient and do no more."""
         needing = {name for name, parameter in self._policy.named_parameters() if parameter.requires_grad}
         return [name for name in self._trained if name not in needing]

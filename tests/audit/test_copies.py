@@ -20,7 +20,7 @@ from lightning_rl.seeding import keep_generators
 CALLS = [0]
 
 
-def counted() -> int:
+def count_call() -> int:
     """Counts in a global list how often it was called."""
     CALLS[0] += 1
     return CALLS[0]
@@ -66,7 +66,7 @@ def test_what_a_function_keeps_in_its_closure_and_in_globals_is_its_own() -> Non
     assert twin() == [0] and twin() == [0, 1]
     assert function() == [0]
     CALLS[0] = 5
-    assert [copy_state(counted)() for _ in range(3)] == [6, 6, 6] and CALLS == [5]
+    assert [copy_state(count_call)() for _ in range(3)] == [6, 6, 6] and CALLS == [5]
 
 
 def test_what_cannot_be_copied_is_copied_one_level_deep() -> None:

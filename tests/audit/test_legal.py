@@ -72,23 +72,25 @@ def test_a_metric_over_a_subset_of_tokens_gives_no_alarm() -> None:
     assert alarms(EvenTokens(), minibatches=2, token_budget=40) == []
 
 
-def whitened(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
     """Standardised over the whole batch, on purpose."""
     kept = scores[rewarded]
     return torch.where(rewarded, (scores - kept.mean()) / (kept.std() + 1e-6), 0.0)
 
 
 def test_a_whitening_over_the_batch_is_declared_in_one_line() -> None:
-    said = alarms(advantages=whitened)
-    assert said and all(text.startswith(("group_isolation: estimator whitened", "advantages_are")) for text in said)
-    meant = ["group_isolation: estimator whitened", "advantages_are_those_of_the_stage"]
-    assert alarms(advantages=whitened, deliberate=meant) == []
+    said = alarms(advantages=batch_whitening)
+    assert said and all(
+        text.startswith(("group_isolation: estimator batch_whitening", "advantages_are")) for text in said
+    )
+    meant = ["group_isolation: estimator batch_whitening", "advantages_are_those_of_the_stage"]
+    assert alarms(advantages=batch_whitening, deliberate=meant) == []
 
 
 def test_what_is_not_declared_still_raises() -> None:
     audit = SignalAudit(1, "raise", deliberate=["group_isolation: estimator another"])
-    with pytest.raises(AuditError, match="group_isolation: estimator whitened"):
-        fit(tiny_module(advantages=whitened), callbacks=[audit], data=tiny_prompts(4, 4))
+    with pytest.raises(AuditError, match="group_isolation: estimator batch_whitening"):
+        fit(tiny_module(advantages=batch_whitening), callbacks=[audit], data=tiny_prompts(4, 4))
 
 
 def equal(prompts: Any, completions: Any, **_: Any) -> list[float]:

@@ -203,11 +203,11 @@ def test_a_value_head_without_a_gradient_is_found(monkeypatch: pytest.MonkeyPatc
 
     values = PolicyModel._values  # noqa: SLF001
 
-    def detached(self: Any, states: Tensor, layout: Any) -> Any:
+    def values_without_gradient(self: Any, states: Tensor, layout: Any) -> Any:
         said = values(self, states, layout)
         return None if said is None else said.detach()
 
-    monkeypatch.setattr(PolicyModel, "_values", detached)
+    monkeypatch.setattr(PolicyModel, "_values", values_without_gradient)
     found = culprits(advantages="gae", critic="shared")
     assert found["step_gradient"] == {"the critic: its value head, or the value loss"}
     assert not any("accumulation" in one for few in found.values() for one in few)

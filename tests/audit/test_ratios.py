@@ -78,7 +78,7 @@ def test_a_weight_carries_the_ratio_that_it_declares(callback: RLCallback, wrong
     assert found == ([f"callback {callback.name}.token_weight"] if wrong else [])
 
 
-def squared(view: LossView) -> Tensor:
+def square_of_the_ratio(view: LossView) -> Tensor:
     return -view.require("advantages") * (2 * (view.logprobs - view.require("old_logprobs"))).exp()
 
 
@@ -92,7 +92,7 @@ def test_every_loss_carries_its_ratio_once_with_its_weight(loss: PolicyLoss) -> 
 
 
 def test_a_squared_ratio_and_a_ratio_beside_that_of_the_loss_are_named() -> None:
-    assert culprits("joint_ratio", step_of(FunctionLoss(squared))) == ["loss squared"]
+    assert culprits("joint_ratio", step_of(FunctionLoss(square_of_the_ratio))) == ["loss square_of_the_ratio"]
     halves = [weight(f"half_{part}", None, lambda view: current(view).sqrt()) for part in "ab"]
     assert culprits("joint_ratio", step_of(ClippedSurrogate(), *halves)) == [
         "callback half_a.token_weight, callback half_b.token_weight"

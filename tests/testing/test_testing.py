@@ -137,7 +137,7 @@ def test_wrong_advantages_fail_with_their_property(advantages: Any, broken: set[
     assert raised.value.property in broken
 
 
-def detached(view: LossView) -> Tensor:
+def loss_without_gradient(view: LossView) -> Tensor:
     return -(view.logprobs.detach() - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
@@ -158,7 +158,7 @@ def already_reduced(view: LossView) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "broken"),
     [
-        (detached, {"gradient_liveness"}),
+        (loss_without_gradient, {"gradient_liveness"}),
         (in_place, {"loss_fits"}),
         pytest.param(already_reduced, {"loss_fits"}, marks=pytest.mark.long),
         (wrong_way, {"loss_direction"}),

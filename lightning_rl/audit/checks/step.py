@@ -98,15 +98,16 @@ def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
     for what, before, now in pairs:
         if before is None or now is None or not before.numel():
             continue
-        gap = torch.where(rows.valid_tokens, now - before, 0.0).abs()
-        scale = 1.0 + (float(torch.where(rows.valid_tokens, before, 0.0).abs().max()) if what == "values" else 0.0)
-        if gap.numel() and float(gap.max()) > bound * scale:
-            yield Finding(
-                expected=f"the {what} that were scored before the first step",
-                observed=f"others, up to {float(gap.max()):.3g} apart",
-                samples=rows.sample_ids[gap.amax(-1) > bound * scale][:4].tolist(),
-                positions=[int(gap.amax(0).argmax())],
-            )
+        theirs, ours = (torch.where(rows.valid_tokens, part, 0.0) for part in (before, now))
+        yield from differences(
+            ours,
+            theirs,
+            rows.sample_ids,
+            expected=f"the {what} that were scored before the first step",
+            observed=f"others, up to {float((ours - theirs).abs().max()):.3g} apart",
+            rtol=0.0,
+            atol=bound * (1.0 + (float(theirs.abs().max()) if what == "values" else 0.0)),
+        )
 
 
 @check(
