@@ -1,11 +1,12 @@
 """Prompts: what the training data has at the places of a rollout, what the rewards see of it, and what is held out."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.data import PromptDataModule
 from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.form import is_token_ids
@@ -18,9 +19,6 @@ from lightning_rl.rollout import Rollout
 MAX_HELD_OUT, MAX_GROUPS = 4096, 4
 MAX_ROWS = 2048  # of the training data that are read
 STREAM_ROWS = 256  # of a stream, which its own connection has read before
-AGAIN = 0.9  # share of the rows that a source draws again which has stopped to move
-
-Ids = tuple[int, ...]
 
 
 class HeldOut(NamedTuple):
@@ -76,7 +74,8 @@ class PromptWatch:
         self._held_out: dict[str, frozenset[Ids]] | None = None
         self._trained = set[Ids]()
         self._data_rows: Counter[Ids] | None = None
-        self._drawn, self._places, self._nats = defaultdict[int, Counter[Ids]](Counter), set[int](), 0.0
+        self._cursor: CursorWatch | None = None
+        self._places = set[int]()
 
     def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
         """The token ids that the training data has for a few samples of a rollout, by identity."""
@@ -155,6 +154,13 @@ class PromptWatch:
                 self._data_rows = Counter(prompt.token_ids for prompt in prompts.prompts(some))
         return self._data_rows
 
+    @property
+    def _watch(self) -> CursorWatch:
+        if self._cursor is None:
+            rows = self._rows
+            self._cursor = CursorWatch(rows, self._data.pass_length or rows.total(), self._data.prompts_per_rollout)
+        return self._cursor
+
     def repeats(self, rollout: Rollout) -> Repeats | None:
         """Which rows of the data a rollout has once too often, over all ranks; None where they are meant to return. A
         collective.
@@ -166,31 +172,14 @@ class PromptWatch:
         owners = Counter(place for share in shares for place in share)
         shared = {place for place, number in owners.items() if number > 1}
         drawn = {place: prompt for share in shares for place, prompt in share.items() if place not in self._places}
-        again = self._draw(drawn)
+        again, self._places = self._watch.draw(drawn), self._places.union(drawn)
         places = {place for place in own if place in shared or place in again}
         samples = [sample for sample, _ in _prompts_of(rollout) if sample // self._module.group_size in places]
         kept = ("at", "take", "_number_of")
         own_order = self._data.pass_length is not None and all(
             getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
         )
-        return Repeats(len(shared), len(again), own_order, self._nats, samples[:4])
-
-    def _draw(self, drawn: Mapping[int, Ids]) -> set[int]:
-        """Counts rows, and returns the places of those that their pass over the data has had before."""
-        rows, again = self._rows, set[int]()
-        total = rows.total()
-        length = self._data.pass_length or total
-        before = {number: counts.total() for number, counts in self._drawn.items()}
-        for place, prompt in sorted(drawn.items()):
-            counts = self._drawn[place // length]
-            counts[prompt] += 1
-            if counts[prompt] > max(rows[prompt], 1) * -(-length // total):
-                again.add(place)
-            if place // length in before:
-                seen = min(len(counts), length // 2) / length
-                self._nats += math.log(AGAIN / seen) if place in again else math.log((1 - AGAIN) / (1 - seen))
-        self._nats, self._places = max(self._nats, 0.0), self._places.union(drawn)
-        return again
+        return Repeats(len(shared), len(again), own_order, self._watch.nats, samples[:4])
 
 
 def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
