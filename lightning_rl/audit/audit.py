@@ -26,7 +26,7 @@ from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.rewards import samples_of_calls
 from lightning_rl.audit.copies import numbers_of
 from lightning_rl.audit.coverage import COVERAGE
-from lightning_rl.audit.draws import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
+from lightning_rl.audit.draws import BUDGET, KEPT_ROLLOUTS, SMALL_BUDGET, Earlier, earlier_of, score_draws
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.figures import sampling_figures
@@ -37,6 +37,7 @@ from lightning_rl.audit.forwards import (
     policy_outputs,
     reference_weights,
     silent_parameters,
+    token_gradients,
 )
 from lightning_rl.audit.hooks import suspects
 from lightning_rl.audit.prompts import PromptWatch
@@ -46,7 +47,7 @@ from lightning_rl.audit.rows import RowWatch
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.turns import in_turn
+from lightning_rl.audit.turns import in_turn, is_full
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
 from lightning_rl.data import Ticket
@@ -131,7 +132,7 @@ class SignalAudit(RLCallback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(pl_module, RLLightningModule):
-            self._run = _RunWatch(pl_module, self)
+            self._run = _RunWatch(pl_module, self, rotates=self._rotates)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -204,7 +205,7 @@ class SignalAudit(RLCallback):
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
         """Looks, saves, and warns or raises, on all ranks alike. A collective."""
         run, number = cast(_RunWatch, self._run), evidence.number
-        turn = in_turn(self.checks, run.turn if self._rotates else 1, of_step=of_step)
+        turn = run.checks_in_turn(of_step=of_step)
         findings, skipped = judge(turn, evidence)
         self.declared += [finding for finding in findings if str(finding).startswith(self.deliberate)]
         findings = [finding for finding in findings if not str(finding).startswith(self.deliberate)]
@@ -239,8 +240,8 @@ class SignalAudit(RLCallback):
 class _RunWatch:
     """A run that is being audited, and what is known of its rollout in progress."""
 
-    def __init__(self, module: RLLightningModule, audit: SignalAudit) -> None:
-        self.module = module
+    def __init__(self, module: RLLightningModule, audit: SignalAudit, *, rotates: bool) -> None:
+        self.module, self._checks, self._rotates = module, audit.checks, rotates
         self.suffix = f"-rank-{module.global_rank}" if module.trainer.world_size > 1 else ""
         others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
@@ -260,6 +261,13 @@ class _RunWatch:
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards = RewardWatch(module.rewards.functions)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
+
+    def checks_in_turn(self, *, of_step: bool) -> list[Check]:
+        """Those that look at this audit; all of them if they were named."""
+        return in_turn(self._checks, self.turn if self._rotates else 1, of_step=of_step)
+
+    def _looks_at(self, name: str) -> bool:
+        return any(check.name == name for check in self.checks_in_turn(of_step=False))
 
     def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
@@ -281,7 +289,8 @@ class _RunWatch:
         self.turn += 1
         critic, weights = module.required_policy.value_head is not None, reference_weights(module)
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
-        draws = score_draws(module, self.batches, self._number, facts.tolerance)
+        budget = SMALL_BUDGET if self._rotates and not is_full(self.turn) else BUDGET
+        draws = score_draws(module, self.batches, self._number, facts.tolerance, budget=budget)
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),
             facts=facts,
@@ -306,6 +315,7 @@ class _RunWatch:
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.bends}
             ),
             plain=plain_forwards(module, rows),
+            token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
             reference_weights=(weights if self._reference is None else self._reference, weights),
         )
         self._reference = weights

@@ -20,6 +20,7 @@ from lightning_rl.rollout import SAMPLING_MASK, Finish
 Pair = tuple[Request, Completion]
 MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 24, 48  # that are scored; tokens of each of them
 BUDGET, ALL_BUDGET = 192, 2048  # sampled tokens and all tokens, beyond which there are no more draws
+SMALL_BUDGET = 64  # sampled tokens at audits at which not every check looks
 MAX_PROMPTS = 6  # of others
 CUT = 2.0  # nats above the entropy at which a surprise is cut, so that it is bounded
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
@@ -115,7 +116,12 @@ def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
 
 @torch.no_grad()
 def score_draws(
-    module: RLLightningModule, batches: Sequence[Sequence[Pair]], number: int, tolerance: float
+    module: RLLightningModule,
+    batches: Sequence[Sequence[Pair]],
+    number: int,
+    tolerance: float,
+    *,
+    budget: int = BUDGET,
 ) -> list[Draw]:
     """A few fresh samples by the policy's own forward; none where a rank has only a part of the weights.
 
@@ -124,10 +130,11 @@ def score_draws(
         batches: what the engine was asked and returned.
         number: of the rollout, the version of fresh tokens.
         tolerance: nats of a mean distance from which on other prompts are tried.
+        budget: sampled tokens, beyond which no further sample is scored.
     """
     fresh = [pair for pair in trained_pairs(batches) if _is_fresh(pair, number, module.run.sampling.filters)]
     fresh.sort(key=lambda pair: pair[0].seed)  # by chance, and not by anything that was drawn
-    few = fresh[: _affordable(fresh)]
+    few = fresh[: affordable_draws(fresh, budget)]
     if not few or not forwards_plainly(module):
         return []
     model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
@@ -136,11 +143,11 @@ def score_draws(
         return [_with_others(model, draw, pair, fresh, tolerance) for draw, pair in zip(draws, few, strict=True)]
 
 
-def _affordable(pairs: Sequence[Pair]) -> int:
+def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
     """How many of the first samples can be scored."""
     sampled = all_tokens = 0
     for number, (request, completion) in enumerate(pairs[:MAX_DRAWS]):
-        if number >= MIN_DRAWS and (sampled >= BUDGET or all_tokens >= ALL_BUDGET):
+        if number >= MIN_DRAWS and (sampled >= budget or all_tokens >= ALL_BUDGET):
             return number
         sampled += min(len(completion.token_ids), MAX_TOKENS)
         all_tokens += len(request.prefix_ids) + min(len(completion.token_ids), MAX_TOKENS)

@@ -20,6 +20,8 @@ from lightning_rl.rollout import SAMPLING_MASK, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
 SILENT_ROWS, SILENT = 4, 8  # rows and parameters that are tried, where a backward pass reached none
+SMALL, FEW_PARAMETERS, END_TOKENS, GRADIENT_TOKENS = 2**16, 3, 8, 2048
+"""Elements and number of the parameters whose gradients are compared; tokens at each end of a response; all tokens."""
 FLOOR = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
 
 
@@ -112,6 +114,69 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
             part.training = training
 
 
+def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, ...]:
+    """The gradient of a few log-probabilities by the run's own forward and by the model's plain one, [N] float64 each.
+
+    That of a sum with alternating signs over both ends of two responses, with respect to the last small parameters that
+    train, of which it has copies: nothing that hangs on the run's own parameters is called. None where nobody forwards
+    plainly, nothing small trains, or the rows are too long to be differentiated beside the run.
+    """
+    rows = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
+    policy, temperature = module.required_policy, module.sampling.temperature
+    trained = [
+        (name, weight)
+        for name, weight in policy.named_parameters()
+        if name.startswith("model.") and weight.requires_grad and weight.numel() <= SMALL
+    ][-FEW_PARAMETERS:]
+    tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
+    order = rows.valid_tokens.cumsum(-1)
+    ends = rows.valid_tokens & ((order <= END_TOKENS) | (order > order[:, -1:] - END_TOKENS))
+    if not forwards_plainly(module) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
+        return ()
+    signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
+    layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.packing)
+    layout = layout.to(rows.groups.device).step(0)[0].layout
+    ids = _whole_ids(rows)
+
+    def by_the_run(weights: Mapping[str, Tensor]) -> Tensor:
+        logprobs = functional_call(policy, dict(weights), (layout,)).logprobs
+        return (logprobs * signs[:, : logprobs.shape[1]]).sum()
+
+    def plainly(weights: Mapping[str, Tensor]) -> Tensor:
+        inputs = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True), "use_cache": False}
+        named = {name.removeprefix("model."): weight for name, weight in weights.items()}
+        logits, total = functional_call(policy.model, named, (), inputs).logits, torch.zeros(())
+        for row, (prompt, response) in enumerate(_lengths(rows)):
+            scores = logits[row, prompt - 1 : prompt - 1 + response].float() / temperature
+            if SAMPLING_MASK in rows.token_extras:
+                mask = from_bits(rows.token_extras[SAMPLING_MASK][row, :response], scores.shape[-1])
+                scores = scores.masked_fill(~mask, -torch.inf)
+            chosen = scores.log_softmax(-1).gather(1, ids[row][prompt:, None])[:, 0]
+            total = total + (torch.where(ends[row, :response], chosen, 0.0) * signs[row, :response]).sum()
+        return total
+
+    gradients = list[Tensor]()
+    with torch.enable_grad(), module.trainer.precision_plugin.forward_context():
+        for say in (by_the_run, plainly):
+            leaves = {name: weight.detach().clone().requires_grad_() for name, weight in trained}
+            parts = torch.autograd.grad(say(leaves), list(leaves.values()), materialize_grads=True)
+            gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
+    return tuple(gradients)
+
+
+def _lengths(rows: Rollout) -> list[tuple[int, int]]:
+    """Tokens of the prompt and of the response of each row."""
+    return list(zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True))
+
+
+def _whole_ids(rows: Rollout) -> list[Tensor]:
+    """Prompt and response of each row behind each other."""
+    return [
+        torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
+        for row, (prompt, response) in enumerate(_lengths(rows))
+    ]
+
+
 def reference_weights(module: RLLightningModule) -> Tensor:
     """A few weights of every frozen parameter of the reference, as far as this rank holds them, [N] float64."""
     if module.run.reference is None:
@@ -146,11 +211,7 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
-    lengths = list(zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True))
-    ids = [
-        torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
-        for row, (prompt, response) in enumerate(lengths)
-    ]
+    lengths, ids = _lengths(rows), _whole_ids(rows)
     with adapters_off(model) if name == "reference" else nullcontext():  # those of a policy that is its own reference
         logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
     stretches = []

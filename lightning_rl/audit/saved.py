@@ -41,7 +41,8 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
         outputs = getattr(evidence, name)
         state[name] = None if outputs is None else tuple(outputs)
     state |= {"number": evidence.number, "step": None, "facts": asdict(evidence.facts)}
-    state |= {"reference_weights": evidence.reference_weights, "plain": [tuple(plain) for plain in evidence.plain]}
+    state |= {"reference_weights": evidence.reference_weights, "token_gradients": evidence.token_gradients}
+    state |= {"plain": [tuple(plain) for plain in evidence.plain]}
     state["batches"] = [
         [
             (
@@ -135,6 +136,7 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         replies=[RewardReply(*reply) for reply in state["replies"]],
         plain=[PlainForward(*plain) for plain in state["plain"]],
         reference_weights=tuple(state["reference_weights"]),
+        token_gradients=tuple(state["token_gradients"]),
         step=None if state["step"] is None else _step(state["step"]),
         edits=[Finding(**edit) for edit in state["edits"]],
     )

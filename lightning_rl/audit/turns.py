@@ -10,11 +10,16 @@ REPEATED = (
     *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
     *("gradient_liveness", "loss_direction", "terms_add_up", "ratio_counts_once", "distances_pull_back"),
     *("declared_ratio", "joint_ratio", "contributions_fit", "loss_fits", "knob_liveness", "metric_populations"),
-    *("pure_contributions", "reward_conservation", "token_returns", "raw_kl"),
+    *("pure_contributions", "reward_conservation", "token_returns", "raw_kl", "token_gradients"),
 )
 """Checks that repeat a stage of the run on changed copies: what they judge is the same code in every rollout."""
 
 ROTATION = 3
+
+
+def is_full(number: int) -> bool:
+    """Whether every check looks at the audit of a number, counted from 1: at 1, 2, 4, 8, ..."""
+    return number & (number - 1) == 0
 
 
 def takes_turn(check: Check, number: int) -> bool:
@@ -28,8 +33,7 @@ def takes_turn(check: Check, number: int) -> bool:
         >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
         [1, 2, 4, 7, 8, 10]
     """
-    everything = number & (number - 1) == 0
-    return everything or check.name not in REPEATED or REPEATED.index(check.name) % ROTATION == number % ROTATION
+    return is_full(number) or check.name not in REPEATED or REPEATED.index(check.name) % ROTATION == number % ROTATION
 
 
 def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:

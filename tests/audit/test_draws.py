@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_rl import Evaluation, Finish, PromptDataModule, Sampling
 from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.checks.draws import surprising_repeats
-from lightning_rl.audit.draws import Draw, Earlier, Pair, moments_of
+from lightning_rl.audit.draws import BUDGET, SMALL_BUDGET, Draw, Earlier, Pair, affordable_draws, moments_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.data import Prompt
@@ -37,6 +37,14 @@ def pair(sample: int, tokens: Sequence[int], nats: float, *, prompt: int = 2, se
 
 def with_batch(*pairs: Pair, **fields: Any) -> Evidence:
     return replace(evidence_of(), batches=[list(pairs)], **fields)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "number"),
+    [(12, BUDGET, 16), (12, SMALL_BUDGET, 6), (48, BUDGET, 4), (48, SMALL_BUDGET, 4), (1, SMALL_BUDGET, 24)],
+)
+def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, budget: int, number: int) -> None:
+    assert affordable_draws([pair(row, [5] * tokens, 1.0) for row in range(100)], budget) == number
 
 
 def test_equal_seeds_are_found_in_a_group_in_a_rollout_and_over_rollouts() -> None:

@@ -14,6 +14,8 @@ from lightning_rl.finding import Finding
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
 REFERENCE = "stage score, the reference"
+FAR = 2.0  # a gradient is a difference of what tolerances in nats are for
+TINY = 1e-9  # a gradient without tokens that could be sampled otherwise
 
 
 @check(cure="index and temperature of every source of log-probabilities have to be the same")
@@ -100,6 +102,24 @@ def entropy(evidence: Evidence) -> Iterator[Finding | Skip]:
                 positions=[plain.begin],
             )
             return
+
+
+@check(
+    culprit="stage update, the policy's forward under a gradient",
+    expected="the gradient of the model's own plain forward, from every token",
+    cure="detach nothing between the model and its log-probabilities, and round nothing there",
+)
+def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """A gradient of the update's own forward comes from every token, the last one included: with respect to a few small
+    parameters that of the log-probabilities at both ends of responses is the one of the model's own plain forward.
+    """
+    if len(evidence.token_gradients) < 2:
+        yield Skip("nothing small trains, the rows that were looked at are long, or nobody forwards plainly")
+        return
+    ours, plain = evidence.token_gradients
+    away, size = float((ours - plain).norm()), float(plain.norm())
+    if away > FAR * evidence.facts.tolerance * size + TINY:
+        yield Finding(observed=f"another one, {away / max(size, TINY):.3g} of its size away")
 
 
 @check(culprit="engine {engine}", cure="look at load_weights, the prefix cache and the temperature of the engine")

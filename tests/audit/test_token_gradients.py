@@ -1,0 +1,104 @@
+"""The gradient of the update's own forward comes from every token, by whatever way the run forwards."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lightning_rl.audit import SignalAudit, recheck
+from lightning_rl.policy import PolicyModel
+
+FORWARD = PolicyModel.forward
+
+
+def audit_of(folder: Path, precision: Any = "32-true", **options: Any) -> SignalAudit:
+    audit = SignalAudit(1, checks=["token_gradients"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, data = tiny_module(**options), tiny_prompts(8, 4)
+        fit(module, callbacks=[audit], data=data, default_root_dir=folder, precision=precision)
+    return audit
+
+
+def with_adapters() -> Any:
+    return get_peft_model(tiny_policy(0), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"packing": False}, {"temperature": 0.4}, {"top_k": 6}, {"precision": "bf16-mixed"}),
+        *({"policy": with_adapters}, {"activation_checkpointing": True}, {"advantages": "gae", "critic": "shared"}),
+        {"advantages": "gae", "critic": partial(tiny_policy, 3)},
+    ],
+    ids=str,
+)
+def test_a_gradient_from_every_token_gives_no_alarm(options: dict[str, Any], tmp_path: Path) -> None:
+    audit = audit_of(tmp_path, **options)
+    assert audit.findings == [] and audit.skipped == {}
+
+
+def at_the_end(logprobs: Tensor, valid: Tensor) -> Tensor:
+    order = valid.cumsum(-1)
+    return torch.where(order == order[:, -1:], logprobs.detach(), logprobs)
+
+
+def at_the_beginning(logprobs: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid.cumsum(-1) == 1, logprobs.detach(), logprobs)
+
+
+def of_half_the_size(logprobs: Tensor, valid: Tensor) -> Tensor:
+    return logprobs / 2 + (logprobs / 2).detach()
+
+
+def of_the_head_alone(logprobs: Tensor, valid: Tensor) -> Tensor:
+    return logprobs.detach() + 0 * logprobs
+
+
+@pytest.mark.parametrize("change", [at_the_end, at_the_beginning, of_half_the_size, of_the_head_alone])
+def test_a_forward_that_loses_a_part_of_it_is_named(
+    change: Callable[[Tensor, Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: PolicyModel, layout: Any) -> Any:
+        outputs = FORWARD(self, layout)
+        if not torch.is_grad_enabled():
+            return outputs
+        return outputs._replace(logprobs=change(outputs.logprobs, outputs.logprobs.detach() != 0))
+
+    monkeypatch.setattr(PolicyModel, "forward", forward)
+    audit = audit_of(tmp_path)
+    assert {finding.culprit for finding in audit.findings} == {"stage update, the policy's forward under a gradient"}
+    path = next(iter((tmp_path / "audit").iterdir()))
+    assert recheck(path, tiny_module()) == audit.findings[:1]
+
+
+def test_hooks_of_the_parameters_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is called once for a microbatch, as without the audit: a hook may have a state."""
+    numbers = list[int]()
+    for callbacks in ([], [SignalAudit(1, checks=["token_gradients"])]):
+        calls = list[int]()
+        module = tiny_module(policy=lambda calls=calls: _hooked(calls))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(module, callbacks=callbacks, data=tiny_prompts(8, 4), default_root_dir=tmp_path)
+        numbers.append(len(calls))
+    assert numbers[0] == numbers[1] > 0
+
+
+def _hooked(calls: list[int]) -> nn.Module:
+    model = tiny_policy(0)
+    for weight in model.parameters():
+        weight.register_hook(lambda _gradient: calls.append(1))
+    return model
+
+
+def test_rows_that_are_too_long_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rl.audit.forwards.GRADIENT_TOKENS", 3)
+    assert "the rows that were looked at are long" in audit_of(tmp_path).skipped["token_gradients"]
