@@ -266,17 +266,27 @@ class ParameterTracer:
     """
 
     def __init__(self, model: nn.Module, trace: StepTrace, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.trace, self.optimizer = model, trace, optimizer
+        self.trace, self.optimizer = trace, optimizer
+        self._modules = list(model.named_modules())
         trace.optimizer = type(optimizer).__name__
         self._handles: list[RemovableHandle] = []
         self._parts: dict[str, list[Tensor]] = {}
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
         earlier, states = _copies(trained), _states(optimizer, trained)
         for name, parameter in trained.items():
             trace.parameters[name] = ParameterTrace(
                 summed=torch.zeros_like(earlier[name], dtype=torch.float64), before=earlier[name], state=states[name]
             )
             self._follow(name, parameter)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters as they are now, each under its first name; its modules are those of the beginning."""
+        names = dict[nn.Parameter, str]()
+        for place, module in self._modules:
+            for name, parameter in module._parameters.items():  # noqa: SLF001  what named_parameters reads, and slowly
+                if parameter is not None:
+                    names.setdefault(parameter, f"{place}.{name}" if place else name)
+        return {name: parameter for parameter, name in names.items()}
 
     def _follow(self, name: str, parameter: nn.Parameter) -> None:
         parts = self._parts[name] = []
@@ -305,7 +315,7 @@ class ParameterTracer:
             for numbers in [_numbers(group)]
             for parameter in group["params"]
         }
-        parameters = dict(self.model.named_parameters())
+        parameters = self._parameters()
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         copies = _copies({name: gradient for name, gradient in gradients.items() if name in self.trace.parameters})
         for name, trace in self.trace.parameters.items():
@@ -314,8 +324,8 @@ class ParameterTracer:
             trace.gradient = copies[name].double() if name in copies else None
             trace.dtype = copies[name].dtype if name in copies else None
         self._add_up()
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients.values()]
-        self.trace.clipped_norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        exact = [part if part.dtype == torch.float64 else part.float() for part in gradients.values()]
+        self.trace.clipped_norm = float(nn.utils.get_total_norm(exact))
 
     def _add_up(self) -> None:
         """The gradients of all backward passes so far."""
@@ -329,10 +339,8 @@ class ParameterTracer:
 
     def after_step(self) -> None:
         """Once the optimizer has moved."""
-        parameters = {
-            name: parameter for name, parameter in self.model.named_parameters() if name in self.trace.parameters
-        }
-        for name, after in _copies(parameters).items():
+        parameters = self._parameters().items()
+        for name, after in _copies({name: one for name, one in parameters if name in self.trace.parameters}).items():
             self.trace.parameters[name].after = after
         self.release()
 
@@ -345,8 +353,9 @@ class ParameterTracer:
 
 def _entries(parameter: Tensor) -> Tensor:
     """Some entries, from all over the tensor."""
-    flat = parameter.detach().flatten()
-    return flat[:: max(flat.numel() // TRACED_ENTRIES, 1)][:TRACED_ENTRIES]
+    number, flat = parameter.numel(), parameter.detach()
+    stride, flat = max(number // TRACED_ENTRIES, 1), flat if flat.is_contiguous() else flat.flatten()
+    return flat.as_strided((min(number, TRACED_ENTRIES),), (stride,))
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from lightning_rl import GRPO, LossView, Rollout, Stat
 from lightning_rl.advantages.base import Advantages, RewardSignal
+from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import Corrections, LossTerm, RLCallback
 from lightning_rl.corrections.trace import StepTrace
@@ -39,6 +41,8 @@ from lightning_rl.edits import (
 )
 from lightning_rl.losses import ClippedSurrogate
 from lightning_rl.policy import Outputs, make_plan
+from lightning_rl.recording import RolloutRecorder
+from lightning_rl.reporting import SampleTable
 from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
@@ -444,6 +448,16 @@ def test_every_weight_counts_and_reading_them_is_no_edit() -> None:
     model.to(torch.float64)
     with pytest.raises(EditError, match=r"weights, 0\.weight and 2 more: y"):
         watch.refuse("x", before, "y")
+
+
+def test_observers_of_the_library_edit_nothing(tmp_path: Path) -> None:
+    """They are not watched where they are alone; beside a user's observer everyone is."""
+    watched = list[str]()
+    for method in ("observe_generated", "observe_step"):
+        user = Observer(method, lambda *_: watched.append("called"))
+        own = [SignalAudit(1), SignalLedger(), RolloutRecorder(tmp_path / method, 1), SampleTable(1)]
+        fit(tiny_module(), callbacks=[user, *own], data=tiny_prompts(8, 4), default_root_dir=tmp_path)
+    assert len(watched) >= 4
 
 
 def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:

@@ -170,6 +170,8 @@ def _counts(optimizers: list[Optimizer]) -> dict[int, float]:
         for parameter, state in optimizer.state.items():
             if isinstance(state, dict) and "step" in state:
                 kept[id(parameter)] = state["step"]
+    if kept and all(isinstance(step, Tensor) and step.is_cpu and not step.dim() for step in kept.values()):
+        return dict(zip(kept, torch.stack([step.double() for step in kept.values()]).tolist(), strict=True))
     return {key: float(step) for key, step in kept.items()}
 
 

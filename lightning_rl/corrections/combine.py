@@ -98,9 +98,9 @@ class Corrections:
                 )
             if collectives is not None:
                 callback.collectives = collectives
+        offers = [(callback, callback.contributes) for callback in self.callbacks]
         self._contributors = {
-            method: tuple(callback for callback in self.callbacks if method in callback.contributes)
-            for method in CONTRIBUTIONS
+            method: tuple(callback for callback, methods in offers if method in methods) for method in CONTRIBUTIONS
         }
 
     def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
@@ -292,9 +292,9 @@ class Corrections:
     def _show(
         self, method: str, value: Any, fields: Callable[[], Fields], looking: Sequence[RLCallback] | None = None
     ) -> None:
-        """Shows something that is no rollout to everyone who looks."""
+        """Shows something that is no rollout to everyone who looks; a user's callbacks are watched while they do."""
         looking = self._contributors[method] if looking is None else looking
-        watch = EditWatch(fields) if looking else None
+        watch = None if all(map(is_own, looking)) else EditWatch(fields)
         for callback in looking:
             with self._bracket(callback, method) as who:
                 getattr(callback, method)(value)

@@ -65,7 +65,7 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
     repetition likely.
     """
     rows = [
-        (request.prefix_ids, request.sample_id, tuple(completion.token_ids), -float(completion.logprobs.double().sum()))
+        (request.prefix_ids, request.sample_id, tuple(completion.token_ids), completion.logprobs)
         for request, completion in trained_pairs(evidence.batches)
         if completion.logprobs is not None
     ]
@@ -76,13 +76,13 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
     number = sum(len(rollout.responses) for rollout in evidence.earlier)
     known = defaultdict[tuple[int, ...], Counter[tuple[int, ...]]](Counter)
     within, across = list[tuple[float, int]](), list[tuple[float, int]]()
-    for prompt, sample, tokens, nats in rows:
+    for prompt, sample, tokens, logprobs in rows:
         drawn = known[prompt]
         if tokens in drawn:
-            within.append((nats - math.log(drawn.total()), sample))
+            within.append((-float(logprobs.double().sum()) - math.log(drawn.total()), sample))
         drawn[tokens] += 1
         if tokens in candidates:
-            across.append((nats - math.log(number), sample))
+            across.append((-float(logprobs.double().sum()) - math.log(number), sample))
     for kind, repeats in (("of the same prompt", within), ("of an earlier rollout", across)):
         surprising = surprising_repeats(repeats, len(rows))
         if surprising:
