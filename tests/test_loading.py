@@ -10,7 +10,7 @@ SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[:2] != ("lig
 LOADS = re.compile(
     r"\b(?:torch\.load|(?:cloud)?pickle\.loads?|Unpickler|marshal\.loads?|shelve\.open|np\.load|joblib\.load|yaml\.(?!safe_)\w*load"
     r"|dill\.loads?|runpy\.run_\w+|(?<!\.)exec|(?<![.\w])eval|__import__|trust_remote_code=True|import_module)\("
-    r"|trust_remote_code=True|weights_only=False"
+    r"|trust_remote_code=True|(?<!save_)weights_only=False"
 )
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package

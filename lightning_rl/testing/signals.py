@@ -108,7 +108,7 @@ def check_callback(callback: RLCallback) -> None:
     _check(f"callback {callback.name}", algorithm, CALLBACK)
 
 
-def _with_provided(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout:
+def _add_fields_of(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout:
     """The rollout with the fields that corrections declare to provide and that it does not have."""
     known = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
     return Corrections([one for one in callbacks if set(one.provides) - known]).provide(rollout)
@@ -116,7 +116,7 @@ def _with_provided(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout
 
 def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
-        rollout = _with_provided(rollout_of_rows(*example), algorithm.corrections.callbacks)
+        rollout = _add_fields_of(rollout_of_rows(*example), algorithm.corrections.callbacks)
         groups = some_groups(rollout, 0)
         evidence = Evidence(algorithm=algorithm, facts=FACTS, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
         for name in names if wanted is None else [wanted]:
