@@ -107,8 +107,8 @@ class Evidence:
         held_out: what trains of the validation set or of an evaluation; None without one.
         text: a completion as the rewards see it, from its token ids; None if unknown.
         plain: some of ``rows`` by a model's own plain forward.
-        token_gradients: of a few log-probabilities, by the run's own forward and by the model's plain one, [N] each;
-            nothing where they could not be taken.
+        token_gradients: of a few log-probabilities, by the run's own forward and by the model's plain one, and of their
+            scores, [N] each; nothing where they could not be taken.
         reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
         step: one optimizer step as it was made; None before the first.
         numbers: that each correction keeps, by its name and theirs, for each rank.

@@ -115,7 +115,8 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
 
 
 def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, ...]:
-    """The gradient of a few log-probabilities by the run's own forward and by the model's plain one, [N] float64 each.
+    """The gradient of a few log-probabilities by the run's own forward and by the model's plain one, and that of their
+    scores before the softmax, by whose size rounding goes: [N] float64 each.
 
     That of a sum with alternating signs over both ends of two responses, with respect to the last small parameters that
     train, of which it has copies: nothing that hangs on the run's own parameters is called. None where nobody forwards
@@ -138,29 +139,32 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     layout = layout.to(rows.groups.device).step(0)[0].layout
     ids = _whole_ids(rows)
 
-    def by_the_run(weights: Mapping[str, Tensor]) -> Tensor:
+    def by_the_run(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         logprobs = functional_call(policy, dict(weights), (layout,)).logprobs
-        return (logprobs * signs[:, : logprobs.shape[1]]).sum()
+        return ((logprobs * signs[:, : logprobs.shape[1]]).sum(),)
 
-    def plainly(weights: Mapping[str, Tensor]) -> Tensor:
+    def plainly(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         inputs = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True), "use_cache": False}
         named = {name.removeprefix("model."): weight for name, weight in weights.items()}
-        logits, total = functional_call(policy.model, named, (), inputs).logits, torch.zeros(())
+        logits, totals = functional_call(policy.model, named, (), inputs).logits, torch.zeros(2)
         for row, (prompt, response) in enumerate(_lengths(rows)):
             scores = logits[row, prompt - 1 : prompt - 1 + response].float() / temperature
             if SAMPLING_MASK in rows.token_extras:
                 mask = from_bits(rows.token_extras[SAMPLING_MASK][row, :response], scores.shape[-1])
                 scores = scores.masked_fill(~mask, -torch.inf)
-            chosen = scores.log_softmax(-1).gather(1, ids[row][prompt:, None])[:, 0]
-            total = total + (torch.where(ends[row, :response], chosen, 0.0) * signs[row, :response]).sum()
-        return total
+            before, weight = scores.gather(1, ids[row][prompt:, None])[:, 0], signs[row, :response]
+            chosen = before - scores.logsumexp(-1)
+            parts = [torch.where(weight != 0, part, 0.0) for part in (chosen, before)]
+            totals = totals.to(before.device) + torch.stack([(parts[0] * weight).sum(), parts[1].sum()])
+        return tuple(totals)
 
     gradients = list[Tensor]()
     with torch.enable_grad(), module.trainer.precision_plugin.forward_context():
         for say in (by_the_run, plainly):
             leaves = {name: weight.detach().clone().requires_grad_() for name, weight in trained}
-            parts = torch.autograd.grad(say(leaves), list(leaves.values()), materialize_grads=True)
-            gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
+            for total in say(leaves):
+                parts = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
+                gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
     return tuple(gradients)
 
 

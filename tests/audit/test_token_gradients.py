@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.evidence import culprits, evidence_of
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -43,6 +45,16 @@ def with_adapters() -> Any:
 def test_a_gradient_from_every_token_gives_no_alarm(options: dict[str, Any], tmp_path: Path) -> None:
     audit = audit_of(tmp_path, **options)
     assert audit.findings == [] and audit.skipped == {}
+
+
+@pytest.mark.parametrize("scores", [1.0, 100.0])
+def test_what_rounding_leaves_of_a_sure_token_is_no_finding(scores: float) -> None:
+    """Next to scores of the size 1 a gradient of 1e-4 is known to 2e-4, next to those of 100 to 2e-2."""
+    plain, size = torch.tensor([1e-4, 0.0]), torch.tensor([scores, 0.0])
+    near, far = (plain + torch.tensor([0.0, scores * part]) for part in (1.9e-4, 2.1e-4))
+    fine = replace(evidence_of(), token_gradients=(near, plain, size))
+    assert culprits("token_gradients", fine) == []
+    assert culprits("token_gradients", replace(fine, token_gradients=(far, plain, size))) != []
 
 
 def at_the_end(logprobs: Tensor, valid: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
 REFERENCE = "stage score, the reference"
 FAR = 2.0  # a gradient is a difference of what tolerances in nats are for
-TINY = 1e-9  # a gradient without tokens that could be sampled otherwise
 
 
 @check(cure="index and temperature of every source of log-probabilities have to be the same")
@@ -113,13 +112,13 @@ def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
     """A gradient of the update's own forward comes from every token, the last one included: with respect to a few small
     parameters that of the log-probabilities at both ends of responses is the one of the model's own plain forward.
     """
-    if len(evidence.token_gradients) < 2:
+    if len(evidence.token_gradients) < 3:
         yield Skip("nothing small trains, the rows that were looked at are long, or nobody forwards plainly")
         return
-    ours, plain = evidence.token_gradients
+    (ours, plain, scores), tolerance = evidence.token_gradients, evidence.facts.tolerance
     away, size = float((ours - plain).norm()), float(plain.norm())
-    if away > FAR * evidence.facts.tolerance * size + TINY:
-        yield Finding(observed=f"another one, {away / max(size, TINY):.3g} of its size away")
+    if away > tolerance * (FAR * size + float(scores.norm()) / 10):  # of a sure token little is left of its score's
+        yield Finding(observed=f"another one, {away / size if size else 1.0:.3g} of its size away")
 
 
 @check(culprit="engine {engine}", cure="look at load_weights, the prefix cache and the temperature of the engine")
