@@ -40,7 +40,7 @@ def with_adapters() -> Any:
         *({"policy": with_adapters}, {"activation_checkpointing": True}, {"advantages": "gae", "critic": "shared"}),
         {"advantages": "gae", "critic": partial(tiny_policy, 3)},
     ],
-    ids=str,
+    ids=["plain", "padded", "cold", "filtered", "bfloat16", "adapters", "checkpointing", "shared critic", "critic"],
 )
 def test_a_gradient_from_every_token_gives_no_alarm(options: dict[str, Any], tmp_path: Path) -> None:
     audit = audit_of(tmp_path, **options)
