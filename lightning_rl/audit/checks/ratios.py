@@ -13,6 +13,7 @@ from lightning_rl.finding import Finding
 
 FIELDS = {"current": "logprobs", "old": "old_logprobs", "rollout": "rollout_logprobs"}
 STEP = 0.01  # nats
+SMALL_STEP = 1e-4  # that leaves the ratio of a whole response within the narrowest clip range, 3e-4 of GSPO
 NONE, ONE = 0.25, 0.75  # powers below which a policy plays no part, and above which it counts
 MAX_POWER = 1.5
 
@@ -83,7 +84,7 @@ def powers_of(weight: Callable[[LossView], Tensor], view: LossView) -> Powers:
     for policy, field in FIELDS.items():
         if getattr(view, field) is not None:
             up, down = (_move(view, field, step * valid) for step in (STEP, -STEP))
-            powers[policy] = _growth(weight(down), weight(up), valid) / 2
+            powers[policy] = _growth(weight(down), weight(up), valid, 2 * STEP)
     return powers
 
 
@@ -91,7 +92,7 @@ def _own_power(function: Callable[[LossView], Tensor], view: LossView) -> float:
     """The power of a token's own current probability in what a function says of it."""
     valid = view.valid_tokens & (view.require("advantages") != 0)
     first = valid & (valid.cumsum(-1) == 1)
-    return _growth(function(view), function(_move(view, "logprobs", STEP * first)), first)
+    return _growth(function(view), function(_move(view, "logprobs", SMALL_STEP * first)), first, SMALL_STEP)
 
 
 def _move(view: LossView, field: str, step: Tensor) -> LossView:
@@ -99,10 +100,10 @@ def _move(view: LossView, field: str, step: Tensor) -> LossView:
     return view.replace(**{field: moved.requires_grad_() if field == "logprobs" else moved})
 
 
-def _growth(before: Tensor, after: Tensor, places: Tensor) -> float:
-    """The median growth of the logarithm of a size, in steps."""
+def _growth(before: Tensor, after: Tensor, places: Tensor, step: float) -> float:
+    """The median growth of the logarithm of a size, in steps of so many nats."""
     one, other = before.detach().double().abs(), after.detach().double().abs()
     safe = places & (one > 1e-12) & (other > 1e-12)
     if not safe.any():
         return 0.0
-    return float((other[safe].log() - one[safe].log()).median() / STEP)
+    return float((other[safe].log() - one[safe].log()).median() / step)
