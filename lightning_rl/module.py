@@ -364,7 +364,7 @@ class RLLightningModule(LightningModule):
         if reference is not None:
             reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh))
             self.run.reference = reference
-        self.run.corrections.weights = WeightWatch(self.required_policy)
+        self.run.corrections.weights = WeightWatch(self.required_policy, sharded=self.parallel.sharded)
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
             self.run.reference = AdapterOffScorer(self.required_policy, model)

@@ -27,10 +27,11 @@ class WeightWatch:
 
     Args:
         model: whose parameters are looked at, from the first look on.
+        sharded: whether its strategy frees and takes memory of parameters as it goes, so that nobody may hold on to it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._names = model, list[str]()
+    def __init__(self, model: nn.Module, *, sharded: bool = False) -> None:
+        self._model, self._sharded, self._names = model, sharded, list[str]()
         self._parameters = list[nn.Parameter]()
         self._ends: list[tuple[Any, ...]] = []
         self._places = list[int]()
@@ -40,9 +41,13 @@ class WeightWatch:
         if not self._names:
             named = dict(self._model.named_parameters())
             self._names, self._parameters = list(named), list(named.values())
-        places = [parameter.data_ptr() if _readable(parameter) else 0 for parameter in self._parameters]
+        readable = [not self._sharded and _readable(parameter) for parameter in self._parameters]
+        places = [one.data_ptr() if reads else 0 for one, reads in zip(self._parameters, readable, strict=True)]
         if places != self._places:
-            self._places, self._ends = places, [_ends_of(parameter) for parameter in self._parameters]
+            self._places, self._ends = (
+                places,
+                [_ends_of(one) if reads else (b"", b"") for one, reads in zip(self._parameters, readable, strict=True)],
+            )
         versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001
         return _Look(places, versions, [zlib.crc32(last, zlib.crc32(first)) for first, last in self._ends])
 
@@ -66,7 +71,5 @@ def _readable(parameter: Tensor) -> bool:
 
 
 def _ends_of(parameter: Tensor) -> tuple[Any, Any]:
-    if not _readable(parameter):
-        return b"", b""
     flat = parameter.detach().view(-1)
     return buffer_of(flat[:ENDS]), buffer_of(flat[-ENDS:])
