@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from lightning_rl.audit import replies
+
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.load_profile("reproducible")
 
@@ -14,6 +16,12 @@ settings.load_profile("reproducible")
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_audit() -> None:
+    """On a busy machine a copy of the process takes longer to answer; a run would rather skip the check."""
+    replies.PATIENCE = 30.0
 
 
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
