@@ -28,7 +28,7 @@ def test_losses_resolve_from_names_objects_and_functions() -> None:
     own = resolve_loss(lambda view: -view.logprobs)
     assert isinstance(own, FunctionLoss) and own.ratio is None and own.metrics(view_of([-1.0])) == {}
     assert run_step(view_of([-1.0]), loss=own).gradient.item() == -1
-    with pytest.raises(ValueError, match=r"out of ppo, .*, m2po, an object or a function, got 'grpo'"):
+    with pytest.raises(ValueError, match=r"out of ppo, .*, dro, an object or a function, got 'grpo'"):
         resolve_loss("grpo")
     with pytest.raises(ValueError, match="expected an object as loss, got the class ClippedSurrogate: call it"):
         resolve_loss(ClippedSurrogate)  # pyright: ignore[reportArgumentType]

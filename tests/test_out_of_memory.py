@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import LossView, RLCallback, RLLightningModule, Rollout
+from lightning_rl import LossTerm, LossView, RLCallback, RLLightningModule, Rollout
 from lightning_rl.callbacks import AdaptiveKL
 from lightning_rl.checkpointing import INTERRUPTED
 
@@ -50,9 +50,14 @@ class Exhausts(RLCallback):
     def token_weight(self, view: LossView) -> Tensor:
         self.check("loss", view)
         self.microbatches.append(len(view))
-        if self.where == "backward":
-            view.logprobs.register_hook(lambda _: self.check("backward", view))
         return torch.ones_like(view.logprobs)
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        own = view.logprobs * 0.0
+        if self.where == "backward":
+            own.register_hook(lambda _: self.check("backward", view))
+        return LossTerm(per_token=own, coef=0.1)
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
