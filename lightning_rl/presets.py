@@ -135,7 +135,7 @@ def luspo() -> Preset:
 
 
 def vespo() -> Preset:
-    """A smooth weight of whole responses that fades on both sides of 1, for very stale rollouts; no KL.
+    """A smooth weight of whole responses that fades on both sides of 1, for many steps on a rollout; no KL.
 
     Source: Shen et al. 2026, arXiv:2602.10693.
     """
@@ -276,7 +276,7 @@ def vapo() -> Preset:
 
 
 def gpg() -> Preset:
-    """Centred rewards scaled by the share of rows that teach, and the plain policy gradient; no KL.
+    """Centred rewards divided by the share of rows that teach, and the plain policy gradient; no KL.
 
     Source: Chu et al. 2025, arXiv:2504.02546.
     """

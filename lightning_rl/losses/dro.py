@@ -20,7 +20,8 @@ class DRO(PolicyLoss):
     .. math::
         \ell = -A \log p + \frac{\beta}{2} \Bigl(\log \frac{\pi_\theta}{\pi_{\text{old}}}\Bigr)^2
 
-    It carries no ratio, so no variance grows with the age of the samples: for offline and very stale ones.
+    It carries no ratio, so no variance grows with the age of the samples: with ``anchor="rollout"``, for offline and
+    very stale ones; with the policy before the update, one step on a rollout is the plain policy gradient.
 
     Source: Richemond et al. 2024 (DRO), arXiv:2405.19107, the gradient with respect to the policy.
 

@@ -41,12 +41,12 @@ def test_a_number_for_truncated_rows_is_alive_where_none_was_cut_off(correction:
 def test_a_term_may_leave_out_every_row_if_it_says_so() -> None:
     declared, silent = PositiveNLL(threshold=9.0), PositiveNLL(threshold=9.0)
     silent.chooses_rows = False
-    assert CHECKS["gradient_liveness"](given(declared)) == []
-    (finding,) = CHECKS["gradient_liveness"](given(silent))
+    assert CHECKS["gradient_liveness"](evidence_with_fields(declared)) == []
+    (finding,) = CHECKS["gradient_liveness"](evidence_with_fields(silent))
     assert finding.culprit == "callback positive_nll.loss_term"
 
 
-def given(correction: PositiveNLL) -> Evidence:
+def evidence_with_fields(correction: PositiveNLL) -> Evidence:
     """Evidence whose rows have what the correction provides."""
     evidence = evidence_with(correction)
     rollout = Corrections([correction]).provide(evidence.rollout)

@@ -96,7 +96,7 @@ def test_hooks_of_the_parameters_are_not_called(tmp_path: Path, monkeypatch: pyt
     numbers = list[int]()
     for callbacks in ([], [SignalAudit(1, checks=["token_gradients"])]):
         calls = list[int]()
-        module = tiny_module(policy=lambda calls=calls: _hooked(calls))
+        module = tiny_module(policy=lambda calls=calls: _policy_with_hooks(calls))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit(module, callbacks=callbacks, data=tiny_prompts(8, 4), default_root_dir=tmp_path)
@@ -104,7 +104,7 @@ def test_hooks_of_the_parameters_are_not_called(tmp_path: Path, monkeypatch: pyt
     assert numbers[0] == numbers[1] > 0
 
 
-def _hooked(calls: list[int]) -> nn.Module:
+def _policy_with_hooks(calls: list[int]) -> nn.Module:
     model = tiny_policy(0)
     for weight in model.parameters():
         weight.register_hook(lambda _gradient: calls.append(1))

@@ -153,12 +153,12 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
     moved = (rollout.require("old_logprobs") + drift * noise / 4).detach().requires_grad_()
     entropy = 0.1 + moved.square()
     trained = any(callback.trains_entropy for callback in callbacks)
-    missing = [one for one in callbacks if one.provides and not _provided(rollout, one)]
+    missing = [one for one in callbacks if one.provides and not _has_fields_of(rollout, one)]
     rollout = Corrections([one for one in missing if "provide" in one.contributes]).provide(rollout)
     return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach())
 
 
-def _provided(rollout: Rollout, callback: RLCallback) -> bool:
+def _has_fields_of(rollout: Rollout, callback: RLCallback) -> bool:
     kept = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
     return set(callback.provides) <= kept
 
