@@ -18,23 +18,27 @@ class DRO(PolicyLoss):
     r"""The score-function loss and half the squared log-ratio to the policy that sampled.
 
     .. math::
-        \ell = -A \log p + \frac{\beta}{2} \Bigl(\log \frac{\pi_\theta}{\pi_{\text{old}}}\Bigr)^2
+        \ell_{b,t} = -A_{b,t} \log \pi_\theta(o_{b,t})
+        + \frac{\beta}{2} \Bigl(\log \frac{\pi_\theta(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}\Bigr)^2
 
-    It carries no ratio, so no variance grows with the age of the samples: with ``anchor="rollout"``, for offline and
-    very stale ones; with the policy before the update, one step on a rollout is the plain policy gradient.
+    It carries no ratio, so no variance grows with the age of the samples: for offline and very stale ones. The leash is
+    on each token; the paper squares the log-ratio of the whole response, the sum over its tokens, whose gradient pulls
+    every token by that sum where this one pulls each by its own.
 
-    Source: Richemond et al. 2024 (DRO), arXiv:2405.19107, the gradient with respect to the policy.
+    Source: Richemond et al. 2024 (DRO), arXiv:2405.19107, the gradient with respect to the policy, of each
+    token instead of the whole response.
 
     Args:
         beta: strength of the leash, at least 0.
-        anchor: the policy at its other end: before the update, or the engine's.
+        anchor: the policy at its other end: ``"rollout"``, the engine's, which sampled, or ``"old"``, the trainer's before
+            the update, from which the first optimizer step of a rollout starts: with one step the leash does nothing.
 
     Raises:
         ValueError: if an option is out of range.
     """
 
     beta: float = 0.1
-    anchor: Literal["old", "rollout"] = "old"
+    anchor: Literal["old", "rollout"] = "rollout"
 
     def __post_init__(self) -> None:
         """Checks the options, and declares what it reads."""

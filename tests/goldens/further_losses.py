@@ -78,7 +78,8 @@ def luspo(case: Case) -> Outputs:
 @replays("dro")
 def dro(case: Case) -> Outputs:
     """The policy gradient on a quadratic leash."""
-    view, loss = view_of_case(case, rollout_logprobs=case["old_logp"]), DRO(beta=case.params["dro_beta"])
+    view = view_of_case(case, rollout_logprobs=case["old_logp"])  # for what the peer logs
+    loss = DRO(beta=case.params["dro_beta"], anchor="old")
     average = average_of(case)
     view = view.replace(trained=trained_rows(case, view.valid_tokens, average))
     done = Contribution(view, [])

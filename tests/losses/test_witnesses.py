@@ -22,6 +22,7 @@ from lightning_rl import (
     Reinforce,
     SequenceSumNorm,
     ValueLoss,
+    presets,
 )
 from lightning_rl.callbacks import TruncatedIS
 
@@ -183,7 +184,7 @@ def test_gmpo_takes_a_geometric_weight_into_its_mean() -> None:
 def test_vespo_by_hand(gaps: list[float], advantage: float, weight: float) -> None:
     logprobs = [-1.0, -2.0]
     old = [now - gap for now, gap in zip(logprobs, gaps, strict=True)]
-    view = one_row(logprobs, [advantage] * 2, old_logprobs=old)
+    view = one_row(logprobs, [advantage] * 2, rollout_logprobs=old)
     assert VESPO().weights(view)[0].tolist() == pytest.approx([weight] * 2)
     step = step_of(VESPO(), view)
     assert float(step.loss) == pytest.approx(weight * advantage * 3)
@@ -191,11 +192,23 @@ def test_vespo_by_hand(gaps: list[float], advantage: float, weight: float) -> No
     assert step.metrics["policy/weight_max"] == pytest.approx(weight)
 
 
-def test_vespo_chooses_its_kernel_by_the_advantage_of_each_token_and_may_stand_on_the_rollout() -> None:
-    view = one_row([-1.0, -1.0], [1.0, -1.0], rollout_logprobs=[-1.0 - math.log(2), -1.0])
+def test_vespo_chooses_its_kernel_by_the_advantage_of_each_token_and_may_stand_on_old() -> None:
+    view = one_row([-1.0, -1.0], [1.0, -1.0], old_logprobs=[-1.0 - math.log(2), -1.0])
     shape = {"k_positive": 1.0, "lambda_positive": 1.0, "k_negative": 0.0, "lambda_negative": 2.0}
-    weights = VESPO(anchor="rollout", **shape).weights(view)  # pyright: ignore[reportArgumentType]
+    weights = VESPO(anchor="old", **shape).weights(view)  # pyright: ignore[reportArgumentType]
     assert weights[0].tolist() == pytest.approx([2 * math.exp(-1), math.exp(-2)])
+
+
+@pytest.mark.parametrize("loss", [VESPO(), DRO(), presets.vespo().options["loss"]], ids=["vespo", "dro", "preset"])
+def test_stale_rollouts_change_the_only_step(loss: Any) -> None:
+    """With one optimizer step for a rollout the current policy is the one before the update."""
+    fresh, stale = (
+        one_row([-1.0, -2.0], [1.0, 1.0], old_logprobs=[-1.0, -2.0], rollout_logprobs=sampled)
+        for sampled in ([-1.0, -2.0], [-1.5, -2.5])
+    )
+    plain = step_of(Reinforce(), fresh).gradient
+    torch.testing.assert_close(step_of(loss, fresh).gradient, plain)
+    assert (step_of(loss, stale).gradient - plain).abs().min() > 0.01
 
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])

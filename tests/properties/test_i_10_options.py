@@ -99,10 +99,10 @@ LOSS_KNOBS: dict[type, Knobs] = {
             "lambda_positive": (3.0, 1.0),
             "k_negative": (3.0, 1.0),
             "lambda_negative": (2.0, 1.0),
-            "anchor": ("old", "rollout"),
+            "anchor": ("rollout", "old"),
         }
     ),
-    DRO: Knobs({"beta": (0.1, 0.2), "anchor": ("old", "rollout")}),
+    DRO: Knobs({"beta": (0.1, 0.2), "anchor": ("rollout", "old")}),
     ClipCov: Knobs(
         {**CLIPS, "fraction": (0.05, 0.5), "cov_low": (0.0, 0.5), "cov_high": (5.0, 0.5)},
         {name: {"fraction": 1.0, "cov_low": 0.0} for name in ("cov_low", "cov_high")} | {"fraction": {"cov_low": -9.0}},
