@@ -5,25 +5,33 @@ r"""Positive NLL: imitate the responses that were right, beside the policy gradi
     \log \pi_\theta(o_{b,t}), \qquad \mathcal{T} = \{b : s_b > \tau\}
 
 the mean over all valid tokens of the right responses of a rollout, on all ranks. Where right responses are rare, it
-gets more out of each of them than an advantage does. With several optimizer steps for a rollout, each step takes its
-share of this mean, so that a right response weighs the same wherever it comes to lie.
+gets more out of each of them than an advantage does. With several minibatches, each takes the sum over its own right
+tokens, times the number of minibatches: every right token of the rollout weighs the same wherever it comes to lie,
+whatever else its minibatch holds, and the steps of a pass are this mean on average.
 
 Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, section 4.3, eq. 11 and 12.
 """
 
 from collections.abc import Mapping
+from typing import Self, cast
 
 import torch
 from jaxtyping import Bool
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
+from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.reductions import token_mean
+from lightning_rl.signal.masked import GlobalSum, local_sum
 
-KEY = "positive_nll"
+
+def token_sum(valid_tokens: Tensor, trained: Tensor, groups: Tensor, global_sum: GlobalSum = local_sum) -> Tensor:
+    """Every valid token weighs 1."""
+    del trained, groups, global_sum
+    return valid_tokens.double()
 
 
 class PositiveNLL(RLCallback):
@@ -41,9 +49,10 @@ class PositiveNLL(RLCallback):
     """
 
     name = "positive_nll"
-    provides = (f"extras/{KEY}",)
+    provides = ("extras/positive_nll",)
     batch_statistics = True
     chooses_rows = True
+    minibatches = 1
 
     def __init__(self, coef: float = 0.1, *, threshold: float = 0.0) -> None:
         check_numbers(at_least=0, finite=True, coef=coef)
@@ -52,17 +61,26 @@ class PositiveNLL(RLCallback):
         self.threshold = threshold
 
     @override
+    def with_name(self, name: str) -> Self:
+        twin = super().with_name(name)
+        twin.provides = (f"extras/{name}",)
+        return twin
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.minibatches = cast(RLLightningModule, pl_module).minibatches
+
+    @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
         right = self._right(rollout)
-        tokens = rollout.valid_tokens.sum(-1).double()
-        counts = self.collectives.sum(torch.stack([tokens.sum(), tokens[right].sum()]))
-        share = torch.where(right, counts[0] / counts[1].clamp(min=1), 0.0)
-        return {f"extras/{KEY}": share.to(rollout.rewards.dtype)}
+        tokens = self.collectives.sum(rollout.valid_tokens[right].sum().double())
+        share = torch.where(right, self.minibatches / tokens.clamp(min=1), 0.0)
+        return {self.provides[0]: share.to(rollout.rewards.dtype)}
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
-        per_token = -view.logprobs * view.extras[KEY][:, None].to(view.logprobs.dtype)
-        return LossTerm(per_token=per_token, coef=self.coef, reduction=token_mean)
+        per_token = -view.logprobs * view.extras[self.name][:, None].to(view.logprobs.dtype)
+        return LossTerm(per_token=per_token, coef=self.coef, reduction=token_sum)
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:

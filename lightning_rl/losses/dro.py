@@ -30,8 +30,8 @@ class DRO(PolicyLoss):
 
     Args:
         beta: strength of the leash, at least 0.
-        anchor: the policy at its other end: ``"rollout"``, the engine's, which sampled, or ``"old"``, the trainer's before
-            the update, from which the first optimizer step of a rollout starts: with one step the leash does nothing.
+        anchor: the policy at its other end: ``"rollout"``, the engine's, which sampled, or ``"old"``, the trainer's
+            before the update, where the first optimizer step of a rollout starts: with one step the leash does nothing.
 
     Raises:
         ValueError: if an option is out of range.

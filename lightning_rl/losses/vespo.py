@@ -25,7 +25,8 @@ class VESPO(PolicyLoss):
 
     At a ratio of 1 the weight is 1; it peaks at :math:`k / \lambda` and goes to 0 on both sides, without a clip and
     without a mean over the length. The policy below the ratio is the one that sampled, so that the weight sees how far
-    the update has gone, how stale the rollout is, and how engine and trainer differ. Logs ``policy/weight`` and ``policy/weight_max``, the weight of valid tokens.
+    the update has gone, how stale the rollout is, and how engine and trainer differ. Logs ``policy/weight`` and
+    ``policy/weight_max``, the weight of valid tokens.
 
     Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
 
@@ -34,8 +35,8 @@ class VESPO(PolicyLoss):
         lambda_positive: rate at which large ratios fade for them, above 0.
         k_negative: the same power for negative advantages.
         lambda_negative: the same rate for them; the smaller, the further the weight rises above 1 with the ratio.
-        anchor: the policy below the ratio: ``"rollout"``, the engine's, which sampled, or ``"old"``, the trainer's before
-            the update, which sees no staleness: with one optimizer step for a rollout every weight is 1.
+        anchor: the policy below the ratio: ``"rollout"``, the engine's, which sampled, or ``"old"``, the trainer's
+            before the update, which sees no staleness: with one optimizer step for a rollout every weight is 1.
 
     Raises:
         ValueError: if an option is out of range.

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from kit.support import fit, rollout_of, run_step, tiny_module, view_of_rollout
+from lightning.pytorch import Trainer
 
 from lightning_rl import LossView, Reinforce, Rollout
 from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import Corrections
 from lightning_rl.signal.reductions import sequence_mean
+from lightning_rl.testing import check_callback
 
 
 def samples(**given: Any) -> Rollout:
@@ -50,14 +52,28 @@ def test_right_is_what_earned_more_than_the_bound() -> None:
     assert correction.rollout_metrics(samples())["positive_nll/positive"].value() == pytest.approx(1 / 3)
 
 
-def test_steps_of_one_size_add_up_to_the_mean_of_the_rollout() -> None:
+def test_a_right_token_weighs_the_same_in_whatever_minibatch_it_lies() -> None:
     correction, whole = PositiveNLL(1.0), samples(groups=[0, 1, 2, 3])
+    module = tiny_module(minibatches=2)
+    correction.setup(Trainer(logger=False, enable_checkpointing=False), module, "fit")
     view = seen(correction, whole)
-    halves = [view.select(torch.tensor(rows)) for rows in ([0, 2], [1, 3])]
-    tokens = [int(half.valid_tokens.sum()) for half in halves]
-    losses = [float(run_step(half, callbacks=[correction], loss=Reinforce()).loss) for half in halves]
-    assert losses[1] == 0.0
-    assert sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens) == pytest.approx(2.5)
+    halves = [view.select(torch.tensor(rows)) for rows in ([0, 3], [1, 2])]  # 3 of 6 tokens are right, and 1 of 3
+    steps = [run_step(half, callbacks=[correction], loss=Reinforce()) for half in halves]
+    assert [step.gradient.tolist() for step in steps] == [[[-0.5] * 3, [0.0] * 3], [[0.0] * 3, [-0.5, 0.0, 0.0]]]
+    assert sum(float(step.loss) for step in steps) / 2 == pytest.approx(2.5)
+
+
+def test_two_of_them_go_together() -> None:
+    twins = [PositiveNLL(0.5), PositiveNLL(0.25, threshold=0.75).with_name("best")]
+    view = view_of_rollout(Corrections(twins).provide(samples()), torch.full((4, 3), -1.0).requires_grad_())
+    step = run_step(view, callbacks=twins, loss=Reinforce())
+    assert step.gradient[0].tolist() == pytest.approx([-0.5 / 4 - 0.25 / 3] * 3)
+    assert step.gradient[2].tolist() == pytest.approx([-0.5 / 4, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
+def test_the_kit_finds_its_bound_to_matter(threshold: float) -> None:
+    check_callback(PositiveNLL(threshold=threshold))
 
 
 def test_a_rollout_without_a_right_response_has_no_term() -> None:

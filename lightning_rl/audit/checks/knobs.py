@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_rl.rollout import TOKEN, Finish, Rollout, RolloutT
 
 DRIFTS = (0.5, 3.0, -3.0, -0.5, 0.02)
 MIN_TOKENS = 3  # that a row needs for a discount to matter
-BENDING = [name for name, contribution in CONTRIBUTIONS.items() if contribution.bends]
+BENDING = [name for name, entry in CONTRIBUTIONS.items() if entry.bends or entry.returns == "tensors"]
 Measure = Callable[[Any, Any], list[Tensor]]
 """What a loss, an estimator or a correction makes of a witness."""
 
@@ -39,7 +39,8 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
     views, groups = list(_views(evidence)), evidence.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
     ends = torch.where(groups.sample_ids % 2 == 0, Finish.LENGTH, groups.finish).to(groups.finish.dtype)
-    groups = groups.replace(rewards=groups.rewards + noise, finish=ends)  # as if some had been cut off
+    rewarded = groups.trained & groups.valid_tokens.any(-1)  # as if all of these, and some had been cut off
+    groups = groups.replace(rewards=groups.rewards.nan_to_num() + noise, rewarded=rewarded, finish=ends)
     groups = _variation(groups, 1.0)  # and all rewards and policies differed
     dead = [("estimator {estimator}", name) for name in _dead_in_estimator(evidence, groups)]
     if not algorithm.loss.prepares:
@@ -72,7 +73,8 @@ def knobs_of(thing: object) -> list[str]:
 def _variants(thing: Any, name: str) -> Iterator[Any]:
     """Copies with another number under a name, as far as the constructor's checks let them pass."""
     value = getattr(thing, name)
-    for other in (value * 2 + 1, value / 2, 1.0, 0.05, 0.0, value + 10):
+    below = () if isinstance(value, int) else (value - 10,)  # a count has none
+    for other in (value * 2 + 1, value / 2, 1.0, 0.05, 0.0, value + 10, *below):
         number = int(other) if isinstance(value, int) and math.isfinite(other) else other
         if number != value:
             variant = copy.copy(thing)
@@ -97,14 +99,17 @@ def _dead_knobs(thing: Any, measure: Measure, witnesses: Sequence[Any]) -> list[
 
 
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
-    shown = SHOWN_A_VIEW if isinstance(rows, LossView) else SHOWN_A_ROLLOUT
+    shown = SHOWN_A_VIEW if isinstance(rows, LossView) else (*SHOWN_A_ROLLOUT, "provide")
     methods = [method for method in BENDING if method in shown and method in callback.contributes]
-    return [
-        torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef
-        if isinstance(contribution, LossTerm)
-        else contribution.double()
-        for contribution in (getattr(callback, method)(rows) for method in methods)
-    ]
+    return [tensor for method in methods for tensor in _tensors_of(getattr(callback, method)(rows), rows)]
+
+
+def _tensors_of(contribution: Any, rows: Rollout) -> list[Tensor]:
+    if isinstance(contribution, LossTerm):
+        return [torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef]
+    if isinstance(contribution, Mapping):
+        return [contribution[name].double() for name in sorted(contribution)]
+    return [contribution.double()]
 
 
 def _views(evidence: Evidence) -> Iterator[LossView]:
