@@ -89,6 +89,10 @@ def binary_kl(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Fl
     change of probability, so that a rare token whose ratio is large counts for little: for masks and trust regions. Its
     gradient is about p, so that it does not pull back a token that the policy has given up.
 
+    A probability below 1e-8, of the token or of all others together, counts as 1e-8: no value is above 18.5, and what
+    lies beyond has no gradient. Each of the two parts is written as :math:`x (\log\frac{x}{y} + \frac{y}{x} - 1)`: that
+    adds 0 to their sum and is never negative, and with :math:`1 - p` by ``expm1`` nothing cancels in float32.
+
     Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 11 to 14, as a trust region.
 
     Args:
@@ -99,10 +103,10 @@ def binary_kl(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Fl
         >>> binary_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
         tensor([0.1438])
     """
-    p, q = logprobs.exp(), other.exp()
-    rest_p, rest_q = (1 - p).clamp(min=SMALLEST), (1 - q).clamp(min=SMALLEST)
-    p, q = p.clamp(min=SMALLEST), q.clamp(min=SMALLEST)
-    return p * (p / q).log() + rest_p * (rest_p / rest_q).log()
+    least = math.log(SMALLEST)
+    log_p, log_q = logprobs.clamp(min=least), other.clamp(min=least)
+    rest_p, rest_q = (-torch.expm1(given).clamp(max=-SMALLEST) for given in (log_p, log_q))
+    return log_p.exp() * k3(log_p, log_q) + rest_p * k3(rest_p.log(), rest_q.log())
 
 
 @dataclass(frozen=True, slots=True)

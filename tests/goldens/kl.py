@@ -65,8 +65,8 @@ def straight_through(case: Case) -> Outputs:
 
 @replays("kl_binary")
 def binary(case: Case) -> Outputs:
-    """The KL of "this token or another" in either direction."""
-    logprobs, other = case["logp"], case["ref_logp"]
+    """The KL of "this token or another" in either direction, of probabilities that the peer rounds to float32."""
+    logprobs, other = (case[name].exp().double().log() for name in ("logp", "ref_logp"))
     return {"kl": binary_kl(logprobs, other), "kl_reverse": binary_kl(other, logprobs)}
 
 

@@ -15,6 +15,7 @@ from lightning_rl.signal.kl import (
     TANGENT_BEYOND,
     Clamped,
     KLEstimator,
+    binary_kl,
     importance,
     k1,
     k2,
@@ -50,6 +51,33 @@ def test_estimators_have_the_published_values_and_gradients(
     estimator = kl_estimator(name)
     assert_close(estimator(current, other), torch.tensor(values, dtype=torch.float64), atol=1e-6, rtol=0)
     assert_close(slope(estimator, current, other), torch.tensor(gradient, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("logprob", "other", "value", "gradient"),
+    [
+        pytest.param(0.0, 0.0, 0.0, 0.0, id="both-certain"),
+        pytest.param(-25.0, -25.0, 0.0, 0.0, id="both-given-up"),
+        pytest.param(-1e-6, -2e-6, math.log(2) * -1e-6 + 1e-6, math.log(2), id="almost-certain"),  # of the others
+        pytest.param(math.log(0.5), 0.0, 0.5 * math.log(0.5) + 0.5 * math.log(5e7), -9.2103404, id="other-certain"),
+        pytest.param(0.0, -200.0, 18.420681 - 1e-8, 18.420681, id="at-most"),
+    ],
+)
+def test_the_binary_kl_where_probabilities_are_extreme(
+    logprob: float, other: float, value: float, gradient: float, dtype: torch.dtype
+) -> None:
+    current, fixed = torch.tensor([logprob], dtype=dtype), torch.tensor([other], dtype=dtype)
+    assert binary_kl(current, fixed).tolist() == pytest.approx([value], rel=1e-4, abs=2e-10)
+    assert slope(binary_kl, current, fixed).tolist() == pytest.approx([gradient], rel=1e-4, abs=1e-9)
+
+
+def test_the_binary_kl_of_almost_equal_policies_is_never_negative() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -(torch.rand(100_000, generator=generator) * 12).exp() * 1e-5
+    other = (logprobs * (1 + 0.3 * torch.randn(100_000, generator=generator))).clamp(max=0)
+    nearby = logprobs * (1 + 1e-3 * torch.randn(100_000, generator=generator)).clamp(min=0)
+    assert min(float(binary_kl(logprobs, one).min()) for one in (other, nearby)) >= 0
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
