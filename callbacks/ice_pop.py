@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import check_band, policy_ratio
+from lightning_rl.signal.ratios import check_band, policy_ratio, within_band
 
 
 class IcePop(RLCallback):
@@ -40,8 +40,8 @@ class IcePop(RLCallback):
 
     @override
     def token_mask(self, view: LossView) -> Bool[Tensor, "B T"]:
-        ratio = self._ratio(view)
-        return (ratio >= self.low) & (ratio <= self.high)
+        gap = view.require("old_logprobs") - view.require("rollout_logprobs")
+        return within_band(gap, self.low, self.high)
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:

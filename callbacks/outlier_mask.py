@@ -12,13 +12,12 @@ Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse f
 
 import math
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import check_band, policy_ratio
+from lightning_rl.signal.ratios import check_band, policy_ratio, within_band
 
 
 class OutlierMask(RLCallback):
@@ -54,8 +53,8 @@ class OutlierMask(RLCallback):
         return {"outlier_mask/tokens": tokens, "outlier_mask/ratio_max": ratio.maximum()}
 
     def _outlier(self, view: LossView) -> Tensor:
-        ratio = self._ratio(view)
-        return torch.logical_or(ratio < self.low, ratio > self.high)
+        gap = view.require("old_logprobs") - view.require("rollout_logprobs")
+        return ~within_band(gap, self.low, self.high) & ~gap.isnan()
 
     def _ratio(self, view: LossView) -> Tensor:
         return policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs"))

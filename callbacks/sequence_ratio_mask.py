@@ -19,13 +19,13 @@ Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse f
 from typing import Literal
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import check_band, policy_ratio, sequence_ratio
+from lightning_rl.signal.ratios import check_band, policy_ratio, sequence_log_ratio, within_band
 
 BANDS = {"mean": (0.99, 1.01), "product": (0.5, 2.0), "max": (0.0, 5.0)}
 
@@ -62,17 +62,17 @@ class SequenceRatioMask(RLCallback):
 
     @override
     def sequence_mask(self, view: LossView) -> Bool[Tensor, " B"]:
-        ratio = self._ratio(view)
-        return (ratio >= self.low) & (ratio <= self.high)
+        return within_band(self._log_ratio(view), self.low, self.high)
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        raw = Stat.of(self._ratio(view), view.trained)
+        log_ratio = self._log_ratio(view)
+        raw = Stat.of(policy_ratio(log_ratio, torch.zeros_like(log_ratio)), view.trained)
         return {"sequence_ratio_mask/ratio": raw, "sequence_ratio_mask/ratio_max": raw.maximum()}
 
-    def _ratio(self, view: LossView) -> Tensor:
+    def _log_ratio(self, view: LossView) -> Float[Tensor, " B"]:
         old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
         if self.statistic == "max":
-            ratio = torch.where(view.valid_tokens, policy_ratio(old, rollout), -torch.inf)
-            return torch.where(view.valid_tokens.any(-1), ratio.amax(-1), 1.0)
-        return sequence_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "mean")
+            largest = torch.where(view.valid_tokens, old - rollout, -torch.inf).amax(-1)
+            return torch.where(view.valid_tokens.any(-1), largest, 0.0)
+        return sequence_log_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "mean")

@@ -2,10 +2,13 @@
 
 One rule for extreme log-ratios, everywhere: the exponent of a ratio is clamped to +-20 just before ``exp``, whatever it
 is the exponent of. Sums and means of a row are of the log-ratios as they are, never of clamped ones. Between -20 and 20
-nothing changes; beyond, a ratio is e^20 or e^-20, its gradient 0, and every threshold, cap and clip below e^20 decides
-as it would on the exact number. Estimators of a KL have another rule, because their gradient has to pull back from any
-distance: see :func:`lightning_rl.signal.kl.tangent_expm1`.
+nothing changes; beyond, a ratio is e^20 or e^-20 and its gradient 0. So caps and clips between e^-20 and e^20 do what
+they would on the exact number, and those beyond never bind. Bands of ratios, as masks have them, are compared as
+logarithms and decide on the exact number wherever they lie, see :func:`within_band`. Estimators of a KL have another
+rule, because their gradient has to pull back from any distance: see :func:`lightning_rl.signal.kl.tangent_expm1`.
 """
+
+import math
 
 import torch
 from jaxtyping import Bool, Float
@@ -36,6 +39,12 @@ def clipped_weight(
         maximum: upper bound of the weight.
     """
     return policy_ratio(numerator.detach(), denominator.detach()).clamp(minimum, maximum)
+
+
+def within_band(log_ratio: Float[Tensor, "*B"], low: float, high: float) -> Bool[Tensor, "*B"]:
+    """Whether ratios lie within bounds, both included, by their logarithms, however large; NaN does not."""
+    least, most = (-math.inf if bound == 0 else math.log(bound) for bound in (low, high))
+    return (log_ratio >= least) & (log_ratio <= most)
 
 
 def check_band(low: float, high: float) -> None:

@@ -6,9 +6,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import view_of
 from torch.testing import assert_close
 
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, clipped_weight, policy_ratio, sequence_log_ratio, sequence_ratio
+from lightning_rl import RLCallback
+from lightning_rl.callbacks import IcePop, OutlierMask, SequenceRatioMask
+from lightning_rl.callbacks.sequence_ratio_mask import BANDS
+from lightning_rl.corrections import Corrections
+from lightning_rl.signal.ratios import (
+    LOG_RATIO_BOUND,
+    clipped_weight,
+    policy_ratio,
+    sequence_log_ratio,
+    sequence_ratio,
+    within_band,
+)
 
 NAN, INF = math.nan, math.inf
 NEW = torch.tensor([[-1.0, -2.0, NAN], [-1.0, 9.0, -1.0], [NAN, NAN, INF]], dtype=torch.float64)
@@ -83,3 +95,27 @@ def test_weight_stays_within_its_bounds_and_cannot_overflow(numerator: float, de
 def test_weight_without_an_upper_bound_is_still_finite() -> None:
     found = clipped_weight(torch.tensor([[1e4]]), torch.tensor([[-1e4]]), minimum=0.0, maximum=INF)
     assert_close(found, torch.tensor([[math.exp(20)]]))
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "low", "high", "inside"),
+    [
+        pytest.param(25.0, 0.0, 1e10, False, id="above-a-huge-bound"),
+        pytest.param(25.0, 0.0, 1e11, True, id="below-it"),
+        pytest.param(-80.0, 1e-30, 2.0, False, id="below-a-tiny-bound"),
+        pytest.param(-INF, 0.0, INF, True, id="no-bounds"),
+        pytest.param(math.log(0.5), 0.5, 2.0, True, id="at-a-bound"),
+        pytest.param(NAN, 0.0, INF, False, id="nan"),
+    ],
+)
+def test_a_band_decides_on_the_exact_ratio(log_ratio: float, low: float, high: float, *, inside: bool) -> None:
+    assert within_band(torch.tensor([log_ratio]), low, high).tolist() == [inside]
+
+
+@pytest.mark.parametrize(
+    "correction", [IcePop(0.0, 1e10), OutlierMask(0.0, 1e10), *(SequenceRatioMask(by, 0.0, 1e10) for by in BANDS)]
+)
+def test_masks_compare_logarithms(correction: RLCallback) -> None:
+    view = view_of([[-1.0], [-1.0]], old_logprobs=[[-1.0], [-1.0]], rollout_logprobs=[[-26.0], [-22.0]])
+    factor = Corrections([correction]).policy_factor(view).factor
+    assert factor is not None and factor.tolist() == [[0.0], [1.0]]
