@@ -17,6 +17,7 @@ from lightning_rl.signal.returns import discounted_returns
 from lightning_rl.signal.statistics import group_statistics
 
 SQUARES = f"token_extras/{SUM_PI_SQUARED}"
+ROUNDINGS = 8  # by which a probability near 1 and a sum of squares may differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +85,19 @@ class OptimalTokenBaseline(Estimator):
 def logit_gradients(logprobs: Float[Tensor, "B T"], sum_pi_squared: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     r"""The squared norm of the gradient of each log-probability with respect to its logits.
 
-    It is :math:`\lVert e - \pi \rVert^2 = 1 - 2\pi + \sum_v \pi(v)^2`, with e the unit vector of the token.
+    It is :math:`\lVert e - \pi \rVert^2 = 1 - 2\pi + \sum_v \pi(v)^2`, with e the unit vector of the token, written as
+    :math:`(1 - \pi)^2 + \sum_{v \ne o} \pi(v)^2` in float64. Where the second part, a difference of
+    the inputs, is no more than their rounding, it is taken to be at least 0 and at most the first, as it truly is.
 
     Args:
         logprobs: of the tokens, shape [B, T].
         sum_pi_squared: sum of the squared probabilities of all tokens of the vocabulary, shape [B, T].
     """
-    return 1 - 2 * logprobs.exp() + sum_pi_squared
+    exact = logprobs.double()
+    rest = torch.expm1(exact).square()
+    others = (sum_pi_squared.double() - (2 * exact).exp()).clamp(min=0)
+    rounding = ROUNDINGS * torch.finfo(sum_pi_squared.dtype).eps
+    return rest + torch.where(others > rounding, others, torch.minimum(others, rest))
 
 
 def minus_optimal_baseline(
@@ -101,6 +108,8 @@ def minus_optimal_baseline(
     steps: Int[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
     """Returns minus the mean over the group at the same step, weighed with the sizes of all steps so far, in float64.
+
+    Where no row has a size, all tokens so far being certain, every row weighs the same.
 
     Args:
         returns: reward from each token on, shape [B, T].
@@ -120,8 +129,8 @@ def minus_optimal_baseline(
     def total(values: Tensor) -> Tensor:
         return values.new_zeros(number).index_add(0, place, values.flatten())[place].view_as(values)
 
-    weight = total(weights)
-    baseline = total(weights * exact) / torch.where(weight > 0, weight, 1.0)
+    weights = torch.where(total(weights) > 0, weights, counted.double())
+    baseline = total(weights * exact) / total(weights).clamp(min=torch.finfo(torch.float64).tiny)
     differs = counted & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # NaN differs: never hide it
     return torch.where(differs, exact - baseline, 0.0).to(returns.dtype)
 

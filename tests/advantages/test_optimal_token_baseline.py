@@ -57,6 +57,28 @@ def test_a_row_weighs_as_much_as_its_gradients_so_far() -> None:
     assert_close(advantages(PAIR), torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("certainty", [12.0, 16.0, 40.0])
+def test_almost_certain_tokens_shift_with_the_rewards(certainty: float, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:, 0, 0] = certainty
+    logprobs = logits.to(dtype).log_softmax(-1)
+    given = signal([1, 0, 1, 0], [[1] * 3] * 4, [[0.0] * 3] * 4, [[0.0] * 3] * 4)
+    given = replace(given, old_logprobs=logprobs[..., 0], sum_pi_squared=logprobs.exp().square().sum(-1))
+    found = advantages(given, bare_tail=False)
+    assert_close(advantages(replace(given, shaped=given.shaped + torch.tensor([0, 0, 100.0])), bare_tail=False), found)
+    assert (found[::2] >= 0).all() and (found[1::2] <= 0).all()  # the baseline lies within the rewards
+
+
+def test_rounding_leaves_the_size_of_an_almost_certain_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 50, generator=generator)
+    logits[:, 0] = 8 + 8 * torch.rand(500, generator=generator)
+    exact, rounded = (kind.log_softmax(-1) for kind in (logits.double(), logits))
+    true, found = (logit_gradients(one[:, 0], one.exp().square().sum(-1)) for one in (exact, rounded))
+    assert ((found / true > 0.4) & (found / true < 2.1)).all()
+
+
 def test_equal_gradients_give_the_mean_of_the_group() -> None:
     same = signal([1, 0, 0], [[1, 1]] * 3, [[HALF, HALF]] * 3, [[0.5, 0.5]] * 3)
     assert_close(advantages(same), torch.tensor([[2 / 3] * 2, [-1 / 3] * 2, [-1 / 3] * 2], dtype=torch.float64))
