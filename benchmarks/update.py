@@ -173,7 +173,7 @@ def update_phase(rounds: int) -> None:
         ReferenceKL(as_loss=True),
         TruncatedIS(),
         IcePop(),
-        SequenceRatioMask("mean"),
+        SequenceRatioMask("geometric"),
         SequenceRatioMask("product").with_name("product"),
         OutlierMask(),
         OverlongPenalty(64, 16),

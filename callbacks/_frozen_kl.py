@@ -15,7 +15,7 @@ from lightning_rl.signal.kl import KL_ESTIMATORS, KLEstimator, importance, kl_es
 WARN_AS_LOSS = {
     "k1": "its expected gradient is zero, so it trains nothing",
     "abs": "its gradient is that of no divergence and does not shrink near the other policy",
-    "binary": "its gradient fades as the policy gives a token up, so that it does not pull back",
+    "binary_kl": "its gradient fades as the policy gives a token up, so that it does not pull back",
 }
 
 

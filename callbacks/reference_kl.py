@@ -31,7 +31,7 @@ class ReferenceKL(FrozenKL):
 
     Args:
         beta: what the KL is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``binary``, or a function of (logprobs, other) such as a
+        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``binary_kl``, or a function of (logprobs, other) such as a
             :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` as a reward and ``k3`` as a loss.
         as_loss: a term of the loss instead of a reward of each token.
         unbiased: multiply the term with the importance ratio of current to old policy, gradient included, which makes

@@ -29,7 +29,7 @@ class RolloutKL(RLCallback):
 
     Args:
         coef: what the term is multiplied with.
-        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``binary``, or a function of (logprobs, other) such as a
+        estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``binary_kl``, or a function of (logprobs, other) such as a
             :class:`~lightning_rl.signal.kl.Clamped`.
 
     Raises:

@@ -27,7 +27,7 @@ from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.ratios import check_band, policy_ratio, sequence_log_ratio, within_band
 
-BANDS = {"mean": (0.99, 1.01), "product": (0.5, 2.0), "max": (0.0, 5.0)}
+BANDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0), "max": (0.0, 5.0)}
 
 
 class SequenceRatioMask(RLCallback):
@@ -37,7 +37,7 @@ class SequenceRatioMask(RLCallback):
     ``sequence_ratio_mask/rejected``.
 
     Args:
-        statistic: the ratio of a response: of those of its tokens the geometric ``"mean"``, the ``"product"`` or the
+        statistic: the ratio of a response: of those of its tokens the ``"geometric"`` mean, the ``"product"`` or the
             ``"max"``.
         low: smallest ratio that is kept, in [0, 1]; by default 0.99 for the mean, 0.5 for the product and 0 for the
             maximum.
@@ -52,7 +52,7 @@ class SequenceRatioMask(RLCallback):
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
 
     def __init__(
-        self, statistic: Literal["mean", "product", "max"], low: float | None = None, high: float | None = None
+        self, statistic: Literal["geometric", "product", "max"], low: float | None = None, high: float | None = None
     ) -> None:
         check_choices(BANDS, statistic=statistic)
         self.statistic = statistic
@@ -75,4 +75,4 @@ class SequenceRatioMask(RLCallback):
         if self.statistic == "max":
             largest = torch.where(view.valid_tokens, old - rollout, -torch.inf).amax(-1)
             return torch.where(view.valid_tokens.any(-1), largest, 0.0)
-        return sequence_log_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "mean")
+        return sequence_log_ratio(old, rollout, view.valid_tokens, geometric=self.statistic == "geometric")

@@ -119,7 +119,7 @@ def soak(rollouts: int, folder: Path) -> Watch:
     watch, per_rollout = Watch(folder), 4
     callbacks: list[Callback] = [
         DynamicSampling(max_rounds=2), NoEOSMask(), OverlongPenalty(8, 2), AdaptiveKL(0.02, as_loss=True),
-        EntropyBonus(0.01), TruncatedIS(), SequenceRatioMask("mean"), OutlierMask(), SignalAudit(), SignalLedger(),
+        EntropyBonus(0.01), TruncatedIS(), SequenceRatioMask("geometric"), OutlierMask(), SignalAudit(), SignalLedger(),
         RolloutRecorder(folder / "recorded", 10, keep=3), SampleTable(every_n_rollouts=50), LearningRateMonitor(),
         ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=20, save_top_k=2, monitor="step", mode="max"),
         watch,

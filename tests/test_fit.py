@@ -78,7 +78,7 @@ def test_the_order_of_the_callbacks_never_matters() -> None:
 
 def test_the_order_never_matters_with_weights_and_masks_on_a_loss_without_a_ratio() -> None:
     def corrections() -> list[RLCallback]:
-        masks = [IcePop(0.9, 1.1), SequenceRatioMask("mean", 0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
+        masks = [IcePop(0.9, 1.1), SequenceRatioMask("geometric", 0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
         return [OffPolicyIS(), *masks, OverlongPenalty(8, 4), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
     expected = trained(corrections(), loss="reinforce")

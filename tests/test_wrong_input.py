@@ -299,7 +299,7 @@ CORRECTIONS: dict[str, Case] = {
     "level": (lambda: TruncatedIS("row"), "expected level token or sequence or geometric, got 'row'"),  # pyright: ignore[reportArgumentType]
     "floor": (lambda: TruncatedIS(floor=2), r"expected floor in \[0, 1\], got 2"),
     "normalized": (lambda: TruncatedIS(normalized="yes"), "expected normalized to be True or False, got 'yes'"),  # pyright: ignore[reportArgumentType]
-    "statistic": (lambda: SequenceRatioMask("min"), "expected statistic mean or product or max, got 'min'"),  # pyright: ignore[reportArgumentType]
+    "statistic": (lambda: SequenceRatioMask("min"), "expected statistic geometric or product or max, got 'min'"),  # pyright: ignore[reportArgumentType]
     "divergence": (lambda: DivergenceMask(0.1, divergence="js"), "expected divergence binary_kl or k2 or k3, got 'js'"),  # pyright: ignore[reportArgumentType]
     "divergence-level": (lambda: DivergenceMask(0.1, level="row"), "level token or mean or sum or max, got 'row'"),  # pyright: ignore[reportArgumentType]
     "divergence-bound": (lambda: DivergenceMask(-1), "expected bound >= 0, got -1"),

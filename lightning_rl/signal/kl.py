@@ -2,15 +2,15 @@ r"""Estimators of a Kullback-Leibler divergence from single tokens, each of one 
 
 With :math:`d = \log p - \log q` at a token sampled from :math:`p`:
 
-==========  ====================  ==========================  =================================
-name        value                 as a metric of KL(p || q)   expected gradient as a loss term
-==========  ====================  ==========================  =================================
-``k1``      :math:`d`             unbiased, high variance     zero: it trains nothing
-``abs``     :math:`|d|`           biased                      of no divergence
-``k2``      :math:`d^2/2`         biased, low variance        of the reverse KL(p || q)
-``k3``      :math:`e^{-d}-1+d`    unbiased, low variance      of the *forward* KL(q || p)
-``binary``  :func:`binary_kl`     a lower bound, biased       of no divergence; fades as p falls
-==========  ====================  ==========================  =================================
+=============  ====================  ==========================  =================================
+name           value                 as a metric of KL(p || q)   expected gradient as a loss term
+=============  ====================  ==========================  =================================
+``k1``         :math:`d`             unbiased, high variance     zero: it trains nothing
+``abs``        :math:`|d|`           biased                      of no divergence
+``k2``         :math:`d^2/2`         biased, low variance        of the reverse KL(p || q)
+``k3``         :math:`e^{-d}-1+d`    unbiased, low variance      of the *forward* KL(q || p)
+``binary_kl``  :func:`binary_kl`     a lower bound, biased       of no divergence; fades as p falls
+=============  ====================  ==========================  =================================
 
 None is masked or averaged, and no value is clamped: a clamp kills the restoring force just where the drift is large.
 Times :func:`importance`, k1 and k3 keep their expected value and get the gradient of the reverse KL.
@@ -154,7 +154,7 @@ def importance(
     return policy_ratio(logprobs, logprobs.detach() if sampled is None else sampled, bound=bound)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "binary": binary_kl}
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "binary_kl": binary_kl}
 
 
 def kl_estimator(estimator: KLEstimator | str) -> KLEstimator:

@@ -65,7 +65,7 @@ RECIPES = {
 def largest_legal_set(recipe: str) -> list[RLCallback]:
     """Every correction that goes with a recipe."""
     per_token, ratio = recipe in ("ppo", "reinforce_plus_plus"), recipe != "rloo"
-    ratios = [SequenceRatioMask("mean", 0.5, 2.0), SequenceRatioMask("product", 0.0, 9.0).with_name("product")]
+    ratios = [SequenceRatioMask("geometric", 0.5, 2.0), SequenceRatioMask("product", 0.0, 9.0).with_name("product")]
     masks = [*ratios, OutlierMask(), IcePop(), OPSM(against="rollout")]
     terms = [RolloutKL(), EntropyBonus(0.001, target=1.0), OverlongPenalty(8, 4), NoEOSMask()]
     references = [AdaptiveKL(0.01)] if per_token else [ReferenceKL(0.01, as_loss=True)]

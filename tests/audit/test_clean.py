@@ -92,7 +92,12 @@ def drawn(number: int) -> tuple[dict[str, Any], list[RLCallback], str]:
         options["critic"] = draw.choice(["shared", partial(tiny_policy, 3)])
     legal: list[RLCallback] = [
         *(NoEOSMask(), NoEOSMask("drop_tokens"), OverlongPenalty(8, 4), EntropyBonus(0.01), OutlierMask()),
-        *(OPSM(against="rollout"), SequenceRatioMask("mean", 0.5, 2.0), ReferenceKL(0.05, as_loss=True), RolloutKL()),
+        *(
+            OPSM(against="rollout"),
+            SequenceRatioMask("geometric", 0.5, 2.0),
+            ReferenceKL(0.05, as_loss=True),
+            RolloutKL(),
+        ),
     ]
     legal += [IcePop(), TruncatedIS()] if loss != "reinforce" else []
     legal += [RewardNormalization()] if per_token else [DynamicSampling(max_rounds=2)]

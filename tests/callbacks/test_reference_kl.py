@@ -133,7 +133,7 @@ def test_a_beta_below_0_is_refused(beta: float) -> None:
 
 @pytest.mark.parametrize("estimator", ["k4", ""])
 def test_an_unknown_estimator_is_refused_with_the_known_ones(estimator: str) -> None:
-    with pytest.raises(ValueError, match=f"out of k1, .*, binary, an object or a function, got '{estimator}'"):
+    with pytest.raises(ValueError, match=f"out of k1, .*, binary_kl, an object or a function, got '{estimator}'"):
         ReferenceKL(estimator=estimator)
 
 

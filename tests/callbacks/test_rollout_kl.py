@@ -106,7 +106,7 @@ def test_a_coefficient_below_0_is_refused(coef: float) -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"out of k1, .*, binary, an object or a function, got 'kl'"):
+    with pytest.raises(ValueError, match=r"out of k1, .*, binary_kl, an object or a function, got 'kl'"):
         RolloutKL(estimator="kl")
 
 

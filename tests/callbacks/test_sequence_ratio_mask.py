@@ -28,7 +28,7 @@ def far(number: int) -> LossView:
 )
 def test_keeps_rows_whose_mean_ratio_lies_within(old: list[float], kept: bool) -> None:
     view = view_of([-1.0] * 3, old_logprobs=old, rollout_logprobs=[0.0] * 3, valid=[True, True, False])
-    assert SequenceRatioMask("mean", math.exp(-0.12), math.exp(0.12)).sequence_mask(view).tolist() == [kept]
+    assert SequenceRatioMask("geometric", math.exp(-0.12), math.exp(0.12)).sequence_mask(view).tolist() == [kept]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_with_the_weight_of_the_sequence_it_is_icepop_of_responses() -> None:
 
 
 def test_the_mean_does_not_depend_on_the_length() -> None:
-    mask = SequenceRatioMask("mean", 0.9, 1.12)
+    mask = SequenceRatioMask("geometric", 0.9, 1.12)
     assert mask.sequence_mask(far(1)).item() and mask.sequence_mask(far(50)).item()
 
 
@@ -78,7 +78,7 @@ def test_by_its_product_a_long_row_drifts_out() -> None:
 
 def test_a_masked_row_still_counts_in_the_denominator() -> None:
     view = view_of([[-1.0], [-1.0]], old_logprobs=[[-1.0], [0.0]], rollout_logprobs=[[-1.0], [-1.0]])
-    step = run_step(view, callbacks=[SequenceRatioMask("mean")], loss=Reinforce())
+    step = run_step(view, callbacks=[SequenceRatioMask("geometric")], loss=Reinforce())
     assert step.gradient.tolist() == [[-0.5], [0.0]]
     assert step.metrics["sequence_ratio_mask/rejected"] == 0.5
     assert step.metrics["sequence_ratio_mask/ratio_max"] == pytest.approx(math.e, rel=1e-6)
@@ -92,7 +92,7 @@ def test_logs_the_product_before_the_mask() -> None:
 
 
 def test_the_bounds_of_each_statistic_are_its_own() -> None:
-    assert [SequenceRatioMask("mean").low, SequenceRatioMask("mean").high] == [0.99, 1.01]
+    assert [SequenceRatioMask("geometric").low, SequenceRatioMask("geometric").high] == [0.99, 1.01]
     assert [SequenceRatioMask("product").low, SequenceRatioMask("product").high] == [0.5, 2.0]
     assert [SequenceRatioMask("max").low, SequenceRatioMask("max").high] == [0.0, 5.0]
     assert [SequenceRatioMask("product", high=3.0).low, SequenceRatioMask("product", high=3.0).high] == [0.5, 3.0]
@@ -100,6 +100,6 @@ def test_the_bounds_of_each_statistic_are_its_own() -> None:
 
 def test_refuses_bounds_that_leave_out_one_and_an_unknown_statistic() -> None:
     with pytest.raises(ValueError, match=r"expected low in \[0, 1\], got 1\.2"):
-        SequenceRatioMask("mean", 1.2, 2)
-    with pytest.raises(ValueError, match="expected statistic mean or product or max, got 'sum'"):
+        SequenceRatioMask("geometric", 1.2, 2)
+    with pytest.raises(ValueError, match="expected statistic geometric or product or max, got 'sum'"):
         SequenceRatioMask("sum")  # pyright: ignore[reportArgumentType]

@@ -436,7 +436,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration(
         "many masks at once",
         {"max_staleness": 1, **STEPS},
-        lambda: [SequenceRatioMask("mean", 0.5, 2.0), OutlierMask(), IcePop(), OPSM(against="rollout")],
+        lambda: [SequenceRatioMask("geometric", 0.5, 2.0), OutlierMask(), IcePop(), OPSM(against="rollout")],
     ),
     Configuration(
         "masks by a divergence, bounded weights of a mean of one",

@@ -97,7 +97,7 @@ def ratio_mask(kind: str, low: float, high: float) -> RLCallback:
     """Keeps tokens, or rows by the mean, sum or largest of their log-ratios; our own mask where 1 is in the band."""
     masks = {
         "token": IcePop,
-        "mean": partial(SequenceRatioMask, "mean"),
+        "mean": partial(SequenceRatioMask, "geometric"),
         "sum": partial(SequenceRatioMask, "product"),
         "every": OutlierMask,
         "max": partial(SequenceRatioMask, "max"),

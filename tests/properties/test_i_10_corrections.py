@@ -87,7 +87,7 @@ OFF: dict[type, list[RLCallback]] = {
     OPSM: [OPSM(INF), OPSM(INF, against="rollout")],
     OffPolicyIS: [OffPolicyIS(1.0, 1.0)],
     IcePop: [IcePop(0.0, INF)],
-    SequenceRatioMask: [SequenceRatioMask(name, 0.0, INF) for name in ("mean", "product", "max")],
+    SequenceRatioMask: [SequenceRatioMask(name, 0.0, INF) for name in ("geometric", "product", "max")],
     DivergenceMask: [DivergenceMask(INF), DivergenceMask(INF, level="sum")],
     TotalVariationMask: [TotalVariationMask(INF), TotalVariationMask(INF, policy="current")],
     TruncatedIS: [TruncatedIS(cap=1.0, floor=1.0)],

@@ -59,7 +59,7 @@ WHOLE, CUTS = [range(12)], [[range(6), range(6, 12)], [[5], [0, 11, 3, 4, 2, 7, 
 OF_THE_ENGINE: list[Callable[[], RLCallback]] = [
     IcePop,
     OutlierMask,
-    partial(SequenceRatioMask, "mean"),
+    partial(SequenceRatioMask, "geometric"),
     partial(SequenceRatioMask, "product"),
     TruncatedIS,
     OffPolicyIS,

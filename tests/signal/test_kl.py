@@ -40,7 +40,7 @@ def slope(estimator: KLEstimator, logprobs: Tensor, other: Tensor) -> Tensor:
         pytest.param("k2", [0.125, 0, 0.5, 18], [0.5, 0, -1, -6], id="k2"),
         pytest.param("k3", [0.1065307, 0, 0.7182818, 396.4287934], [0.3934693, 0, -1.7182818, -402.4287934], id="k3"),
         pytest.param(
-            "binary", [0.0536011, 0, 0.0398601, 0.1430165], [0.2597938, 0, -0.0544842, -0.0020614], id="binary"
+            "binary_kl", [0.0536011, 0, 0.0398601, 0.1430165], [0.2597938, 0, -0.0544842, -0.0020614], id="binary_kl"
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_estimators_estimate_and_pull_as_the_table_says() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, binary, an object or a function, got 'k4'"):
+    with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, binary_kl, an object or a function, got 'k4'"):
         kl_estimator("k4")
     with pytest.raises(ValueError, match=r"an object or a function, got <class '.*Clamped'>"):
         kl_estimator(Clamped)  # pyright: ignore[reportArgumentType]
