@@ -6,9 +6,9 @@ r"""Linear length penalty: of the responses to a prompt that the policy solves, 
     + c_{\text{turn}} \frac{k_b}{\max_{b' \in g} k_{b'}}\Bigr)
 
 with :math:`n` the tokens that the policy sampled, :math:`m` all others (the prompt and what tools returned), :math:`k`
-the turns, and :math:`\bar s_g` the mean reward of the group: a prompt that is always solved is pressed the most, one
-that never is not at all. The penalty is added to the task reward before any normalisation. Meant for rewards of at
-least 0; a group with a negative mean would be paid for length.
+the turns, and :math:`\bar s_g` the mean reward of the group, over its rewarded rows as the maxima are: a prompt that is
+always solved is pressed the most, one that never is not at all. The penalty is added to the task reward before any
+normalisation. Meant for rewards of at least 0; a group with a negative mean would be paid for length.
 
 Source: prime-rl 2026, the linear length penalty of its group-relative algorithms.
 """

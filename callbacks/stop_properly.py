@@ -4,7 +4,9 @@ r"""Stop properly: a response that was cut off keeps a part of its reward, or ge
     s_b \leftarrow \begin{cases} \alpha\, s_b \ \text{ or } \ s_{\text{cut}} & \text{finish}_b = \text{length} \\
     s_b & \text{otherwise} \end{cases}
 
-Contributed as a bonus, the difference to the raw reward, before any normalisation. Unlike
+The factor is for rewards of at least 0, as in the source: it brings a negative one closer to 0, so that a wrong answer
+that was cut off would be better off than one that stopped. Where rewards may be negative, give a new one that is at or
+below the least of them. Contributed as a bonus, the difference to the raw reward, before any normalisation. Unlike
 :class:`~lightning_rl.callbacks.NoEOSMask`, which leaves the row out of the statistics of its group, the row takes part
 with its new reward, so that the policy learns to stop.
 
@@ -26,7 +28,7 @@ class StopProperly(RLCallback):
     """Scales or replaces the reward of truncated responses. Logs ``stop_properly/truncated``, their share.
 
     Args:
-        scale: what their reward is multiplied with, in [0, 1]; 1 changes nothing.
+        scale: what their reward is multiplied with, in [0, 1]; 1 changes nothing. For rewards of at least 0.
         reward: what they get instead, whatever the scale; None to scale.
 
     Raises:

@@ -32,7 +32,7 @@ from lightning_rl.advantages import (
     ReMax,
 )
 from lightning_rl.arguments import check_counts
-from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL, TruncatedIS
+from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, PositiveNLL, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
 from lightning_rl.generation import Sampling
 from lightning_rl.losses import (
@@ -264,15 +264,15 @@ def lite_ppo() -> Preset:
 
 
 def vapo() -> Preset:
-    """PPO for long answers: a decay by length, a critic that learns plain returns, clip-higher, token mean; no KL.
+    """PPO for long answers: a decay by length, a critic of plain returns, clip-higher, right answers imitated; no KL.
 
-    Without the likelihood term of correct answers. The paper also fits the critic to the first policy beforehand.
+    The paper also fits the critic to the first policy beforehand.
 
     Source: Yue et al. 2025, arXiv:2504.05118.
     """
     advantages = GAE(lam=LengthAdaptive(0.05), lam_critic=1.0)
     options = {"advantages": advantages, "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
-    return Preset({**options, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean})
+    return Preset({**options, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}, (PositiveNLL(0.1),))
 
 
 def gpg() -> Preset:

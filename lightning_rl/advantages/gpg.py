@@ -1,4 +1,4 @@
-"""GPG: centred rewards, scaled up by the share of rows that teach nothing."""
+"""GPG: centred rewards, divided by the share of rows that teach."""
 
 from dataclasses import dataclass, field
 from typing import Literal

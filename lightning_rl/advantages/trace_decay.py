@@ -29,7 +29,8 @@ class LengthAdaptive(TraceDecay):
     r"""The decay :math:`\lambda = 1 - 1/(\alpha l)`, at least 0: the longer a row, the further its last reward reaches.
 
     With one decay for all rows a reward at the end is lost on the first tokens of a long answer (0.95 to the power of
-    100 is 0.006), or the advantages of a short one are noisy. Helps where lengths differ by orders of magnitude.
+    100 is 0.006), or the advantages of a short one are noisy. Helps where lengths differ by orders of magnitude. It is
+    0 up to a length of :math:`1/\alpha`, by default 20 tokens: there each token learns from the next value alone.
 
     Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, section 4.2.
 

@@ -36,7 +36,8 @@ class GSPO(ClippedSurrogate):
         dual_clip: bound above 1 on the ratio of responses with negative advantage; None for no bound.
         per_token: give every token its own gradient, :math:`\operatorname{sg}[s_b]\, p_t / \operatorname{sg}[p_t]`, for
             advantages that differ along a row.
-        anchor: the policy below the ratio: before the update, or the engine's.
+        anchor: the policy below the ratio: before the update, or the engine's, beside which the clip has to be wider
+            than the mismatch of engine and trainer.
 
     Raises:
         ValueError: if a bound is out of range or the anchor unknown.
