@@ -1,11 +1,12 @@
 r"""No-EOS mask: a response that was cut off gets no reward, and enters no reward statistic.
 
 .. math::
-    \text{rewarded}_b = [\text{finish}_b \ne \text{length}]
+    \text{rewarded}_b = [\text{finish}_b \notin \{\text{length}, \text{turns}\}]
 
-What counts is the engine's finish reason, never the padded width. The row's task part is 0 *after* normalisation, so
-the other rows of its group are normalised without it; with a critic its KL and value parts remain. Its tokens stay in
-the denominator of the loss, unless ``drop_tokens`` makes the row leave training altogether.
+What counts is the engine's finish reason, or that the limit of turns ended a conversation, never the padded width. The
+row's task part is 0 *after* normalisation, so the other rows of its group are normalised without it; with a critic its
+KL and value parts remain. Its tokens stay in the denominator of the loss, unless ``drop_tokens`` makes the row leave
+training altogether.
 
 Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv:2503.14476, section 3.4.
 """
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import RLCallback, Stat
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 
 Action = Literal["zero_reward", "drop_tokens"]
 
@@ -42,12 +43,12 @@ class NoEOSMask(RLCallback):
 
     @override
     def reward_mask(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        return rollout.finish != Finish.LENGTH
+        return ~rollout.cut_off
 
     @override
     def exclude(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        return (rollout.finish == Finish.LENGTH) & (self.action == "drop_tokens")
+        return rollout.cut_off & (self.action == "drop_tokens")
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        return {"no_eos_mask/truncated": Stat.of(rollout.finish == Finish.LENGTH, rollout.real)}
+        return {"no_eos_mask/truncated": Stat.of(rollout.cut_off, rollout.real)}

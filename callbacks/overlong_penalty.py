@@ -70,5 +70,5 @@ class OverlongPenalty(RLCallback):
         return {f"overlong_penalty/{what}": stat for what, stat in stats.items()}
 
     def _penalty(self, rollout: Rollout) -> Tensor:
-        room = self.max_length - self.cache - rollout.response_lengths
+        room = self.max_length - self.cache - rollout.drawn_lengths
         return (room / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)

@@ -24,6 +24,7 @@ FIXED = ("minibatches", "epochs")  # a checkpoint counts tickets in their produc
 FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing"}
 FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
 FREE |= {"skip_rollouts", "checkpoint_errors"}
+FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_failed_environments"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # what a resume compares besides the options of the module
 SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # change nothing of a run

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +39,11 @@ from lightning_rl.corrections.weights import WeightWatch
 from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
 from lightning_rl.description import import_by_name
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
+from lightning_rl.environments import Limits
+from lightning_rl.environments.environments import Environments, EnvironmentSource, factories_of
+from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
+from lightning_rl.environments.tools import Tool
+from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
@@ -75,7 +81,7 @@ from lightning_rl.rewards.limit import CLOCK
 from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.idle import census
-from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.rollouts.logprobs import add_logprobs, environment_logprob
 from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
@@ -118,6 +124,20 @@ class RLLightningModule(LightningModule):
         tokenizer: by default the one that lies beside a policy given by name.
         optimizer: from a list of parameter groups to an optimizer; fused AdamW with lr 1e-6 by default.
         lr_scheduler: from the optimizer to a scheduler that counts optimizer steps, such as ``warmup_then_linear``.
+        environment: what every sample talks to over several turns: a class or function that makes an ``Environment``
+            for each conversation, or several by name, of which the column ``environment`` of the data names one.
+        tools: functions that the policy may call, instead of an environment; see :class:`ToolEnvironment`.
+        tool_parser: what reads the policy's tool calls: a response template of transformers, the name of a renderer,
+            ``"hermes"``, or a function; None for one that reads what the chat template writes.
+        max_turns: most answers of a conversation, whose drawn tokens are together at most
+            ``sampling.max_new_tokens``.
+        max_turn_tokens: most tokens of one answer; None for no limit of its own.
+        environment_workers: how many conversations are open at a time, each in a process of its own that is killed when
+            its environment hangs; 0 for all of them in this process.
+        environment_timeout: seconds that an environment in such a process has for a reset or a step.
+        conversation_timeout: seconds that it has for a whole conversation, the second try included.
+        max_failed_environments: the share of a rollout's conversations that have to fail to end the run, with a
+            checkpoint; None for never.
         evaluation: what a validation and a test measure besides the data module's validation prompts: one
             ``Evaluation`` or several.
         group_size: samples of each prompt.
@@ -162,6 +182,15 @@ class RLLightningModule(LightningModule):
         tokenizer: TokenizerSource | None = None,
         engine: Engine | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        environment: EnvironmentSource | None = None,
+        tools: Sequence[Tool] = (),
+        tool_parser: ParserSource | None = None,
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        environment_workers: int = 0,
+        environment_timeout: float = 60.0,
+        conversation_timeout: float = 600.0,
+        max_failed_environments: float | None = 0.5,
         evaluation: Evaluation | Sequence[Evaluation] = (),
         group_size: int = 8,
         minibatches: int = 1,
@@ -198,6 +227,20 @@ class RLLightningModule(LightningModule):
         compatibility.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
         check_numbers(above=0, finite=True, optional=True, reward_seconds=reward_seconds)
         check_numbers(above=0, at_most=1, optional=True, max_failed_rewards=max_failed_rewards)
+        check_numbers(above=0, at_most=1, optional=True, max_failed_environments=max_failed_environments)
+        check_counts(1, optional=True, max_turn_tokens=max_turn_tokens)
+        check_counts(1, max_turns=max_turns)
+        self.environments = factories_of(import_by_name(environment=environment), tools)
+        self.limits = Limits(turns=max_turns, turn_tokens=max_turn_tokens)
+        self.tool_parser = check_source(import_by_name(tool_parser=tool_parser))
+        self._parse: AnswerParser | None = None
+        self.environment_workers = WorkerPool.of(
+            self.environments,
+            environment_workers=environment_workers,
+            environment_timeout=environment_timeout,
+            conversation_timeout=conversation_timeout,
+        )
+        self.max_failed_environments = max_failed_environments
         check_counts(1, optional=True, max_idle_rollouts=max_idle_rollouts)
         self.max_idle_rollouts = max_idle_rollouts
         self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
@@ -300,6 +343,26 @@ class RLLightningModule(LightningModule):
             failed_folder=self.run.failed_folder,
             trainer_state=None if self._trainer is None else trainer_state(self.trainer),
             vocabulary=self.required_policy.model.config.get_text_config().vocab_size,
+            environments=self._conversations,
+            max_failed_environments=self.max_failed_environments,
+        )
+
+    @property
+    def _conversations(self) -> Environments | None:
+        """What samples talk to, with the options of this run."""
+        if not self.environments:
+            return None
+        lengths = [max_prompt_length(self.required_policy.model, 0), self.engine.max_length]
+        length = min((limit for limit in lengths if limit is not None), default=None)
+        return Environments(
+            factories=self.environments,
+            limits=replace(self.limits, length=length),
+            tokenizer=self.tokenizer,
+            close=frozenset(self.run.sampling.eos_token_ids or ()),
+            template_options=self.prompt_stream.template_options if self._has_data else {},
+            parse=self._parse,
+            seed=self.seed,
+            workers=self.environment_workers,
         )
 
     # Before a run.
@@ -379,6 +442,8 @@ class RLLightningModule(LightningModule):
             )
             for evaluation in self.evaluations
         )
+        if (environments := self._conversations) is not None:
+            self._parse = environments.check(self.tool_parser)
         for sampling in (self.run.sampling, *(questions.sampling for questions in self._questions)):
             compatibility.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
 
@@ -517,13 +582,15 @@ class RLLightningModule(LightningModule):
         corrections, collectives = self.run.corrections, self.parallel.collectives
         with self._phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, excluded = exclude_rows(rollout, corrections)
-            plan = make_plan(
-                rollout,
-                minibatches=self.minibatches,
+            plan_of = partial(
+                make_plan,
                 token_budget=self.run.token_budget(self.token_budget),
                 packed=self.packing,
                 max_over_ranks=self._max_over_ranks,
             )
+            plan = plan_of(rollout, minibatches=self.minibatches)
+            if self.environments:
+                excluded |= {"env/logprob": environment_logprob(rollout, self.required_policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             needs = self.run.needs
             passes = {"old": needs.old_logprobs, "squares": needs.sum_pi_squared}
@@ -820,6 +887,8 @@ class RLLightningModule(LightningModule):
         for questions in self._questions:
             questions.rewards.close()
         self.rewards.close()
+        if self.environment_workers is not None:
+            self.environment_workers.close()
         self.engine.close()
         self.run.engine_started, self.run.settled = False, None
 
@@ -1012,7 +1081,7 @@ class RLLightningModule(LightningModule):
         asked = sampler.requests(
             rows, 0, group_size=size, sampling=with_eos(sampling, model, self.tokenizer), baseline=False
         )
-        texts = [sampler.text(completion.token_ids) for completion in sampler.converse(asked.requests)]
+        texts = [sampler.text(transcript.outcome.answer) for transcript in sampler.converse(asked.by_prompt)]
         self.rest()
         texts = self.parallel.collectives.share(texts)
         answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]

@@ -18,16 +18,19 @@ ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: of the whole vocabulary before a token, by the old policy
-TURNS = "turns"  # in ``token_extras``: which turn drew a token, from 1; 0 for what the environment wrote
+TURNS = "turns"  # in ``token_extras``: which turn of a conversation drew a token, from 1; 0 for the environment's
+TURN_REWARDS = "turn_rewards"  # in ``token_extras``: what the environment gave for a turn, at its last drawn token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
 class Finish(IntEnum):
-    """Why a response ended, as its engine said."""
+    """Why a response ended: as its engine said, or as the environment that it talked to."""
 
     STOP = 0
     LENGTH = 1
     ABORT = 2
+    TURNS = 3  # the conversation had as many turns as it may
+    FAILED = 4  # the environment could not go on
 
 
 def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
@@ -117,7 +120,7 @@ class Rollout:
         if versions is not None:
             version, _ = pad_rows([torch.as_tensor(row) for row in versions], torch.int64)
         ends = torch.tensor([Finish.STOP] * len(lengths) if finish is None else list(finish), dtype=torch.uint8)
-        trained = ends != Finish.ABORT
+        trained = (ends != Finish.ABORT) & (ends != Finish.FAILED)
         return cls(
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
@@ -149,6 +152,21 @@ class Rollout:
     def real(self) -> Bool[Tensor, " B"]:
         """Rows that are samples and not padding, shape [B]."""
         return self.sample_ids >= 0
+
+    @property
+    def drawn_lengths(self) -> Int[Tensor, " B"]:
+        """How many tokens of each response the policy drew, shape [B]: all of them unless an environment speaks too."""
+        return self.action_mask.sum(-1)
+
+    @property
+    def cut_off(self) -> Bool[Tensor, " B"]:
+        """Rows that a limit ended, of tokens or of turns, shape [B]."""
+        return (self.finish == Finish.LENGTH) | (self.finish == Finish.TURNS)
+
+    @property
+    def failures(self) -> Bool[Tensor, " B"]:
+        """Rows that the engine or the environment gave up, which neither train nor count, shape [B]."""
+        return (self.finish == Finish.ABORT) | (self.finish == Finish.FAILED)
 
     def require(self, name: str) -> Tensor:
         """A field that must be there.
@@ -227,6 +245,19 @@ class Rollout:
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[dict[str, Tensor]]]:
         """Pickles and copies through :meth:`state`; the read-only mappings do neither by themselves."""
         return (type(self).from_state, (self.state(),))
+
+
+def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
+    """A response cut where the speaker changes: whether the policy drew a part, and its token ids."""
+    length = int(rollout.response_lengths[row])
+    ids, drawn = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
+    turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else drawn
+    spans: list[tuple[bool, list[int]]] = []
+    for place, token in enumerate(ids):
+        if place == 0 or turns[place] != turns[place - 1]:
+            spans.append((drawn[place], []))
+        spans[-1][1].append(token)
+    return spans
 
 
 def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:

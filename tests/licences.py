@@ -18,11 +18,16 @@ itself is Apache-2.0 and carries none of them.
 """
 
 
+TEXTS = {"www.apache.org/licenses": "Apache-2.0", "Permission is hereby granted, free of charge": "MIT"}
+
+
 def licence(distribution: Distribution) -> str:
-    """What a package says of its licence: an SPDX expression, else its classifiers, else the first line of a text."""
+    """What a package says of its licence: an SPDX expression, its classifiers, the first line of a text, its file."""
     data: Any = distribution.metadata
     named = [line.rpartition(" :: ")[2] for line in data.get_all("Classifier") or [] if line.startswith("License ::")]
     texts = [data.get("License-Expression"), " and ".join(named), (data.get("License") or "").strip().split("\n")[0]]
+    files = "".join(distribution.read_text(f"licenses/{name}") or "" for name in data.get_all("License-File") or [])
+    texts += [name for words, name in TEXTS.items() if words in files]
     return next((text for text in texts if text), "not said")[:80]
 
 

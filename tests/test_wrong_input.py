@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.data.form import PromptForm
+from lightning_rl.environments import ToolEnvironment
 from lightning_rl.losses import LOSSES
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import SampleTable
@@ -180,6 +182,11 @@ DRAWING: dict[str, Case] = {
 }
 
 NUMBERS: dict[str, Case] = {
+    "tool_parser": (made(tool_parser=3), "expected tool_parser to be a response template of transformers, .* got 3"),
+    "max_characters": (
+        lambda: ToolEnvironment([], max_characters=0),
+        "expected max_characters to be a whole number above 0 or None, got 0",
+    ),
     "group_size-zero": (made(group_size=0), "expected group_size to be a whole number above 0, got 0"),
     "group_size-half": (made(group_size=2.5), "expected group_size to be a whole number above 0, got 2.5"),
     "group_size-text": (made(group_size="8"), "expected group_size to be a whole number above 0, got '8'"),
@@ -199,10 +206,30 @@ NUMBERS: dict[str, Case] = {
     "seed-text": (made(seed="x"), "expected seed to be a whole number of at least 0, got 'x'"),
     "seed-negative": (made(seed=-1), "expected seed to be a whole number of at least 0, got -1"),
     "reward_seconds": (made(reward_seconds=-1), "expected reward_seconds > 0 or None, got -1"),
+    "environment_workers": (
+        made(environment_workers=-1),
+        "expected environment_workers to be a whole number of at least 0, got -1",
+    ),
+    "environment_timeout": (made(environment_timeout=0), "expected environment_timeout > 0, got 0"),
+    "conversation_timeout": (made(conversation_timeout=9), "expected conversation_timeout >= 60, got 9"),
+    "environment a lock": (
+        made(environment=partial(print, Lock()), environment_workers=1),
+        "expected a factory that can be sent to another process for environment environment, got functools.partial",
+    ),
     "max_failed_rewards": (made(max_failed_rewards=2), r"expected max_failed_rewards in \(0, 1\] or None, got 2"),
     "skip_rollouts alone": (made(skip_rollouts=7), r"skip_rollouts to be a list of numbers of rollouts, .*, got 7"),
     "skip_rollouts below": (made(skip_rollouts=[-1]), r"skip_rollouts to be a list of numbers of rollouts, .*\[-1\]"),
     "checkpoint_errors": (made(checkpoint_errors="stop"), "checkpoint_errors raise or warn, got 'stop'"),
+    "max_turns": (made(max_turns=0), "max_turns to be a whole number above 0, got 0"),
+    "max_turn_tokens": (made(max_turn_tokens=0), "max_turn_tokens to be a whole number above 0 or None, got 0"),
+    "max_failed_environments": (
+        made(max_failed_environments=2),
+        r"expected max_failed_environments in \(0, 1\] or None, got 2",
+    ),
+    "environment that is made": (made(environment=3), "expected environment environment to be a class or a function"),
+    "no environment": (made(environment={}), "expected an environment or several by name, got an empty mapping"),
+    "environment and tools": (made(environment=dict, tools=[print]), "expected environment= or tools=, got both"),
+    "tools": (made(tools="calculator"), "expected tools to be a list of functions, got 'calculator'"),
     "max_idle_rollouts": (made(max_idle_rollouts=0), "max_idle_rollouts to be a whole number above 0 or None, got 0"),
     "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
     "max_grad_norm-infinite": (made(max_grad_norm=math.inf), "expected max_grad_norm > 0 or None and finite, got inf"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl.audit.finding import gradient_of
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 
 SCORED = "ledger/scored"
 
@@ -102,7 +102,7 @@ def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections)
         corrections: of the run.
     """
     charges, device = Charges.of(rollout), rollout.groups.device
-    charges.take_rows("aborted", rollout.finish == Finish.ABORT)
+    charges.take_rows("aborted", rollout.failures)
     row_of = {sample: row for row, sample in enumerate(sampled.sample_ids.tolist())}
     before = sampled.select(torch.tensor([row_of[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.int64))
     for callback in corrections.contributors("exclude"):

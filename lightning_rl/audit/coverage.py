@@ -19,6 +19,7 @@ COVERAGE: Mapping[str, str] = {
     "staleness/<figure>": RECOMPUTED,
     "groups/zero_variance": RECOMPUTED,
     "groups/<number>": RECOMPUTED,
+    "env/<figure>": "not covered: environments count for themselves, and no check asks them again",
     "prompts/dropped": "not covered: counted by the data module, before any rollout",
     "kl/ref": RECOMPUTED,
     "kl/rollout": RECOMPUTED,

@@ -83,13 +83,28 @@ def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
     ]
 
 
+def turns_of(batches: Sequence[Sequence[Pair]]) -> dict[int, list[Pair]]:
+    """What the engine was asked and drew for each sample, turn by turn."""
+    turns: dict[int, list[Pair]] = {}
+    for batch in batches:
+        for request, completion in batch:
+            turns.setdefault(request.sample_id, []).append((request, completion))
+    return turns
+
+
+def response_of(turns: Sequence[Pair]) -> tuple[int, ...]:
+    """What was drawn for a sample in all its turns."""
+    return tuple(token for _, completion in turns for token in completion.token_ids)
+
+
 def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw]) -> Earlier:
     """What is kept of a rollout."""
     pairs = trained_pairs(batches)[:KEPT_ROWS]
+    samples = turns_of([pairs])
     return Earlier(
         number,
-        [request.sample_id for request, _ in pairs],
-        [tuple(completion.token_ids) for _, completion in pairs],
+        list(samples),
+        [response_of(turns) for turns in samples.values()],
         moments_of(draws),
         likelihood_ratios(draws),
         [request.seed for request, _ in pairs],

@@ -73,14 +73,14 @@ def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
 def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict[str, Stat]:
     """The metrics of the core of a finished rollout, each from the population that it is named after."""
     real, rewarded, valid = rollout.real, rollout.rewarded, rollout.valid_tokens
-    lengths, advantages = rollout.response_lengths[real], rollout.require("advantages")[valid]
+    lengths, advantages = rollout.drawn_lengths[real], rollout.require("advantages")[valid]
     age = (number - rollout.policy_version)[valid]
     values = {
         "reward/task": rollout.rewards[rewarded],
         "reward/missing": ~rewarded[rollout.trained],
         "length/mean": lengths,
         "length/max": lengths,
-        "length/truncated": (rollout.finish == Finish.LENGTH)[real],
+        "length/truncated": rollout.cut_off[real],
         "advantage/mean": advantages,
         "advantage/max": advantages,
         "advantage/std": advantages,

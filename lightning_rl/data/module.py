@@ -158,6 +158,11 @@ class PromptDataModule(LightningDataModule):
         """A hash of the prompts to train on and of their columns, the same in every process: which data a run has."""
         return self.prompts.fingerprint
 
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """Further variables of the chat template, the same for whoever renders messages of this run."""
+        return self.prompts.form.chat_template_kwargs or {}
+
     def max_prompt_length(self) -> int:
         """Tokens of the longest prompt to train on, once a tokenizer is connected."""
         return self.prompts.max_prompt_length

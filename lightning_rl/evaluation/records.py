@@ -24,7 +24,7 @@ def records_of(
         texts: of the rows.
         further: entries of each completion by name, one for each row.
     """
-    size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.response_lengths.tolist(), rows.finish.tolist()
+    size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.drawn_lengths.tolist(), rows.finish.tolist()
     completions = [
         {
             "text": text,

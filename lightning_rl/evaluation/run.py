@@ -21,7 +21,7 @@ from lightning_rl.evaluation.records import Record, number_or_none, records_of, 
 from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.rewards.call import RewardCall
 from lightning_rl.rewards.failures import report_failures
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.sample import Sampler
 
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # of the data module's validation prompts
@@ -68,7 +68,7 @@ class EvaluationRun:
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
             self.failing[number] += [call for call in calls if call.failures]
-            texts = [sampler.text(ids) for ids in response_ids(rollout)]
+            texts = sampler.collectives.share([sampler.text(ids) for ids in sampler.answers(samples[number])])
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
     def _count(
@@ -175,8 +175,8 @@ def table_rows(
         "failed": failed,
         "solved": solved,
         "answered": torch.tensor(answers.read, dtype=torch.bool),
-        "length": rollout.response_lengths,
-        "truncated": rollout.finish == Finish.LENGTH,
+        "length": rollout.drawn_lengths,
+        "truncated": rollout.cut_off,
         "task": torch.where(rewarded, rollout.rewards, 0.0),
     }
     for name, values in rollout.task_rewards.items():
@@ -195,12 +195,6 @@ def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
     return {"reward": list(map(number_or_none, total)), "rewards": parts}
 
 
-def response_ids(rollout: Rollout) -> list[list[int]]:
-    """The token ids of each response."""
-    lengths = rollout.response_lengths.tolist()
-    return [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
-
-
 def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, rank: int, seed: int) -> list[Record]:
     """A record for each prompt of a batch, with its completions, in the order of the batch on every rank. A collective.
 
@@ -214,6 +208,6 @@ def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, r
     collectives = sampler.collectives
     prompts = batch.parts[0][rank :: collectives.ranks]
     (samples,) = sampler.generate_parts([questions.requests(prompts if collectives.generates else [], seed, 0)])
-    rows = collectives.share(samples.rows)
-    mine = records_of(prompts, rows, [sampler.text(ids) for ids in response_ids(rows)], {})
+    rows, texts = collectives.share((samples.rows, [sampler.text(ids) for ids in sampler.answers(samples)]))
+    mine = records_of(prompts, rows, texts, {})
     return sorted((record for part in collectives.objects(mine) for record in part), key=lambda record: record["index"])

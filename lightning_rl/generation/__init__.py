@@ -8,6 +8,7 @@ from lightning_rl.generation.engine import (
     EngineState,
     Request,
     request_seed,
+    turn_seed,
 )
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.generation.sampling import Sampling
@@ -31,4 +32,5 @@ __all__ = [
     "VLLMEngine",
     "VLLMServerEngine",
     "request_seed",
+    "turn_seed",
 ]

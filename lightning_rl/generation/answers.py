@@ -12,9 +12,11 @@ tokens that all were certain.
 
 import copy
 import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -76,16 +78,25 @@ class Answers:
         Raises:
             EngineError: naming engine, sample, request and prompt, if the answer cannot be one to these requests.
         """
+        formed, bad = self.examine(given)
+        believed = self._abort(formed, bad)
+        self._warn_of_nothing(formed)
+        self._warn_of_certainty(believed)
+        return believed
+
+    def examine(self, given: Sequence[Completion]) -> tuple[list[Completion], dict[int, str]]:
+        """The completions in their proper form, and what is wrong with those that may not be believed, by their place.
+
+        Raises:
+            EngineError: as :meth:`check` does, unless it is only that they are too many.
+        """
         self._check_requests()
         formed = [self._form(place, completion) for place, completion in enumerate(self._as_list(given))]
         for place, (request, completion) in enumerate(zip(self.requests, formed, strict=True)):
             self._check_one(place, request, completion)
         self._check_extras(formed)
         self._check_positive(formed)
-        believed = self._abort(formed, {**self._contradictions(formed), **self._unbelievable(formed)})
-        self._warn_of_nothing(formed)
-        self._warn_of_certainty(believed)
-        return believed
+        return formed, {**self._contradictions(formed), **self._unbelievable(formed)}
 
     def _as_list(self, given: Any) -> list[Any]:
         """The completions, as many as there are requests, whatever their container says of its length."""
@@ -111,9 +122,7 @@ class Answers:
     def _check_requests(self) -> None:
         edited = [place for place, asked in enumerate(self._asked) if _identity(self.requests[place]) != asked]
         if edited:
-            raise EngineError(
-                f"expected {self.name} to leave its requests alone, got edits of {self._where(edited[0])}"
-            )
+            raise EngineError(f"expected {self.name} to leave its requests alone, got edits of {self.where(edited[0])}")
         for sampling, before in self._samplings:
             if sampling != before:
                 raise EngineError(f"expected {self.name} to leave {before} of its requests alone, got {sampling}")
@@ -243,26 +252,95 @@ class Answers:
         if not bad:
             return list(given)
         place = min(bad)
-        first = f"got {bad[place]} for {self._where(place)}"
-        if len(bad) > max(1, MAX_REFUSED * len(given)):
-            raise EngineError(
-                f"expected samples from {self.name} that can be believed, {first}, and {len(bad)} of {len(given)} like "
-                f"it: {BELIEVABLE}"
-            )
-        warnings.warn(
-            f"{len(bad)} of {len(given)} samples from {self.name} are aborted and train nothing: {first}", stacklevel=3
-        )
+        judge(len(bad), len(given), f"got {bad[place]} for {self.where(place)}", self.name)
         return [_give_up(each) if place in bad else each for place, each in enumerate(given)]
 
     def _refuse(self, place: int, expected: str, got: str, cure: str) -> NoReturn:
-        raise EngineError(f"expected {expected} from {self.name}, got {got} for {self._where(place)}: {cure}")
+        raise EngineError(f"expected {expected} from {self.name}, got {got} for {self.where(place)}: {cure}")
 
-    def _where(self, place: int) -> str:
+    def where(self, place: int) -> str:
         """A sample, in words."""
-        prefix, sample_id = self._asked[place][:2]
+        prefix, sample_id, _, turn = self._asked[place]
         shown = f"{list(prefix[:SHOWN])}" + (" ..." if len(prefix) > SHOWN else "")
         text = "" if self.text is None else f" {self.text(prefix)!r:.80}"
-        return f"sample {sample_id} (request {place} of {len(self._asked)}, prompt {shown}{text})"
+        which = f"turn {turn}" if turn else f"request {place} of {len(self._asked)}"
+        return f"sample {sample_id} ({which}, prompt {shown}{text})"
+
+
+class TurnAnswers:
+    """The same for requests that come up one after the other, as the turns of conversations do.
+
+    What only the engine can have got wrong is an error at once. How many samples are too many is told at the end, so
+    that it depends on what was drawn and not on the order. Threads may share it.
+
+    Args:
+        engine: that is asked.
+        logprobs: whether each token needs a log-probability.
+        vocabulary: number of token ids that the policy knows; None if unknown.
+        text: as for :class:`Answers`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        logprobs: bool,
+        vocabulary: int | None = None,
+        text: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._of = partial(Answers, engine=engine, logprobs=logprobs, vocabulary=vocabulary, text=text)
+        self._name = type(engine).__name__
+        self._lock = threading.Lock()
+        self._open: dict[int, Answers] = {}  # by the identity of the request
+        self._given = 0
+        self._bad: list[tuple[int, int, str]] = []  # sample, turn, and what is wrong
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Remembers what is asked for, before the engine sees it."""
+        with self._lock:
+            self._open |= {id(request): self._of(requests=(request,)) for request in requests}
+
+    def check(self, request: Request, completion: Completion) -> Completion:
+        """The completion if it may be believed, otherwise one that is aborted.
+
+        Raises:
+            EngineError: naming engine, sample, turn and prompt, if it cannot be one to this request.
+        """
+        with self._lock:
+            answers = self._open.pop(id(request), None)
+        if answers is None:
+            raise EngineError(
+                f"expected {self._name} to answer each request once, got a further answer to sample "
+                f"{request.sample_id}, turn {request.turn}"
+            )
+        (formed,), bad = answers.examine([completion])
+        with self._lock:
+            self._given += 1
+            if bad:
+                self._bad.append((request.sample_id, request.turn, f"got {bad[0]} for {answers.where(0)}"))
+        return _give_up(formed) if bad else formed
+
+    def close(self) -> None:
+        """Warns of samples that were aborted.
+
+        Raises:
+            EngineError: if they are too many.
+        """
+        if self._bad:
+            judge(len(self._bad), self._given, min(self._bad)[-1], self._name)
+
+
+def judge(bad: int, given: int, first: str, engine: str) -> None:
+    """Warns of samples that may not be believed.
+
+    Raises:
+        EngineError: if they are too many to be the samples' own bad luck.
+    """
+    if bad > max(1, MAX_REFUSED * given):
+        raise EngineError(
+            f"expected samples from {engine} that can be believed, {first}, and {bad} of {given} like it: {BELIEVABLE}"
+        )
+    warnings.warn(f"{bad} of {given} samples from {engine} are aborted and train nothing: {first}", stacklevel=4)
 
 
 def _identity(request: Request) -> tuple[Any, ...]:

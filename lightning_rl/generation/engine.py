@@ -1,20 +1,25 @@
 """Engine: what the loop asks of whoever generates, what an engine can do, and the states that it can be in."""
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.distributed import process_objects
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
+
+Value = TypeVar("Value")
+LINGER = 5.0  # seconds that a round waits for the late, so that who takes part does not depend on time but for worse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,36 @@ class EngineError(RuntimeError):
     """The engine cannot generate any more, through no fault of the run, which may go on from where it stands."""
 
 
+class Exchange(Protocol):
+    """What an engine draws for that does not know all requests from the start: the turns of conversations.
+
+    One thread takes; any may give and fail.
+    """
+
+    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
+        """The requests that have come up since the last call.
+
+        Args:
+            wait: for one at least; otherwise there may be none yet.
+            linger: seconds to wait for others that may still come, once there is one.
+
+        Returns:
+            Requests; none, after waiting, if none will come any more.
+
+        Raises:
+            BaseException: what :meth:`fail` was told.
+        """
+        ...
+
+    def give(self, request: Request, completion: Completion) -> None:
+        """Hands back what was drawn for a request."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it, with an error of another thread than the one that takes."""
+        ...
+
+
 class SyncProof(Protocol):
     """What proves syncs, and remembers the last one."""
 
@@ -151,6 +186,7 @@ class Engine(ABC):
         state: asleep, awake or synced.
         version: of the weights it holds.
         pushed: versions of all weights that it was given.
+        conversing: whether it is in the midst of :meth:`converse`.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -165,6 +201,7 @@ class Engine(ABC):
         self.state = EngineState.ASLEEP
         self.version = -1
         self.pushed: set[int] = set()
+        self.conversing = False
 
     def select_extras(self, names: frozenset[str]) -> None:
         """Says before the start what every completion has to carry in its extras.
@@ -224,7 +261,17 @@ class Engine(ABC):
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes over the trainer's weights under a version number; afterwards the engine is synced."""
+        """Takes over the trainer's weights under a version number; afterwards the engine is synced.
+
+        Raises:
+            RuntimeError: in the midst of conversations, if the engine takes weights only while it is idle: between two
+                turns nothing is being drawn, and yet nothing has ended.
+        """
+        if self.conversing and not self.capabilities.syncs_while_generating:
+            raise RuntimeError(
+                f"expected conversations to have ended before {type(self).__name__} takes weights, got version "
+                f"{version} in the midst of some: wait for them"
+            )
         if not (self.capabilities.syncs_while_generating and self.state is EngineState.SYNCED):
             self.wake()
         self.pushed.add(version)  # first: while it generates, tokens may come from them before the last rank is done
@@ -244,14 +291,74 @@ class Engine(ABC):
             ValueError: if a request has a filter that the engine would ignore.
             EngineError: if it would end the program.
         """
+        self._check_requests(requests)
+        self._check_state()
+        with refuse_exit(self, "completions"):
+            return self._draw(requests, logprobs=logprobs)
+
+    def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
+        """Draws for an exchange until nobody there asks any more, in the way that suits the engine.
+
+        What is drawn for a request depends neither on the way nor on what else is drawn. Ranks that share an engine
+        (:attr:`Capabilities.collective`) all call it, those without requests as well.
+
+        Raises:
+            RuntimeError: if the engine is not synced.
+            ValueError: if a request has a filter that the engine would ignore.
+        """
+        self._check_state()
+        self.conversing = True
+        try:
+            with refuse_exit(self, "completions"):
+                self._converse(exchange, logprobs=logprobs)
+        finally:
+            self.conversing = False
+
+    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+        """In rounds: who asks draws together, and who comes too late joins the next.
+
+        The last bits of log-probabilities may depend on who is in a batch, so a round waits for the late for a while:
+        :data:`LINGER` seconds, or as long as the round before took to draw.
+        """
+        linger, requests, completions = LINGER, list[Request](), list[Completion]()
+        while True:
+            failure = None
+            try:
+                give_all(exchange, requests, completions)
+                requests = exchange.take(linger=linger)
+            except Exception as error:  # noqa: BLE001  raised below, once every rank knows
+                failure = error
+            if not self._agree(len(requests), failure):
+                return
+            begin = time.perf_counter()
+            completions = self.generate(requests, logprobs=logprobs)
+            linger = max(LINGER, time.perf_counter() - begin)
+
+    def _agree(self, number: int, failure: Exception | None) -> bool:
+        """Whether anybody who shares this engine has a number of requests; ranks without any take part with none."""
+        numbers = self._across(None if failure is not None else number)
+        if failure is not None:
+            raise failure
+        if None in numbers:
+            raise EngineError(
+                "expected every rank that shares the engine to go on with its conversations, but they failed on "
+                f"rank {numbers.index(None)} of {len(numbers)}: see its error"
+            )
+        return any(numbers)
+
+    def _across(self, value: Value) -> list[Value]:
+        """What each rank that shares this engine says; all of them call it."""
+        return process_objects(value) if self.capabilities.collective else [value]
+
+    def _check_requests(self, requests: Sequence[Request]) -> None:
         if not self.capabilities.filters and any(request.sampling.filters for request in requests):
             raise ValueError(f"expected requests without top_k, top_p and min_p, which {type(self).__name__} ignores")
+
+    def _check_state(self) -> None:
         if self.state is not EngineState.SYNCED:
             raise RuntimeError(
                 f"expected a synced engine, got one that is {self.state.value}: load_weights comes first"
             )
-        with refuse_exit(self, "completions"):
-            return self._draw(requests, logprobs=logprobs)
 
     def wake(self) -> None:
         """Takes memory again after sleep; the weights it then holds count as unknown."""
@@ -284,12 +391,41 @@ def refuse_exit(engine: Engine, expected: str) -> Iterator[None]:
         ) from ended
 
 
-def request_seed(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:
+def give_all(exchange: Exchange, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Hands back what was drawn for several requests, in their order.
+
+    Raises:
+        EngineError: if there is not one for each.
+    """
+    if not isinstance(completions, Sequence) or len(completions) != len(requests):
+        got = f"{len(completions)}" if isinstance(completions, Sequence) else f"a {type(completions).__name__}"
+        raise EngineError(
+            f"expected {len(requests)} completions, one for each request, got {got}: an engine answers every request "
+            "once, in their order, and says ABORT for what it cannot"
+        )
+    for request, completion in zip(requests, completions, strict=True):
+        exchange.give(request, completion)
+
+
+def request_seed(run_seed: int, rollout: int, sample_id: int) -> int:
     """A 31-bit seed that depends on the request alone, equal in every process.
 
     Example:
         >>> request_seed(0, 0, 0) == request_seed(0, 0, 0), request_seed(0, 0, 0) == request_seed(0, 0, 1)
         (True, False)
     """
-    identity = repr((run_seed, rollout, sample_id, turn)).encode()
+    identity = repr((run_seed, rollout, sample_id, 0)).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest(), "big") >> 1
+
+
+def turn_seed(first: int, turn: int) -> int:
+    """The 31-bit seed of a turn of a conversation, from that of its first turn, which is turn 0.
+
+    Example:
+        >>> turn_seed(5, 0), turn_seed(5, 1) == turn_seed(5, 1), turn_seed(5, 1) == turn_seed(5, 2)
+        (5, True, False)
+    """
+    if turn == 0:
+        return first
+    identity = repr(("turn", first, turn)).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest(), "big") >> 1

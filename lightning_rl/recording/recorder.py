@@ -28,11 +28,11 @@ from lightning_rl.recording.algorithm import algorithm_to_json, replayable
 from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.serialize import to_json
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import TURNS, Finish, Rollout, spans_of
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}
-RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "evaluation", "self"}
+RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "evaluation", "environment", "tools", "self"}
 OPTIONS = [name for name in signature(RLLightningModule.__init__).parameters if name not in RECORDED_ELSEWHERE]
 
 
@@ -143,7 +143,7 @@ class _Draft:
             "precision": str(trainer.precision),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-            "options": {name: to_json(getattr(module, name)) for name in OPTIONS},
+            "options": {name: to_json(module.options[name]) for name in OPTIONS},
             "trainer_callbacks": [type(callback).__name__ for callback in callbacks_of(trainer)],
             "algorithm": algorithm_to_json(self.algorithm),
             "states": self._states(),
@@ -207,6 +207,11 @@ class _Draft:
                 "reward": to_json(float(rollout.rewards[row])),
                 "prompt": text(rollout.prompt_ids[row, : rollout.prompt_lengths[row]]),
                 "response": text(rollout.response_ids[row, : rollout.response_lengths[row]]),
+                **(
+                    {"turns": [[drawn, text(torch.tensor(ids))] for drawn, ids in spans_of(rollout, row)]}
+                    if TURNS in rollout.token_extras
+                    else {}
+                ),
             }
             for row in range(len(rollout))
         ]

@@ -19,7 +19,7 @@ from lightning_rl.policy.plan import Plan, plan_of_rows
 from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.serialize import from_json
 from lightning_rl.recording.threaded_ranks import ThreadedRanks
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.update import accumulate_gradient, from_table
 
@@ -90,7 +90,7 @@ def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Coll
     """The masks, then the signal, as the stages make them."""
     rollout, corrections = recording.rollout, algorithm.corrections
     sampled = rollout.replace(
-        trained=rollout.real & (rollout.finish != Finish.ABORT),
+        trained=rollout.real & ~rollout.failures,
         rewarded=recording.tensors["sampled/scored"],
         valid_tokens=rollout.action_mask,
         advantages=None,

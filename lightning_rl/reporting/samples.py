@@ -18,7 +18,7 @@ from lightning_rl.arguments import check_counts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import Ticket
 from lightning_rl.module import RLLightningModule
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Finish, Rollout, spans_of
 from lightning_rl.terminal import dump_visible, visible
 
 FILE = "samples.jsonl"
@@ -90,9 +90,13 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
         "group": int(rollout.groups[row]),
         **{f"reward/{name}": None if math.isnan(value) else value for name, value in rewards.items()},
         "finish": Finish(int(rollout.finish[row])).name.lower(),
-        "tokens": int(rollout.response_lengths[row]),
+        "tokens": int(rollout.drawn_lengths[row]),
         "prompt": text(rollout.prompt_ids[row], rollout.prompt_lengths[row]),
-        "response": text(rollout.response_ids[row], rollout.response_lengths[row]),
+        "response": "".join(
+            said if drawn else f"[{said}]"  # what an environment said
+            for drawn, ids in spans_of(rollout, row)
+            for said in [text(torch.tensor(ids), torch.tensor(len(ids)))]
+        ),
     }
 
 

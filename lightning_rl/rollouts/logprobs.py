@@ -1,9 +1,11 @@
 """What the models say of a rollout before its update: old and reference log-probabilities, values of the critic."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from lightning_rl.corrections import Corrections
+from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.policy import Plan, PolicyModel, Scorer
 from lightning_rl.policy.model import check_finite
 from lightning_rl.rollout import SUM_PI_SQUARED, Rollout
@@ -49,6 +51,27 @@ def add_logprobs(
         ref_logprobs=ref_logprobs if reference is not None else None,
         token_extras={**rollout.token_extras, **({SUM_PI_SQUARED: sums} if squares else {})},
     )
+
+
+@torch.no_grad()
+def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable[..., Plan]) -> Stat:
+    """How likely the policy finds what environments say, in nats, over their tokens in one row of each group.
+
+    It drifts slowly while those tokens are only read, and rises by nats within some rollouts once they train.
+
+    Args:
+        rollout: on the CPU.
+        policy: at the temperature of sampling.
+        plan_of: from rows and a number of minibatches to their plan, with as many microbatches on every rank.
+    """
+    chosen = [rollout.groups.tolist().index(group) for group in dict.fromkeys(rollout.groups.tolist())]
+    rows = rollout.select(torch.tensor(chosen, dtype=torch.int64))
+    said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & ~rows.action_mask
+    rows, logprobs = rows.replace(valid_tokens=said, trained=rows.real), torch.zeros(said.shape)
+    device = next(policy.parameters()).device
+    for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():
+        _write(logprobs, microbatch.index.cpu(), policy(microbatch.layout).logprobs.cpu())
+    return Stat.of(logprobs, said)
 
 
 def _write(target: Tensor, index: Tensor, source: Tensor) -> None:

@@ -1,9 +1,10 @@
 """Sample: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +17,17 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import ALONE, Collectives, failing_together
+from lightning_rl.environments import Transcript, converse
+from lightning_rl.environments.environments import Environments
+from lightning_rl.environments.failures import FOLDER, EnvironmentSummary, check_environments, report_environments
+from lightning_rl.environments.outcome import Outcome, metrics_of, reward_columns
 from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
-from lightning_rl.generation.answers import Answers
-from lightning_rl.policy.sampling_mask import holds
+from lightning_rl.generation.answers import Answers, TurnAnswers
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.isolation import Submitted
-from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, Finish, Rollout, concatenate, pad_rows
+from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout, concatenate
+from lightning_rl.rollouts.lay_out import DrawnRow, lay_out
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
 
@@ -41,6 +46,12 @@ class SampleRequests:
     requests: Sequence[Request]
     greedy: Sequence[Request] | None = None
 
+    @property
+    def by_prompt(self) -> list[tuple[Prompt, Request]]:
+        """Each request with its prompt, those of greedy answers last."""
+        asked = list(zip(_repeat(self.prompts, len(self.requests)), self.requests, strict=True))
+        return [*asked, *zip(self.prompts, self.greedy or (), strict=False)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
@@ -50,8 +61,9 @@ class Samples:
         prompts: of this rank.
         rows: the same number of rows for each prompt, in the order of the prompts.
         greedy: a row for each prompt, or None.
-        pairs: each request with its completion; none for samples that come out of a checkpoint.
+        pairs: each request with its completion, turn by turn; none for samples that come out of a checkpoint.
         started: calls of rewards for ``rows`` that are being made already.
+        outcomes: what environments made of ``rows``, and behind them of ``greedy``.
     """
 
     prompts: Sequence[Prompt]
@@ -59,10 +71,15 @@ class Samples:
     greedy: Rollout | None = None
     pairs: Sequence[tuple[Request, Completion]] = field(default=(), compare=False)
     started: Mapping[str, Submitted] = field(default_factory=dict, compare=False)
+    outcomes: Sequence[Outcome] = ()
 
     def state(self) -> dict[str, Any]:
         """Plain values and tensors that load under ``weights_only=True``, without the prompts."""
-        return {"samples": self.rows.state(), "greedy": None if self.greedy is None else self.greedy.state()}
+        return {
+            "samples": self.rows.state(),
+            "greedy": None if self.greedy is None else self.greedy.state(),
+            "outcomes": [outcome.state() for outcome in self.outcomes],
+        }
 
     @staticmethod
     def from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> "Samples":
@@ -72,6 +89,7 @@ class Samples:
             prompts=prompts,
             rows=Rollout.from_state(state["samples"]),
             greedy=None if greedy is None else Rollout.from_state(greedy),
+            outcomes=tuple(map(Outcome.from_state, state["outcomes"])),
         )
 
 
@@ -106,9 +124,12 @@ class Sampler:
         greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
         collectives: what the ranks do together.
         max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run; None for never.
-        failed_folder: where the samples go that rewards fail on; None for no files.
+        failed_folder: where the samples go that rewards fail on, beside those of environments; None for no files.
         trainer_state: how far the run is, for rewards that ask.
         vocabulary: number of token ids that the policy knows; None if unknown.
+        environments: what the samples talk to; None for answers that nobody answers.
+        max_failed_environments: the share of a rollout's conversations that have to fail to end the run; None for
+            never.
     """
 
     engine: Engine
@@ -126,6 +147,8 @@ class Sampler:
     failed_folder: Path | None = None
     trainer_state: TrainerState | None = None
     vocabulary: int | None = None
+    environments: Environments | None = None
+    max_failed_environments: float | None = 0.5
 
     @property
     def max_rounds(self) -> int:
@@ -152,6 +175,7 @@ class Sampler:
         parts: list[Rollout] = []
         calls: list[RewardCall] = []
         failed: list[Tensor] = []
+        outcomes: list[Outcome] = []
         samples, missing, filtered, aborted = first, groups, 0, 0
         for round_number in range(self.max_rounds):
             wanted = self.collectives.objects(missing)
@@ -162,7 +186,7 @@ class Sampler:
                 samples = self.generate_together(self.requests(prompts, number))
             self.corrections.observe_generated(samples.pairs)
             part, new, failing = self.score(samples)
-            calls, failed = [*calls, *new], [*failed, failing]
+            calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
             aborted += int((part.finish == Finish.ABORT).sum())
             self.corrections.observe_rewards(part, new)
             part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
@@ -172,6 +196,7 @@ class Sampler:
             filtered += len(part) // self.group_size - kept
             missing -= kept
         noted = self._close_rewards(calls, torch.cat(failed), number, rank)
+        noted |= self._close_environments(outcomes, number, rank)
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
@@ -204,8 +229,25 @@ class Sampler:
         )
         summaries = self.collectives.objects(self.collectives.share(summary))
         check_failures(summaries, number, self.max_failed_rewards)
-        names = sorted({name for summary in summaries for name in summary.metrics})
-        return {name: Stat.of(torch.tensor(noted.get(name, []), dtype=torch.float64)) for name in names}
+        return self._stats_of(noted, {name for summary in summaries for name in summary.metrics})
+
+    def _close_environments(self, outcomes: Sequence[Outcome], number: int, rank: int) -> dict[str, Stat]:
+        """The figures of a rollout's conversations; reports those that failed, and ends the run if too many did."""
+        if self.environments is None:
+            return {}
+        noted = self.collectives.share(metrics_of(outcomes))
+        name = f"rollout-{number}-rank-{rank}.jsonl"
+        path = None if self.failed_folder is None else self.failed_folder.with_name(FOLDER) / name
+        written = report_environments(outcomes, path)
+        summary = self.collectives.share(EnvironmentSummary.of(outcomes, written))
+        summaries = self.collectives.objects((summary, tuple(noted)))
+        check_environments([summary for summary, _ in summaries], number, self.max_failed_environments)
+        return self._stats_of(noted, {name for _, names in summaries for name in names})
+
+    @staticmethod
+    def _stats_of(noted: Mapping[str, Sequence[float]], names: Collection[str]) -> dict[str, Stat]:
+        """A figure for each name that some rank has noted."""
+        return {name: Stat.of(torch.tensor(noted.get(name, []), dtype=torch.float64)) for name in sorted(names)}
 
     def sample(
         self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: Sampling | None = None
@@ -254,64 +296,78 @@ class Sampler:
 
     def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
         """Generates for several askers in one call of the engine; if one rank fails, all do."""
-        asked = [[*part.requests, *(part.greedy or ())] for part in parts]
         with failing_together("generation", EngineError):
-            completions = iter(self.converse(list(chain.from_iterable(asked))))
-            return [
-                self._samples(part, requests, list(islice(completions, len(requests))))
-                for part, requests in zip(parts, asked, strict=True)
-            ]
+            transcripts = iter(self.converse(list(chain.from_iterable(part.by_prompt for part in parts))))
+            return [self._samples(part, list(islice(transcripts, len(part.by_prompt)))) for part in parts]
 
     def generate(self, requests: SampleRequests) -> Samples:
         """Generates, and begins the rewards that run in processes of their own.
 
         Runs no other code of rewards, none of corrections, and has no collective, so any thread may do it.
         """
-        asked = [*requests.requests, *(requests.greedy or ())]
-        return self._begin_rewards(self._samples(requests, asked, self.converse(asked)))
+        return self._begin_rewards(self._samples(requests, self.converse(requests.by_prompt)))
 
-    def _samples(
-        self, requests: SampleRequests, asked: Sequence[Request], completions: Sequence[Completion]
-    ) -> Samples:
-        size = len(requests.requests)
-        rows = self._rollout(_repeat(requests.prompts, size), asked[:size], completions[:size])
-        greedy = None
-        if requests.greedy is not None:
-            greedy = self._rollout(requests.prompts, requests.greedy, completions[size:])
-        pairs = list(zip(asked, completions, strict=True))
-        return Samples(prompts=requests.prompts, rows=rows, greedy=greedy, pairs=pairs)
+    def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
+        size, asked = len(requests.requests), requests.by_prompt
+        drawn = [
+            DrawnRow(row=each.row, group=prompt.index, sample_id=request.sample_id, finish=each.finish)
+            for (prompt, request), each in zip(asked, transcripts, strict=True)
+        ]
+        return Samples(
+            prompts=requests.prompts,
+            rows=self._lay_out(drawn[:size]),
+            greedy=None if requests.greedy is None else self._lay_out(drawn[size:]),
+            pairs=[pair for each in transcripts for pair in each.pairs],
+            outcomes=() if self.environments is None else [each.outcome for each in transcripts],
+        )
+
+    def _lay_out(self, drawn: Sequence[DrawnRow]) -> Rollout:
+        logprobs, turns = self.engine.capabilities.returns_logprobs, self.environments is not None
+        return lay_out(drawn, dtype=self.dtype, recorded=self.engine.extras, logprobs=logprobs, turns=turns)
 
     def _begin_rewards(self, samples: Samples) -> Samples:
-        arguments = self._reward_arguments(_repeat(samples.prompts, len(samples.rows)), samples.rows)
-        return replace(samples, started=self.rewards.start(**arguments))
+        return replace(samples, started=self.rewards.start(**self._reward_arguments(samples)))
 
-    def converse(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion for each request, held against it: every answer of every engine comes by here.
-
-        The answer is the whole response: conversations have one turn. One of several goes on in :meth:`generate`, with
-        requests of ``turn + 1`` whose prefix is the one before, what was drawn and what came back; the tokens that
-        nobody drew are holes, which ``Rollout.of_samples(actions=)`` takes.
-        """
-        logprobs = self.engine.capabilities.returns_logprobs
-        answers = Answers(
-            engine=self.engine,
-            requests=tuple(requests),
-            logprobs=logprobs,
-            vocabulary=self.vocabulary,
-            text=None if self.tokenizer is None else self._whole_text,
-        )
+    def converse(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Transcript]:
+        """What becomes of each request for an answer to a prompt: the answer, or a conversation that begins with it."""
         with self.forward_context():  # for no requests as well: ranks may share an engine
-            return answers.check(self.engine.generate(list(requests), logprobs=logprobs))
+            if self.environments is None:
+                requests = [request for _, request in asked]
+                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests), strict=True)]
+            openings = [self.environments.open(prompt, request) for prompt, request in asked]
+            answers, workers = TurnAnswers(self.engine, **self._checks_of_answers), self.environments.workers
+            drive = partial(
+                converse, openings, self.engine, logprobs=self._checks_of_answers["logprobs"], answers=answers
+            )
+            if workers is None:
+                return drive()
+            with workers.executor() as executor:
+                return drive(executor=executor, limit=workers.workers)
+
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion for each request, held against it."""
+        answers = Answers(engine=self.engine, requests=tuple(requests), **self._checks_of_answers)
+        return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
+
+    @property
+    def _checks_of_answers(self) -> dict[str, Any]:
+        """What every answer of every engine is held against, besides its request."""
+        return {
+            "logprobs": self.engine.capabilities.returns_logprobs,
+            "vocabulary": self.vocabulary,
+            "text": None if self.tokenizer is None else self._whole_text,
+        }
 
     def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         """Samples with their rewards, the calls that gave them, and the rows that rewards failed on; greedy answers
         give each row its baseline.
         """
-        rollout, calls, failed = self._with_rewards(
-            _repeat(samples.prompts, len(samples.rows)), samples.rows, samples.started
-        )
+        rollout, calls, failed = self._with_rewards(samples)
         if samples.greedy is not None:
-            greedy, further, _ = self._with_rewards(samples.prompts, samples.greedy)
+            answers = Samples(
+                prompts=samples.prompts, rows=samples.greedy, outcomes=samples.outcomes[len(samples.rows) :]
+            )
+            greedy, further, _ = self._with_rewards(answers)
             rollout, calls = self._with_baseline(rollout, greedy), [*calls, *further]
         return self.collectives.share(rollout), calls, failed
 
@@ -331,61 +387,35 @@ class Sampler:
         rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
         return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 
-    def _reward_arguments(self, prompts: Sequence[Prompt], rollout: Rollout) -> dict[str, Any]:
+    def answers(self, samples: Samples) -> list[list[int]]:
+        """The token ids that each row is judged by: of its last turn, which is all of it without an environment."""
+        if self.environments is not None:
+            return [list(outcome.answer) for outcome in samples.outcomes[: len(samples.rows)]]
+        lengths = samples.rows.response_lengths.tolist()
+        return [row[:length] for row, length in zip(samples.rows.response_ids.tolist(), lengths, strict=True)]
+
+    def _reward_arguments(self, samples: Samples) -> dict[str, Any]:
         """What the reward functions are given."""
-        lengths = rollout.response_lengths.tolist()
-        ids = [row[:length] for row, length in zip(rollout.response_ids.tolist(), lengths, strict=True)]
+        prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
         keys = sorted({key for prompt in prompts for key in prompt.columns})
+        columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
         return {
             "prompts": [prompt.content for prompt in prompts],
             "completions": [self.text(row) for row in ids],
             "completion_ids": ids,
-            "columns": {key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
+            "columns": columns | reward_columns(samples.outcomes[: len(ids)]),
         }
 
-    def _with_rewards(
-        self, prompts: Sequence[Prompt], rollout: Rollout, started: Mapping[str, Submitted] | None = None
-    ) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
+    def _with_rewards(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         scores = self.rewards(
-            **self._reward_arguments(prompts, rollout),
+            **self._reward_arguments(samples),
             dtype=self.dtype,
             trainer_state=self.trainer_state,
-            started=started,
+            started=samples.started,
         )
-        rewarded = scores.scored & rollout.trained
-        scored = rollout.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=rewarded)
+        rewarded = scores.scored & samples.rows.trained
+        scored = samples.rows.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=rewarded)
         return scored, list(scores.calls), scores.failed
-
-    def _rollout(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]
-    ) -> Rollout:
-        rollout = Rollout.of_samples(
-            [request.prefix_ids for request in requests],
-            [completion.token_ids for completion in completions],
-            groups=[prompt.index for prompt in prompts],
-            sample_ids=[request.sample_id for request in requests],
-            finish=[completion.finish for completion in completions],
-            versions=[c.versions or (c.version,) * len(c.token_ids) for c in completions],
-            dtype=self.dtype,
-        )
-        recorded = self.engine.extras
-        extras = _pad_extras([c.token_extras for c in completions], rollout.response_lengths, recorded)
-        masks = extras.get(SAMPLING_MASK)
-        if masks is not None and not (holds(masks, rollout.response_ids) | ~rollout.action_mask).all():
-            raise ValueError(
-                f"expected {type(self.engine).__name__} to keep every token that it draws, got one it did not"
-            )
-        return rollout.replace(
-            rollout_logprobs=self._logprobs(completions) if self.engine.capabilities.returns_logprobs else None,
-            token_extras=extras,
-            prompt_extras=_pad_extras(
-                [c.prompt_extras for c in completions], rollout.prompt_lengths, recorded & {ROUTES}
-            ),
-        )
-
-    def _logprobs(self, completions: Sequence[Completion]) -> Tensor:
-        rows = [completion.logprobs for completion in completions]
-        return pad_rows([row for row in rows if row is not None], self.dtype)[0]
 
 
 def deal(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
@@ -425,15 +455,3 @@ def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
 def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
     """The prompt of each of so many rows, the same number for each prompt."""
     return [prompt for prompt in prompts for _ in range(rows // len(prompts))]
-
-
-def _pad_extras(rows: list[Mapping[str, Tensor]], lengths: Tensor, names: frozenset[str]) -> dict[str, Tensor]:
-    """What the engine recorded, each name padded with 0 to the longest row."""
-    padded: dict[str, Tensor] = {}
-    for name in sorted(names):
-        for extras, length in zip(rows, lengths.tolist(), strict=True):
-            if name not in extras or len(extras[name]) != length:
-                got = "nothing" if name not in extras else len(extras[name])
-                raise ValueError(f"expected {name} of each of {length} tokens from the engine, got {got}")
-        padded[name], _ = pad_rows([extras[name] for extras in rows], rows[0][name].dtype if rows else torch.uint8)
-    return padded

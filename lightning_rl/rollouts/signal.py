@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.corrections import REWARDS, Corrections, Stat
 from lightning_rl.edits import EditWatch
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS, Finish, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS, Rollout
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
@@ -95,9 +95,9 @@ def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str
         stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
     stats["reward/shaped"] = Stat.of(shaped.sum(-1), rollout.trained)
     stats["reward/missing"] = Stat.of(~rewarded, rollout.trained)
-    length = Stat.of(rollout.response_lengths, real)
+    length = Stat.of(rollout.drawn_lengths, real)
     stats |= {"length/mean": length, "length/max": length.maximum()}
-    stats["length/truncated"] = Stat.of(rollout.finish == Finish.LENGTH, real)
+    stats["length/truncated"] = Stat.of(rollout.cut_off, real)
     groups = group_statistics(scores, rollout.groups, rewarded)
     first = rewarded & _first_of_group(rollout.groups, rewarded)
     stats["groups/zero_variance"] = Stat.of(~groups.spread, first)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments.templates import tokenizer_of
 from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
@@ -148,10 +149,6 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         lambda: found(module_of(tokenizer=templated(OTHER_END))), "error", "eos",
         "the chat template ends an answer with 3 (b)", "eos_token_ids=[1, 3]",
     ),
-    "template_prefix": (
-        lambda: found(module_of(tokenizer=templated(FORGETFUL))), "warning", "template",
-        "writes 1 messages otherwise once another follows", "a template that appends",
-    ),
     "raising": (
         lambda: found(module_of(rewards=broken, tokenizer=tiny_tokenizer())), "error", "reward",
         "broken raised IndexError", "None where it does not apply",
@@ -219,6 +216,29 @@ def test_each_problem_is_found_with_its_fix(case: str) -> None:
 
 def test_a_template_that_ends_answers_with_the_eos_is_fine() -> None:
     assert problems(found(module_of(tokenizer=templated(CHATML)))) == []
+
+
+def facts(findings: list[Finding], check: str) -> list[str]:
+    return [one.observed for one in findings if one.check == check and one.severity == "fact"]
+
+
+def test_a_template_that_rewrites_earlier_answers_still_lets_messages_follow() -> None:
+    findings = found(module_of(tokenizer=tokenizer_of("qwen3")))  # without the empty thought of the last answer
+    assert problems(findings) == []
+    assert facts(findings, "template") == ["in several turns, what can follow an answer: user, tool, two tools"]
+
+
+def test_what_no_message_can_follow_is_said_with_the_reason() -> None:
+    assert facts(found(module_of(tokenizer=tokenizer_of("cohere2"), eos_token_ids=[7])), "template") == [
+        "in several turns, what can follow an answer: user",
+        "no bridge over tool messages: the template drops the text of a tool message",
+        "no bridge over two tools messages: the template drops the text of a tool message",
+    ]
+    assert facts(found(module_of(tokenizer=templated(FORGETFUL))), "template")[:2] == [
+        "in several turns, what can follow an answer: nothing",
+        "no bridge over user messages: the template writes an answer never that was given once",
+    ]
+    assert facts(found(module_of(tokenizer=tiny_tokenizer())), "template") == []
 
 
 def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

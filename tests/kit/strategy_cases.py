@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
+from kit.conversations import CONVERSATIONS, TURN_ENDS
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
-from lightning_rl import FakeEngine, RLCallback
+from lightning_rl import FakeEngine, RLCallback, Sampling
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
 from lightning_rl.generation import Request
 
@@ -71,19 +72,25 @@ def truncated_on_one_rank(request: Request) -> Sequence[int]:
     return uneven(request)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "critic": {"advantages": "gae", "critic": "shared"},
+    "one microbatch": {"token_budget": 10_000},
+    "checkpointing": {"activation_checkpointing": True},
+    "conversations": {**CONVERSATIONS, "sampling": Sampling(max_new_tokens=9, eos_token_ids=TURN_ENDS)},
+}
+
+
 def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     """Two rollouts of eight optimizer steps; ``trainer`` says where."""
     torch.set_num_threads(1)
     watch = Watch()
     corrections: list[RLCallback] = [OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
-    options: dict[str, Any] = {"policy": partial(tiny_policy, dtype=dtype)}
-    mask = NoEOSMask()
-    if case == "critic":
-        options |= {"advantages": "gae", "critic": "shared"}
-    if case == "own critic":
-        options |= {"advantages": "gae", "critic": partial(tiny_policy, 1, dtype=dtype)}
+    options: dict[str, Any] = {"policy": partial(tiny_policy, dtype=dtype), **OPTIONS.get(case, {})}
     if case == "lora":
         options |= {"policy": partial(lora_policy, dtype)}
+    mask = NoEOSMask()
+    if case == "own critic":
+        options |= {"advantages": "gae", "critic": partial(tiny_policy, 1, dtype=dtype)}
     if case == "uneven":
         options |= {"engine": FakeEngine(uneven)}
     if case == "masked":
@@ -94,10 +101,6 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     if case == "replayed":
         options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
         corrections.append(RouterReplay())
-    if case == "one microbatch":
-        options |= {"token_budget": 10_000}
-    if case == "checkpointing":
-        options |= {"activation_checkpointing": True}
     settings = {"optimizer": partial(SGD, lr=0.05), "minibatches": 2, "epochs": 2, "token_budget": 20}
     module = tiny_module(**{**settings, **options})
     fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
@@ -105,7 +108,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
 
 
 CASES: tuple[str, ...] = (
-    "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing",
+    "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing", "conversations",
 )  # fmt: skip
 EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
 

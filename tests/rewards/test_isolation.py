@@ -144,6 +144,21 @@ def test_a_batch_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) ->
     assert all(eventually_dead(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
+def test_what_has_left_the_group_of_its_process_ends_with_it_too(tmp_path: Path) -> None:
+    def hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (tmp_path / "pid").write_text(str(os.getpid()))
+                time.sleep(1000)
+            os._exit(0)
+        time.sleep(1000)
+        return [1.0]
+
+    assert causes(scores(isolated(hangs, seconds=2.0), ["a"])) == [((0,), "took longer than 2 s")]
+    assert eventually_dead(int((tmp_path / "pid").read_text()))
+
+
 def test_all_samples_together_have_a_limit_too_and_the_next_call_waits_for_none_of_them() -> None:
     def slow(prompts: Any, completions: Any, **_: Any) -> list[float]:
         time.sleep(0.4 if completions[0] == "x" else 0.0)

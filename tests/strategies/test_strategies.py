@@ -52,6 +52,15 @@ def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "fsdp2", "tensor") else pytest.mark.long)
+     for name in STRATEGIES],
+)  # fmt: skip
+def test_conversations_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
+    runs(tmp_path, 2, [strategy], ["conversations"])
+
+
+@pytest.mark.parametrize(
+    "strategy",
     [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "fsdp2") else pytest.mark.long)
      for name in STRATEGIES if name != "tensor"],  # which splits no mixture of experts
 )  # fmt: skip

@@ -73,6 +73,15 @@ def test_the_bounds_themselves_are_allowed(engine: VLLMEngine) -> None:
     assert len(completion.token_ids) == 20 and worst(a_model(), [request], [completion]) < 5e-4  # logits x 100
 
 
+def test_prompts_of_more_tokens_than_vllm_takes_in_a_step_wait_for_the_next(started: Starter) -> None:
+    engine = synced(started(a_model(), max_num_batched_tokens=256), a_model())
+    requests = requests_for(prompts_of(12, 100), temperature=1.0)
+    assert sum(len(request.prefix_ids) for request in requests) > 512
+    expected = [engine.generate([request], logprobs=True)[0] for request in requests]
+    synced(engine, a_model())
+    assert what(engine.generate(requests, logprobs=True)) == what(expected)
+
+
 def test_a_failed_step_leaves_no_request_behind(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_for(prompts_of(5))
     expected = what(engine.generate(requests, logprobs=True))

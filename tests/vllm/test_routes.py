@@ -7,10 +7,12 @@ import pytest
 import torch
 from kit.routed import check_that_it_falls, many_experts, mismatch
 from kit.support import fit, tiny_module
+from kit.talks import openings
 from kit.vllm_models import EOS, a_model, prompts_of, requests_for, synced
 
 from lightning_rl import VLLMEngine
 from lightning_rl.callbacks import RouterReplay
+from lightning_rl.environments import converse
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.rollout import ROUTES
 
@@ -28,8 +30,10 @@ def test_every_token_has_the_route_that_the_trainer_would_choose() -> None:
     shared = [list(range(2, 70))] * 4  # whose blocks would come out of the prefix cache
     requests = requests_for([*prompts_of(20), *shared], eos_token_ids=[EOS, *range(20, 40)])
     for version in range(2):
-        completions = synced(engine, model, version).generate(requests)
-        for request, completion in zip(requests, completions, strict=True):
+        drawn = list(zip(requests, synced(engine, model, version).generate(requests), strict=True))
+        turns = [pair for each in converse(openings(6), engine) for pair in each.pairs]
+        assert len(turns) > 30
+        for request, completion in [*drawn, *turns]:
             ids = [*request.prefix_ids, *completion.token_ids]
             with record_routes(model) as taken, torch.no_grad():
                 model(input_ids=torch.tensor([ids[:-1]]))

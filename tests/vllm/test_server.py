@@ -17,6 +17,7 @@ import torch
 from kit.open_paths import OPEN
 from kit.served import SECRET, Served
 from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.talks import TURNS, openings, what_was_said
 from kit.vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch
 from torch.optim import AdamW
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer
 
 from lightning_rl import Finish, RLLightningModule, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
+from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.endpoint import Endpoint, Label
 from lightning_rl.generation.vllm.http import Cancelled, Client
@@ -71,6 +73,18 @@ def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
         assert worst(model, requests, found) < 1e-4
     row = prompts_of(1, 60)[0]
     assert torch.equal(engine.score([row])[0], here.score([row])[0].float())
+
+
+def test_conversations_are_those_of_the_engine_in_process_bit_for_bit(
+    server: Served, engine: VLLMServerEngine, started: Starter
+) -> None:
+    model = MODEL()
+    here = synced(started(model, AutoTokenizer.from_pretrained(server.folder)), model)
+    synced(engine, model)
+    expected = what_was_said(converse(openings(), here, logprobs=True))
+    assert max(len(scores) for _, _, scores in expected) == TURNS
+    for limit in (None, 5):
+        assert what_was_said(converse(openings(), engine, logprobs=True, limit=limit)) == expected
 
 
 def status_of(server: Served, method: str, path: str, key: str | None) -> int:

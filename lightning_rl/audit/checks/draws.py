@@ -9,11 +9,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.draws import LEAST_TOKENS, likelihood_ratios, moments_of, trained_pairs
+from lightning_rl.audit.draws import LEAST_TOKENS, likelihood_ratios, moments_of, response_of, trained_pairs, turns_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Skip
 from lightning_rl.finding import Finding
+from lightning_rl.rollout import TURNS
 
 CHANCE = 1e-9  # of a false alarm, at each look
 NATS = -math.log(CHANCE)
@@ -65,9 +68,9 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
     repetition likely.
     """
     rows = [
-        (request.prefix_ids, request.sample_id, tuple(completion.token_ids), completion.logprobs)
-        for request, completion in trained_pairs(evidence.batches)
-        if completion.logprobs is not None
+        (turns[0][0].prefix_ids, sample, response_of(turns), torch.cat(scores))
+        for sample, turns in turns_of([trained_pairs(evidence.batches)]).items()
+        if len(scores := [each.logprobs for _, each in turns if each.logprobs is not None]) == len(turns)
     ]
     if not rows:
         yield Skip("the engine returns no log-probabilities" if evidence.batches else NOTHING)
@@ -196,7 +199,8 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The engine is asked the prompt that the training data has at this place of the stream, whole, which is what the
     rewards see and what trains.
     """
-    asked = {request.sample_id: request.prefix_ids for request, _ in trained_pairs(evidence.batches)}
+    turns = turns_of([trained_pairs(evidence.batches)])
+    asked = {sample: pairs[0][0].prefix_ids for sample, pairs in turns.items()}
     if not asked:
         yield Skip(NOTHING)
         return
@@ -217,6 +221,8 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             evidence.reward_prompts,
         ),
     ]
+    if TURNS in rollout.token_extras:  # an environment may begin otherwise than the row of the data
+        del sources[1:]
     for culprit, expected, prompts in sources:
         wrong = [sample for sample, ids in asked.items() if sample in prompts and prompts[sample] != ids]
         if wrong:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from math import isclose, isnan
 
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.draws import turns_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Skip
 from lightning_rl.audit.replies import equal_values, same_value
@@ -67,7 +68,7 @@ def _weighted_sums(evidence: Evidence) -> dict[int, float]:
 def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
     """What the engine drew at once, in parts of the size of a call: samples with their token ids."""
     for batch in batches:
-        sampled = [(request.sample_id, tuple(completion.token_ids)) for request, completion in batch]
+        sampled = [(request.sample_id, tuple(completion.token_ids)) for request, completion in last_turns(batch)]
         if len(sampled) >= size:
             yield sampled[:size]
             yield sampled[len(sampled) - size :]
@@ -147,7 +148,8 @@ def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list
     the first of the batches that no earlier call of the function was about.
     """
     begins, samples = defaultdict[str, tuple[int, int]](lambda: (0, 0)), list[list[int]]()
-    drawn = [[tuple(completion.token_ids) for _, completion in batch] for batch in batches]
+    last = [last_turns(batch) for batch in batches]
+    drawn = [[tuple(completion.token_ids) for _, completion in batch] for batch in last]
     for call in calls:
         asked = [tuple(ids) for ids in call.completion_ids]
         place = _place_of(drawn, asked, begins[call.name])
@@ -156,8 +158,13 @@ def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list
             continue
         batch, first = place
         begins[call.name] = batch, first + len(asked)
-        samples.append([request.sample_id for request, _ in batches[batch][first : first + len(asked)]])
+        samples.append([request.sample_id for request, _ in last[batch][first : first + len(asked)]])
     return samples
+
+
+def last_turns(batch: Sequence[tuple[Request, Completion]]) -> list[tuple[Request, Completion]]:
+    """The last turn of each sample, which is what rewards see, in the order in which the samples were asked for."""
+    return [turns[-1] for turns in turns_of([batch]).values()]
 
 
 def _place_of(

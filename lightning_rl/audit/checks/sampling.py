@@ -1,74 +1,102 @@
 """Checks of what was sampled: ids, ends, versions, samples, masks."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.draws import Pair, turns_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import differences
 from lightning_rl.finding import Finding
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import TURNS, Finish, Rollout
 
 DRAW = "stage draw"
 
 
-@check(culprit=DRAW, cure="join completions and rows by sample id")
+@check(
+    culprit=DRAW, cure="join completions and rows by sample id, and write what an environment says behind the answer"
+)
 def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
-    """The tokens, log-probabilities and finish reasons that train are those that the engine returned, row by row."""
+    """The tokens, log-probabilities and finish reasons that train are those that the engine returned, row by row and
+    turn by turn; each turn continues the row as it stands, and what the engine did not draw does not train.
+    """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
-    completions = {request.sample_id: completion for batch in evidence.batches for request, completion in batch}
-    ids, actions, finish = (part.tolist() for part in (rollout.response_ids, rollout.action_mask, rollout.finish))
-    rows, logprobs = list[int](), list[Tensor]()
+    samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
     for row, sample in enumerate(rollout.sample_ids.tolist()):
-        completion = completions.get(sample)
-        if completion is None:
+        if not (turns := samples.get(sample)):
             continue
-        sampled = [token for token, action in zip(ids[row], actions[row], strict=True) if action]
-        if len(sampled) != len(completion.token_ids):
-            wrong["sampled tokens as actions"].append(sample)
-        elif sampled != list(completion.token_ids):
-            wrong["token ids"].append(sample)
-        elif completion.logprobs is not None:
+        if what := _wrong_tokens(rollout, row, turns):
+            wrong[what].append(sample)
+        elif all(completion.logprobs is not None for _, completion in turns):
             rows.append(row)
-            logprobs.append(completion.logprobs)
-        if finish[row] != int(completion.finish):
+            logprobs += [completion.logprobs for _, completion in turns if completion.logprobs is not None]
+        if not _may_end(Finish(int(rollout.finish[row])), turns[-1][1].finish, talks=TURNS in rollout.token_extras):
             wrong["finish reason"].append(sample)
     if rollout.rollout_logprobs is not None and rows:
         places = rollout.action_mask[rows]
         ours, theirs = rollout.rollout_logprobs[rows][places].double(), torch.cat(logprobs).double().cpu()
         unequal = rollout.valid_tokens[rows][places] & ~torch.isclose(ours, theirs, rtol=1e-6, atol=1e-6)
-        samples = rollout.sample_ids[rows][places.nonzero()[unequal, 0].unique()]
-        wrong |= {"log-probabilities": samples.tolist()} if len(samples) else {}
-    for what, samples in wrong.items():
+        ids = rollout.sample_ids[rows][places.nonzero()[unequal, 0].unique()]
+        wrong |= {"log-probabilities": ids.tolist()} if len(ids) else {}
+    for what, ids in wrong.items():
         yield Finding(
             expected=f"the {what} that the engine returned",
-            observed=f"others in {len(samples)} rows",
-            samples=samples[:4],
+            observed=f"others in {len(ids)} rows",
+            samples=ids[:4],
         )
+
+
+def _wrong_tokens(rollout: Rollout, row: int, turns: Sequence[Pair]) -> str:
+    """What of a row is not as the engine drew it, turn by turn; empty if all is."""
+    prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
+    ids = [*rollout.prompt_ids[row, :prompt].tolist(), *rollout.response_ids[row, :length].tolist()]
+    drawn = [False] * len(ids)
+    numbers = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else None
+    for number, (request, completion) in enumerate(turns, 1):
+        begin, end = len(request.prefix_ids), len(request.prefix_ids) + len(completion.token_ids)
+        drawn[begin:end] = [True] * (end - begin)
+        if number > 1 and list(request.prefix_ids) != ids[:begin]:
+            return "prefix of each turn"
+        trains = len(ids) >= end and bool(rollout.action_mask[row, begin - prompt : end - prompt].all())
+        if trains and ids[begin:end] != list(completion.token_ids):
+            return "token ids"
+        if numbers is not None and any(said != number for said in numbers[begin - prompt : end - prompt]):
+            return "turn of each token"
+    same = rollout.action_mask[row, :length].tolist() == drawn[prompt:] and not rollout.action_mask[row, length:].any()
+    return "" if same else "sampled tokens as actions"
+
+
+def _may_end(row: Finish, last: Finish, *, talks: bool) -> bool:
+    """Whether a row may end like that if its last turn did so; a limit or the environment may end a conversation."""
+    return row == last or (talks and row in (Finish.LENGTH, Finish.TURNS, Finish.FAILED))
 
 
 @check(
     culprit="engine {engine}", cure="take the finish reason from the engine, and keep the sampled EOS in the response"
 )
 def ends(evidence: Evidence) -> Iterator[Finding]:
-    """A response that stopped ends with an EOS id or stop string and holds no EOS before; one that was cut off has all
-    the tokens that were allowed.
+    """A response, or turn of one, that stopped ends with an EOS id or stop string and holds no EOS before; one that was
+    cut off has all the tokens that were allowed.
     """
     rollout, facts = evidence.rollout, evidence.facts
-    lengths, real = rollout.response_lengths, rollout.real
+    lengths, real, talks = rollout.response_lengths, rollout.real, TURNS in rollout.token_extras
     position = torch.arange(rollout.width, device=lengths.device)
     is_eos = torch.isin(rollout.response_ids, torch.tensor(sorted(facts.eos_ids) or [-1], device=lengths.device))
-    inside = real[:, None] & (position < lengths[:, None] - 1) & rollout.action_mask
+    before_end = position < lengths[:, None] - 1
+    if talks:
+        turns = rollout.token_extras[TURNS]
+        before_end = before_end & (turns == turns.roll(-1, -1))
+    inside = real[:, None] & before_end & rollout.action_mask
     last = is_eos.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0] & (lengths > 0)
     stopped, cut_off = real & (rollout.finish == Finish.STOP), real & (rollout.finish == Finish.LENGTH)
     cases = {
         "no EOS before the end of a response": (is_eos & inside).any(-1),
         "an EOS at the end of a response that stopped": stopped & ~last & (not facts.stop_strings),
-        "no EOS at the end of a response that was cut off": cut_off & last,
-        "all allowed tokens in a response that was cut off": cut_off & (lengths < facts.max_new_tokens),
+        "no EOS at the end of a response that was cut off": cut_off & last & (not talks),
+        "all allowed tokens in a response that was cut off": cut_off & (lengths < facts.max_new_tokens) & (not talks),
     }
     for expected, rows in cases.items():
         if rows.any():
@@ -131,11 +159,12 @@ def masks(evidence: Evidence) -> Iterator[Finding]:
         excluded = excluded | contribution(rollout)
     for contribution in evidence.contributions("reward_mask"):
         allowed = allowed & contribution(rollout)
-    left = rollout.real & ~excluded & (rollout.finish != Finish.ABORT)
+    left = rollout.real & ~excluded & ~rollout.failures
     sampled = rollout.action_mask & rollout.trained[:, None]
     cases = [
         ("trained", "no row that a correction excludes", rollout.trained & excluded),
         ("trained", "every row that no correction excludes", left & ~rollout.trained),
+        ("trained", "no row that the engine or the environment gave up", rollout.failures & rollout.trained),
         ("valid_tokens", "the sampled tokens of trained rows", (rollout.valid_tokens != sampled).any(-1)),
         ("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed),
     ]

@@ -17,7 +17,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
 from lightning_rl.policy.logprobs import logprob_tolerance
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprobs import add_logprobs
 
 MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
@@ -60,8 +60,8 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
 def truncation(samples: Samples) -> Iterator[Finding]:
     """Most answers end by themselves within ``max_new_tokens``."""
     rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
-    share = float((rollout.finish == Finish.LENGTH).double().mean())
-    mean = float(rollout.response_lengths.double().mean())
+    share = float(rollout.cut_off.double().mean())
+    mean = float(rollout.drawn_lengths.double().mean())
     drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
     yield fact("samples", f"{drawn}, {share:.0%} cut off at {limit} tokens")
     if share > MAX_TRUNCATED:

@@ -1,12 +1,12 @@
-"""Templates: does a chat template end turns with an EOS of the run, and keep what it said before?"""
+"""Templates: does a chat template end turns with an EOS of the run, and what can follow an answer?"""
 
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.cli.doctor.findings import error, fact, warning
-from lightning_rl.cli.recipes import Recipe
+from lightning_rl.cli.doctor.findings import error, fact
+from lightning_rl.environments.bridge import KINDS, Bridge, BridgeError
 from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 
@@ -14,32 +14,29 @@ ANSWER = "quux"
 TALK: list[dict[str, str]] = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": ANSWER},
-    {"role": "user", "content": "two"},
-    {"role": "assistant", "content": ANSWER},
 ]
 
 
-def template_prefix(recipe: Recipe) -> Iterator[Finding]:
-    """What a chat template makes of the first messages is the beginning of what it makes of all.
+def bridges(module: RLLightningModule) -> Iterator[Finding]:
+    """Which messages the chat template lets follow an answer, in a conversation that only grows.
 
-    In a conversation of several turns the policy then sees the tokens that it sampled.
+    Most templates write an earlier answer otherwise once another message follows, without its reasoning for example.
+    That is no matter: what was said is never rendered again, only what comes between two answers.
     """
-    tokenizer = recipe.module.tokenizer
+    tokenizer = module.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return
-    for number in range(1, len(TALK)):
-        before, after = render(tokenizer, TALK[:number]), render(tokenizer, TALK[: number + 1])
-        if not after.startswith(before):
-            pairs = enumerate(zip(before, after, strict=False))
-            place = next((at for at, (one, other) in pairs if one != other), len(after))
-            yield warning(
-                "template",
-                f"the chat template writes {number} messages otherwise once another follows, from character {place}: "
-                f"{before[place : place + 24]!r} becomes {after[place : place + 24]!r}",
-                "a template that appends (for example without dropping earlier reasoning), before training on several "
-                "turns; a single turn is not touched",
-            )
-            return
+    try:
+        bridge = Bridge(tokenizer, module.run.sampling.eos_token_ids or (), module.prompt_stream.template_options)
+    except BridgeError as error:
+        yield fact("template", f"no message can follow an answer: {error}")
+        return
+    wrong = {kind: bridge.check(kind) for kind in KINDS}
+    right = [kind for kind, found in wrong.items() if not found]
+    yield fact("template", f"in several turns, what can follow an answer: {', '.join(right) or 'nothing'}")
+    for kind, found in wrong.items():
+        if found:
+            yield fact("template", f"no bridge over {kind} messages: {'; '.join(found)}")
 
 
 def eos(module: RLLightningModule) -> Iterator[Finding]:
@@ -49,7 +46,7 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
     yield fact("eos", f"responses end with {names or 'a stop string alone'}")
     ending = None  # the first special token that the template writes after an answer
     if tokenizer is not None and tokenizer.chat_template:
-        _, answer, after = render(tokenizer, TALK[:2]).rpartition(ANSWER)
+        _, answer, after = render(tokenizer, TALK).rpartition(ANSWER)
         written: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         ending = next((token for token in written if token in special), None)

@@ -2,12 +2,13 @@
 
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_numbers
 from lightning_rl.distributed import process_count
-from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
+from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, options_for
 from lightning_rl.generation.vllm.lora import Adapter
@@ -30,6 +31,7 @@ from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_
 
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
+Value = TypeVar("Value")
 FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
     "generation_config": "vllm",  # not the sampling defaults of the checkpoint
@@ -156,7 +158,8 @@ class VLLMEngine(Engine):
         if torch.cuda.is_available():
             options |= {"gpu_memory_utilization": GPU_SHARE, "enable_sleep_mode": self.capabilities.sleeps}
         else:
-            options |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
+            # A part of a prompt makes vLLM set back the generator of its request, which those of a CPU cannot.
+            options |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE, "enable_chunked_prefill": False}
         if process_count() > 1 and (torch.cuda.is_available() or self._tensor_parallel > 1):
             options["distributed_executor_backend"] = "external_launcher"  # rank and device are the trainer's
         options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
@@ -214,33 +217,101 @@ class VLLMEngine(Engine):
             self._extras.clear()
         prompts = [request.prefix_ids for request in requests]
         outputs = self._generate(prompts, [self._parameters(request, logprobs=logprobs) for request in requests])
-        _check_order(requests, outputs)
-        rows = [output.outputs[0] for output in outputs]
-        scores: list[Tensor | None] = [None] * len(rows)
-        if logprobs:
-            flat = np.fromiter((score for row in rows for score in row.logprobs.logprobs), np.float32)
-            scores = list(torch.from_numpy(flat).split([len(row.token_ids) for row in rows]))
         completions = [
-            Completion(
-                token_ids=tuple(row.token_ids),
-                logprobs=score,
-                finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason),
-                version=self.version,
-                sample_id=request.sample_id,
-                **({} if self._extras is None else self._extras.of(output)),
-            )
-            for request, output, row, score in zip(requests, outputs, rows, scores, strict=True)
+            self._completion(request, output, logprobs=logprobs)
+            for request, output in zip(requests, outputs, strict=True)
         ]
         return completions[first : first + number]
 
+    def _completion(self, request: Request, output: Any, *, logprobs: bool) -> Completion:
+        """A finished request.
+
+        Raises:
+            EngineError: if it is an answer to another prompt.
+        """
+        if tuple(output.prompt_token_ids or ()) != request.prefix_ids:
+            raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")
+        row = output.outputs[0]
+        scores = torch.from_numpy(np.array(row.logprobs.logprobs, np.float32)) if logprobs else None
+        return Completion(
+            token_ids=tuple(row.token_ids),
+            logprobs=scores,
+            finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason),
+            version=self.version,
+            sample_id=request.sample_id,
+            **({} if self._extras is None else self._extras.of(output)),
+        )
+
+    @override
+    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+        """Without rounds: a request joins those that are being drawn at their next token, and goes back when it ends.
+
+        Ranks that share the engine have to send it the same at the same time, so they keep to rounds.
+        """
+        if self._ranks > 1:
+            super()._converse(exchange, logprobs=logprobs)
+            return
+        if self._extras is not None:
+            self._extras.clear()
+        running: dict[str, Request] = {}
+        with self._clean_engine():
+            while True:
+                for request in exchange.take(wait=not running):
+                    running[self._add(request, logprobs=logprobs)] = request
+                if not running:
+                    return
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        request = running.pop(output.request_id)
+                        exchange.give(request, self._completion(request, output, logprobs=logprobs))
+
+    def _add(self, request: Request, *, logprobs: bool) -> str:
+        """Has vLLM draw for a request from its next step on, and says under which name."""
+        self._check_requests([request])
+        self._limits.check(request)
+        (name,) = self._llm.enqueue(
+            [{"prompt_token_ids": list(request.prefix_ids)}],
+            [self._parameters(request, logprobs=logprobs)],
+            use_tqdm=False,
+            lora_request=None if self._adapter is None else self._adapter.request,
+        )
+        return internals.outer_name(name)
+
+    @contextmanager
+    def _clean_engine(self) -> Iterator[None]:
+        """Outside of the trainer's autocast; after a failure no request is left behind for the next call."""
+        engine = self._llm.llm_engine
+        try:
+            with torch.autocast(next(self._model.parameters()).device.type, enabled=False):
+                yield
+        except BaseException:
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+
+    @property
+    def _ranks(self) -> int:
+        """How many ranks draw from this engine."""
+        return self._llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+
+    @property
+    def _group(self) -> Any:
+        """The ranks that draw from this engine."""
+        return import_module("vllm.distributed.parallel_state").get_tp_group().cpu_group
+
+    @override
+    def _across(self, value: Value) -> list[Value]:
+        if self._ranks == 1:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def _gather(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
         """The requests of all ranks that share this engine, in one order, and where those of this rank begin."""
-        if self._llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1:
+        if self._ranks == 1:
             return requests, 0
-        group = import_module("vllm.distributed.parallel_state").get_tp_group().cpu_group
-        parts: list[list[Request]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(parts, list(requests), group=group)
-        return [request for part in parts for request in part], sum(map(len, parts[: dist.get_rank(group)]))
+        parts = self._across(list(requests))
+        return [request for part in parts for request in part], sum(map(len, parts[: dist.get_rank(self._group)]))
 
     def _parameters(self, request: Request, *, logprobs: bool) -> Any:
         options = {} if self._extras is None else self._extras.sampling
@@ -249,18 +320,13 @@ class VLLMEngine(Engine):
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         """Outputs in the order of the prompts; after a failure no request is left behind for the next call."""
-        engine = self._llm.llm_engine
-        try:
-            with torch.autocast(next(self._model.parameters()).device.type, enabled=False):
-                outputs = self._llm.generate(
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-                    list(parameters),
-                    use_tqdm=False,
-                    lora_request=None if self._adapter is None else self._adapter.request,
-                )
-        except BaseException:
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            raise
+        with self._clean_engine():
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                list(parameters),
+                use_tqdm=False,
+                lora_request=None if self._adapter is None else self._adapter.request,
+            )
         if len(outputs) != len(prompts):
             raise RuntimeError(f"expected {len(prompts)} completions from vLLM, got {len(outputs)}")
         return outputs
@@ -322,10 +388,3 @@ class VLLMEngine(Engine):
 
 def _identity(model: Any) -> Any:
     return model
-
-
-def _check_order(requests: Sequence[Request], outputs: Sequence[Any]) -> None:
-    """Refuses answers that belong to other prompts than those of the requests."""
-    for request, output in zip(requests, outputs, strict=True):
-        if tuple(output.prompt_token_ids or ()) != request.prefix_ids:
-            raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int16, UInt8
 from torch import Tensor, nn
 
+from lightning_rl.generation.vllm.internals import outer_name
 from lightning_rl.policy.expert_routes import routes_of
 from lightning_rl.policy.sampling_mask import to_bits
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
@@ -85,7 +86,7 @@ class RouteListener:
         positions, routes = keywords["positions"].clone(), routes_of(self._now)
         for number, name in enumerate(batch.req_ids):
             tokens = slice(ends[number], ends[number + 1])
-            parts = self._requests.setdefault(name.rpartition("-")[0], [])  # vLLM adds a random part to the name
+            parts = self._requests.setdefault(outer_name(name), [])
             parts.append((positions[tokens], routes[tokens]))
 
     def clear(self) -> None:
@@ -93,8 +94,11 @@ class RouteListener:
         self._requests.clear()
 
     def routes(self, output: Any) -> Int16[Tensor, "S R k"]:
-        """The routes of a finished request, but for its last token, which is never forwarded; 0 where none is known."""
-        positions, routes = (torch.cat(parts) for parts in zip(*self._requests[output.request_id], strict=True))
+        """The routes of a finished request, but for its last token, which is never forwarded; 0 where none is known.
+
+        They are forgotten with it.
+        """
+        positions, routes = (torch.cat(parts) for parts in zip(*self._requests.pop(output.request_id), strict=True))
         length = _forward_length(output)
         inside = positions < length
         ordered = routes.new_zeros(length, *routes.shape[1:])

@@ -136,3 +136,8 @@ def forget_expert_kernels(model: nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(model.parameters()).device.type == "cpu":
             method.moe_kernel = None
+
+
+def outer_name(name: str) -> str:
+    """What vLLM calls a request in its outputs, by the name in its inside, to which it adds a random part."""
+    return name.rpartition("-")[0]

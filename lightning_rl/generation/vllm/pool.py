@@ -44,6 +44,13 @@ class Server:
         return str(self.error)
 
 
+@dataclass(slots=True)
+class Seat:
+    """Where a conversation was answered last, and its prefix is cached."""
+
+    server: Server | None = None
+
+
 class ServerPool:
     """Sends each request to the server with the fewest outstanding tokens, and to another one if that is lost.
 
@@ -119,15 +126,17 @@ class ServerPool:
             self._check_open(calls)
 
     @contextmanager
-    def acquire(self, tokens: int, calls: Calls, *, avoid: Container[Server] = ()) -> Iterator[Server]:
-        """The server with the fewest outstanding tokens, for so many more; waits and raises as :meth:`wait` does.
+    def acquire(
+        self, tokens: int, calls: Calls, *, avoid: Container[Server] = (), prefer: Server | None = None
+    ) -> Iterator[Server]:
+        """The server that is preferred, or the one with the fewest outstanding tokens, for so many more.
 
-        Servers to avoid come last.
+        Servers to avoid come last. Waits and raises as :meth:`wait` does.
         """
         with self._changed:
             self.wait(calls)
             ready = [server for server in self.servers if server.ready]
-            server = min(ready, key=lambda server: (server in avoid, server.outstanding))
+            server = min(ready, key=lambda server: (server in avoid, server is not prefer, server.outstanding))
             server.outstanding += tokens
         try:
             yield server
@@ -142,21 +151,46 @@ class ServerPool:
         """
         if not items:
             return []
-        calls = Calls()
-        with ThreadPoolExecutor(min(len(items), AT_ONCE * len(self.servers))) as threads:
+        with self._crew(len(items)) as (threads, calls):
             futures = [threads.submit(function, item, calls) for item in items]
+            for future in as_completed(futures):
+                future.result()
+        return [future.result() for future in futures]
+
+    def each(self, function: Callable[[Item, Calls], None], take: Callable[[], Sequence[Item]]) -> None:
+        """Runs a function of (item, calls) for every item that comes up, many at a time, until none is taken.
+
+        After a failure of ``take`` all others are cut short, as in :meth:`map`.
+        """
+        with self._crew() as (threads, calls):
+            while items := take():
+                for item in items:
+                    threads.submit(function, item, calls)
+
+    @contextmanager
+    def _crew(self, most: int | None = None) -> Iterator[tuple[ThreadPoolExecutor, Calls]]:
+        """Threads for calls, which are cut short after a failure."""
+        calls, bound = Calls(), AT_ONCE * len(self.servers)
+        with ThreadPoolExecutor(bound if most is None else min(most, bound)) as threads:
             try:
-                for future in as_completed(futures):
-                    future.result()
+                yield threads, calls
             except BaseException:
                 calls.cancel()
                 self._notify()
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [future.result() for future in futures]
 
-    def ask(self, ids: Sequence[int], parameters: Mapping[str, Any], calls: Calls, *, name: str, oldest: int) -> Sample:
-        """One sound answer, by whichever server gives it.
+    def ask(
+        self,
+        ids: Sequence[int],
+        parameters: Mapping[str, Any],
+        calls: Calls,
+        *,
+        name: str,
+        oldest: int,
+        seat: Seat | None = None,
+    ) -> Sample:
+        """One sound answer, by the server of a seat, or by whichever gives it, who has the seat from then on.
 
         ``parameters`` are vLLM's; ``oldest`` is the number of the oldest push that tokens may come from, pinned before
         the first request of a batch was sent.
@@ -164,9 +198,10 @@ class ServerPool:
         Raises:
             EngineError: if there was no server, none with a sound answer, or each one refused the request.
         """
-        why, refusing = "", list[Server]()
+        why, refusing, seat = "", list[Server](), seat or Seat()
+        tokens = len(ids) + parameters["max_tokens"]
         for _ in range(ATTEMPTS):
-            with self.acquire(len(ids) + parameters["max_tokens"], calls, avoid=refusing) as server:
+            with self.acquire(tokens, calls, avoid=refusing, prefer=seat.server) as server:
                 if server in refusing:
                     raise EngineError(f"expected a server to take request {name}, but each one refused it: {why}")
                 try:
@@ -177,6 +212,7 @@ class ServerPool:
                     continue
                 if sample is not None:
                     self.reset_losses(server)
+                    seat.server = server
                     return sample
                 why = server.why
         raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from urllib.parse import urlsplit
@@ -17,11 +18,11 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_numbers
 from lightning_rl.distributed import failing_together, process_count, process_objects
-from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Request
+from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Calls
 from lightning_rl.generation.vllm.key import find_key
-from lightning_rl.generation.vllm.pool import ServerPool
+from lightning_rl.generation.vllm.pool import Seat, ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
 from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.weights import stream
@@ -162,29 +163,37 @@ class VLLMServerEngine(Engine):
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         """If one fails, all others are cut short, and the servers end what they were doing for them."""
-        pool = self._running()
-        push, oldest = pool.push, pool.oldest
-        limits = Limits(
-            max_length=push.description.max_length,
-            vocabulary=push.description.vocabulary,
-            has_tokenizer=push.has_tokenizer,
-        )
+        draw = self._drawer(logprobs=logprobs)
         for request in requests:
-            limits.check(request)
+            draw.limits.check(request)
+        return self._running().map(draw, requests)
 
-        def draw(request: Request, calls: Calls) -> Completion:
-            parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
-            sample = pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=oldest)
-            versions = tuple(label.version for label in sample.labels)
-            return Completion(
-                token_ids=sample.token_ids,
-                logprobs=sample.logprobs,
-                finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
-                version=versions[0],
-                versions=None if len(set(versions)) == 1 else versions,
-            )
+    @override
+    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+        """Each request by itself, at the server that answered the turn before, which has its prefix in its cache.
 
-        return pool.map(draw, requests)
+        Tokens may come from the weights of the beginning or later ones, turn by turn and within a turn.
+        """
+        draw, seats = self._drawer(logprobs=logprobs), dict[int, Seat]()
+
+        def answer(request: Request, calls: Calls) -> None:
+            try:
+                self._check_requests([request])
+                draw.limits.check(request)
+                exchange.give(request, draw(request, calls, seats.setdefault(request.sample_id, Seat())))
+            except BaseException as error:  # noqa: BLE001  for the thread that waits
+                exchange.fail(error)
+
+        self._running().each(answer, exchange.take)
+
+    def _drawer(self, *, logprobs: bool) -> "_Drawer":
+        pool = self._running()
+        limits = Limits(
+            max_length=pool.push.description.max_length,
+            vocabulary=pool.push.description.vocabulary,
+            has_tokenizer=pool.push.has_tokenizer,
+        )
+        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs)
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
@@ -215,3 +224,25 @@ class VLLMServerEngine(Engine):
         if pool is not None:
             pool.close()
             pool.push.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawer:
+    """Draws for one request after the other, from weights that are no older than those of its beginning."""
+
+    pool: ServerPool
+    limits: Limits
+    oldest: int  # number of the push
+    logprobs: bool
+
+    def __call__(self, request: Request, calls: Calls, seat: Seat | None = None) -> Completion:
+        parameters, name = parameters_of(request, logprobs=self.logprobs), f"{request.sample_id}-{request.turn}"
+        sample = self.pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=self.oldest, seat=seat)
+        versions = tuple(label.version for label in sample.labels)
+        return Completion(
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+            version=versions[0],
+            versions=None if len(set(versions)) == 1 else versions,
+        )

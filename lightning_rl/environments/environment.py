@@ -1,0 +1,220 @@
+"""Environment: what a policy talks to, in messages, and the lower protocol in token ids that conversations run on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Protocol, runtime_checkable
+
+from lightning_rl.arguments import check_numbers
+from lightning_rl.rollout import Finish
+
+Message = Mapping[str, Any]
+"""A chat message as templates take it: ``role``, ``content``, perhaps ``tool_calls``, ``name``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the policy asked for.
+
+    Args:
+        name: of the tool.
+        arguments: by name, as the policy wrote them: nobody has checked them against the tool yet.
+        id: what the policy called it, if its format has ids.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the policy said in one turn.
+
+    Args:
+        text: what it says to its partner, without tool calls and without reasoning.
+        tool_calls: in their order; none of a turn that was cut off, since half a call is no call.
+        reasoning: what it thought before, if its format tells that apart.
+        errors: attempts at a call that no parser understands, in words for the policy.
+        finish: why the turn ended; ``LENGTH`` if it was cut off.
+        turn: its number, from 0.
+        token_ids: what was drawn, EOS included.
+    """
+
+    text: str
+    tool_calls: Sequence[ToolCall] = ()
+    reasoning: str | None = None
+    errors: Sequence[str] = ()
+    finish: Finish = Finish.STOP
+    turn: int = 0
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the turn ran into its limit of tokens."""
+        return self.finish == Finish.LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment says to an answer.
+
+    Args:
+        messages: of users or tools, which the policy answers next; none only if the conversation is done.
+        reward: of this turn; None for nothing to say. The sum over turns is the reward of the sample.
+        done: whether the conversation ends here.
+        metrics: figures to log; those of a conversation's turns are added up.
+
+    Raises:
+        ValueError: if a conversation goes on without anything said.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks that it is clear how the conversation goes on."""
+        _check_step("messages", self.messages, done=self.done)
+        check_figures(self.reward, self.metrics)
+
+
+class Environment:
+    """A partner for one conversation, made anew for each sample, so that it needs no locks.
+
+    Attributes:
+        tools: functions whose schemas go into the first prompt; the environment calls them itself.
+    """
+
+    tools: Sequence[Callable[..., Any]] = ()
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        """Begins a conversation.
+
+        Args:
+            row: the columns of the data set's row, the prompt among them.
+            seed: for whatever is random in it: equal for all samples of a group, so that they answer one question.
+
+        Returns:
+            The messages that the conversation begins with; none to begin with the row's own prompt.
+        """
+        del row, seed
+        return ()
+
+    def step(self, answer: Answer) -> Step:
+        """Takes an answer and says what comes back."""
+        raise NotImplementedError(f"{type(self).__name__} has to say what comes back: def step(self, answer) -> Step")
+
+    def reward(self) -> float | None:
+        """What a conversation is worth that a limit ends: its last turn earns it too. None for nothing to say.
+
+        Asked at most once, before :meth:`close`, and only of an environment that would have gone on.
+        """
+        return None
+
+    def close(self) -> None:
+        """Ends the conversation; called once, whatever happened before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStep:
+    """The same as :class:`Step` in token ids.
+
+    Args:
+        token_ids: what comes after the answer, up to where the next one begins; none only if done.
+        reward: of this turn.
+        done: whether the conversation ends here.
+        metrics: figures to log.
+        messages: the turn in words, answer included, for rewards and records.
+    """
+
+    token_ids: Sequence[int] = ()
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
+
+    def __post_init__(self) -> None:
+        """Checks that it is clear how the conversation goes on."""
+        _check_step("token_ids", self.token_ids, done=self.done)
+        check_figures(self.reward, self.metrics)
+
+
+@runtime_checkable
+class TokenEnvironment(Protocol):
+    """A partner for one conversation that speaks in token ids: for tests, toys, and to build others on.
+
+    It may have a ``reward()`` too, as :meth:`Environment.reward`.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        """Begins a conversation; its prompt, or nothing to begin with the row's own."""
+        ...
+
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        """Takes what was drawn in a turn, and why it ended."""
+        ...
+
+    def close(self) -> None:
+        """Ends the conversation."""
+        ...
+
+
+def _check_step(name: str, said: Sequence[Any], *, done: bool) -> None:
+    if isinstance(said, (str, Mapping)):
+        raise ValueError(f"expected {name} to be a list, got {type(said).__name__} {said!r}")
+    if not done and not said:
+        raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
+
+
+def check_reset(environment: Environment | TokenEnvironment, said: Any) -> Sequence[Any]:
+    """What an environment begins with: messages, or token ids.
+
+    Raises:
+        TypeError: naming the environment, and what it begins with instead.
+    """
+    _check_items(environment, "reset", said)
+    return said
+
+
+def check_step(environment: Environment | TokenEnvironment, said: Any) -> Any:
+    """What an environment says to an answer: a :class:`Step` of messages, or a :class:`TokenStep` of token ids.
+
+    Raises:
+        TypeError: naming the environment, and what it says instead.
+    """
+    kind = Step if isinstance(environment, Environment) else TokenStep
+    if not isinstance(said, kind):
+        raise TypeError(f"expected {type(environment).__name__}.step to return a {kind.__name__}, got {said!r:.200}")
+    _check_items(environment, "step", said.messages if isinstance(said, Step) else said.token_ids)
+    return said
+
+
+def _check_items(environment: Environment | TokenEnvironment, call: str, items: Any) -> None:
+    """Refuses anything but a list of messages, or of token ids."""
+    words = isinstance(environment, Environment)
+    kind, one, several = (Mapping, "a mapping", "messages") if words else (Integral, "a token id", "token ids")
+    where = f"{type(environment).__name__}.{call}"
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        raise TypeError(f"expected {where} to return a list of {several}, got {type(items).__name__} {items!r:.200}")
+    for item in items:
+        if not isinstance(item, kind):
+            raise TypeError(f"expected {one} in what {where} returns, got {type(item).__name__} {item!r:.200}")
+        if isinstance(item, Mapping) and "role" not in item:
+            raise TypeError(f"expected a role in each message that {where} returns, got {item!r:.200}")
+
+
+def check_figures(reward: Any, metrics: Any) -> None:
+    """Refuses what is no number, above all NaN: no reward is None, and never 0.
+
+    Raises:
+        ValueError: naming what is no number.
+    """
+    if not isinstance(reward, bool):
+        check_numbers(finite=True, optional=True, reward=reward)
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
+    for name, value in metrics.items():
+        if not isinstance(value, bool):
+            check_numbers(finite=True, **{f"metric {name}": value})

@@ -1,0 +1,45 @@
+"""Failure: why an environment could not go on."""
+
+import traceback
+from dataclasses import dataclass
+
+TIMEOUT, DEATH = "timeout", "lost process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an environment could not go on.
+
+    Args:
+        kind: the name of an exception, :data:`TIMEOUT` or :data:`DEATH`.
+        message: what happened, in a sentence.
+        log: the traceback, and what the environment printed if it ran in a process of its own: the first and the last
+            of it.
+    """
+
+    kind: str
+    message: str
+    log: str = ""
+
+    def __str__(self) -> str:
+        """Kind and message."""
+        return f"{self.kind}: {self.message}"
+
+    @staticmethod
+    def of(error: Exception) -> "Failure":
+        """Of what was raised where an environment was called."""
+        if isinstance(error, EnvironmentFailureError):
+            return error.failure
+        return Failure(kind=type(error).__name__, message=str(error), log="".join(traceback.format_exception(error)))
+
+
+class EnvironmentFailureError(Exception):
+    """An environment in a process of its own could not go on.
+
+    Args:
+        failure: why.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure

@@ -1,0 +1,56 @@
+"""Generators: an environment in the trainer's process draws from none of the global ones, which belong to the run."""
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from lightning_rl.distributed import RunEndError
+from lightning_rl.environments.environment import TokenEnvironment
+from lightning_rl.environments.messages import MessageEnvironment
+
+
+class GeneratorError(RunEndError):
+    """An environment drew from a global generator of the trainer."""
+
+
+@contextmanager
+def refuse_draws(environment: TokenEnvironment) -> Iterator[None]:
+    """Compares the global generators before and after an environment is called, in the main thread.
+
+    In other threads nobody can tell who drew.
+
+    Args:
+        environment: that is called.
+
+    Raises:
+        GeneratorError: naming the environment and the generators that it drew from or seeded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _states()
+    yield
+    moved = [name for name, state in _states().items() if state != before.get(name, state)]
+    if moved:
+        called = environment.environment if isinstance(environment, MessageEnvironment) else environment
+        raise GeneratorError(
+            f"expected {type(called).__name__} to draw from generators of its own, got draws from "
+            f"{' and '.join(moved)}, which changes what the run trains: use random.Random(seed) with the seed that "
+            "reset gets, or run it in processes of its own with environment_workers="
+        )
+
+
+def _states() -> dict[str, object]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, object] = {
+        "Python's generator": random.getstate(),
+        "NumPy's generator": (kind, keys.tobytes(), *rest),  # pyright: ignore[reportAttributeAccessIssue]
+        "torch's generator": torch.default_generator.get_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_initialized():
+        states["torch's generator on the GPU"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states

@@ -1,0 +1,90 @@
+"""Messages: an environment that speaks in messages, as conversations need it, in token ids."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rl.environments.bridge import Bridge
+from lightning_rl.environments.environment import Answer, Environment, Message, Step, TokenStep, check_reset, check_step
+from lightning_rl.environments.parsing import AnswerParser, plain_text
+from lightning_rl.rollout import Finish
+
+
+class MessageEnvironment:
+    """A conversation in messages as one in token ids.
+
+    Args:
+        environment: in messages.
+        bridge: what stands before and between answers.
+        parse: what tells the parts of an answer apart.
+        schemas: of the environment's tools.
+        prompt: of the row, as messages, for an environment that begins with it.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        bridge: Bridge,
+        parse: AnswerParser,
+        schemas: Sequence[Any] = (),
+        prompt: Sequence[Message] = (),
+    ) -> None:
+        self.environment, self._bridge, self._parse = environment, bridge, parse
+        self._schemas, self._prompt, self._prefix, self._turn = schemas, prompt, list[int](), 0
+        self._opening: tuple[Message, ...] = ()
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        """The prompt of the messages that the conversation begins with: the environment's, or those of the row."""
+        said = check_reset(self.environment, self.environment.reset(row, seed))
+        self._opening = tuple(said or self._prompt)
+        self._prefix = list(self._bridge.encode(self._opening, self._schemas))
+        return self._prefix
+
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        """Parses an answer that is whole, and writes what the environment says behind it."""
+        if finish == Finish.LENGTH:  # half a call is no call
+            parsed = plain_text(self._bridge.tokenizer)(token_ids, self._prefix, ())
+        else:
+            parsed = self._parse(token_ids, self._prefix, self._schemas)
+        answer = dataclasses.replace(parsed, finish=finish, turn=self._turn, token_ids=tuple(token_ids))
+        said: Step = check_step(self.environment, self.environment.step(answer))
+        self._turn += 1
+        opening, self._opening = self._opening, ()
+        ids = () if said.done else self._bridge.after(token_ids, said.messages)
+        self._prefix = [*self._prefix, *token_ids, *ids]
+        return TokenStep(
+            token_ids=ids,
+            reward=said.reward,
+            done=said.done,
+            metrics={**_counts(answer), **said.metrics},
+            messages=(*opening, message_of(answer), *said.messages),
+        )
+
+    def reward(self) -> float | None:
+        """What a conversation is worth that a limit ends."""
+        return self.environment.reward()
+
+    def close(self) -> None:
+        """Ends the conversation."""
+        self.environment.close()
+
+
+def message_of(answer: Answer) -> Message:
+    """An answer as a chat message."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                **({} if call.id is None else {"id": call.id}),
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def _counts(answer: Answer) -> dict[str, float]:
+    return {"tool_calls": float(len(answer.tool_calls)), "parse_errors": float(len(answer.errors))}

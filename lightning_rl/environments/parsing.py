@@ -1,0 +1,345 @@
+"""Parsing: what tells text, reasoning and tool calls of an answer apart. The parsers are other libraries' own.
+
+Two libraries know how models write calls: transformers, by the response template that a tokenizer carries or that
+somebody passes, and ``renderers``, which knows many families by name. Whichever is taken has to read the call that the
+tokenizer's own chat template writes, or it is refused before anything is generated.
+"""
+
+import itertools
+import json
+import os.path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.environments.environment import Answer, Message, ToolCall
+from lightning_rl.rewards.extras import require
+
+
+class AnswerParser(Protocol):
+    """What tells text, reasoning and tool calls of an answer apart."""
+
+    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+        """The parts of an answer that was drawn behind a prefix, by a policy that knows of some tools (schemas)."""
+        ...
+
+
+ParserSource = AnswerParser | Mapping[str, Any] | str
+"""A parser, a response template of transformers, or the name of a renderer; ``"hermes"`` for calls as JSON in tags."""
+
+
+class ParserError(ValueError):
+    """Nobody reads the tool calls that a chat template writes."""
+
+
+def check_source(source: Any) -> Any:
+    """Refuses what is no source of a parser.
+
+    Raises:
+        ValueError: naming what it may be.
+    """
+    if source is None or callable(source) or isinstance(source, (Mapping, str)):
+        return source
+    raise ValueError(
+        "expected tool_parser to be a response template of transformers, the name of a renderer, 'hermes', a function "
+        f"or None, got {source!r}"
+    )
+
+
+def plain_text(tokenizer: PreTrainedTokenizerBase) -> AnswerParser:
+    """A parser for which all of an answer is text."""
+
+    def parse(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+        del prefix_ids, tools
+        return Answer(text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+
+    return parse
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateParser:
+    """Parses by a response template of transformers: what opens and closes each part of an answer.
+
+    One call that cannot be read spoils an answer as a whole: transformers raises, and none of its calls is made.
+
+    Args:
+        tokenizer: that wrote the ids.
+        template: as ``tokenizer.response_template`` holds it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Mapping[str, Any]
+
+    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+        """The parts of an answer."""
+        said, before = (
+            str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in (token_ids, prefix_ids)
+        )
+        try:
+            message: Any = self.tokenizer.parse_response(
+                said, dict(self.template), prefix=before, tools=list(tools) or None
+            )
+        except Exception as error:  # noqa: BLE001  whatever a policy writes may be what breaks a parser
+            return _unreadable(self.tokenizer, token_ids, error)
+        calls, errors = _read_calls(message.get("tool_calls") or ())
+        reasoning = next(
+            (message[key] for key in ("reasoning_content", "thinking", "reasoning") if message.get(key)), None
+        )
+        return Answer(text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=errors)
+
+
+@dataclass(frozen=True, slots=True)
+class RendererParser:
+    """Parses by a renderer of the package ``renderers``, which says of every attempt at a call what is wrong with it.
+
+    Args:
+        tokenizer: that wrote the ids.
+        name: of the renderer.
+
+    Raises:
+        ImportError: if the package is missing; the message says how to install it.
+        ParserError: if there is no such renderer, or it does not fit the tokenizer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    _renderer: Any = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Makes the renderer."""
+        require("renderers", extra="renderers")
+        from renderers import config_from_name, create_renderer
+
+        try:
+            if self.name == "auto":
+                raise ValueError("it asks a server which model this is")
+            config: Any = config_from_name(self.name)
+            object.__setattr__(self, "_renderer", create_renderer(self.tokenizer, config))
+        except Exception as error:
+            raise ParserError(
+                f"expected tool_parser to be the name of a renderer that fits the tokenizer, got {self.name!r}: {error}"
+            ) from error
+
+    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+        """The parts of an answer."""
+        specifications = [schema.get("function", schema) for schema in tools]
+        try:
+            parsed = self._renderer.parse_response(
+                list(token_ids), tools=specifications or None, prompt_ids=list(prefix_ids)
+            )
+        except Exception as error:  # noqa: BLE001  as above
+            return _unreadable(self.tokenizer, token_ids, error)
+        whole = [call for call in parsed.tool_calls if call.status in ("ok", "unknown_tool")]
+        calls, errors = _read_calls([{"name": call.name, "arguments": call.arguments, "id": call.id} for call in whole])
+        broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
+        return Answer(
+            text=_text(parsed.content), tool_calls=calls, reasoning=parsed.reasoning_content, errors=[*errors, *broken]
+        )
+
+
+def parser_for(
+    tokenizer: PreTrainedTokenizerBase, source: ParserSource | None = None, options: Mapping[str, Any] | None = None
+) -> AnswerParser:
+    """A parser of the tool calls that a tokenizer's chat template writes.
+
+    Args:
+        tokenizer: with a chat template.
+        source: a parser, a response template of transformers, the name of a renderer, or ``"hermes"``; None for the
+            first of these that reads the template's own call: the renderer of the tokenizer's name, the tokenizer's
+            response template, ``"hermes"``.
+        options: further arguments of the chat template.
+
+    Raises:
+        ParserError: if nothing does; the message says what was tried, and what to pass instead.
+    """
+    if callable(source):
+        return source
+    tried: list[str] = []
+    for name, make in _candidates(tokenizer, source, options or {}):
+        try:
+            parser = make()
+        except (ImportError, ParserError) as error:
+            tried.append(str(error))
+            continue
+        if (wrong := misread(parser, tokenizer, options)) is None:
+            return parser
+        tried.append(f"{name}: {wrong}")
+    raise ParserError(
+        f"expected a parser of the tool calls of {tokenizer.name_or_path or 'this tokenizer'}, got none that reads "
+        f"what its chat template writes ({'; '.join(tried)}): pass tool_parser= with a response template of "
+        "transformers, the name of a renderer (pip install 'lightning-rl[renderers]'), or a function of (token_ids, "
+        "prefix_ids, tools) that returns an Answer"
+    )
+
+
+def _candidates(
+    tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any] | str | None, options: Mapping[str, Any]
+) -> Iterator[tuple[str, Callable[[], AnswerParser]]]:
+    """Parsers to try, by what they are called in a message."""
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(source, Mapping):
+        yield "the response template", lambda: TemplateParser(tokenizer, source)
+    elif isinstance(source, str) and source != "hermes":
+        yield f"renderer {source!r}", lambda: RendererParser(tokenizer, source)
+    if source is None and (name := _renderer_name(tokenizer)) is not None:
+        yield f"renderer {name!r}", lambda: RendererParser(tokenizer, name)
+    if source is None and own is not None:
+        yield "the tokenizer's response template", lambda: TemplateParser(tokenizer, own)
+    if source in (None, "hermes"):
+        yield "'hermes'", lambda: TemplateParser(tokenizer, hermes_template(tokenizer, options))
+
+
+def _renderer_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Which renderer knows a tokenizer's model by name, if the package is there."""
+    if find_spec("renderers") is None:
+        return None
+    from renderers.base import MODEL_RENDERER_MAP
+
+    return MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
+
+
+def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A response template for calls as JSON between ``<tool_call>`` and ``</tool_call>``, reasoning in ``<think>``.
+
+    An answer begins where the chat template's head of one ends.
+
+    Raises:
+        ParserError: if the chat template has no such head.
+    """
+    ask: list[Message] = [{"role": "user", "content": "?"}]
+    before, head = (_render(tokenizer, ask, options, head=head) for head in (False, True))
+    anchor = head[len(os.path.commonprefix([before, head])) :].partition("<think>")[0]  # noqa: RUF071  of characters
+    if not anchor:
+        raise ParserError("'hermes': the chat template writes nothing at the head of an answer")
+    return {
+        "start_anchor": anchor,
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close": list(tokenizer.all_special_tokens), "repeats": True, "join": "\n"},
+        },
+    }
+
+
+SHOWN = 120  # characters of what was read wrongly
+NAME = "look_at"
+SAID = EARLIER, LATER = "words-of-an-earlier-call", "words-of-this-call"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Looks.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "where"}},
+            "required": ["x"],
+        },
+    },
+}
+
+
+def misread(
+    parser: AnswerParser, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+) -> str | None:
+    """What a parser makes of a call that the chat template writes, unless it is that call; None if it is.
+
+    An earlier answer calls too: a parser that reads that call again would have it made twice.
+    """
+    written = _written_call(tokenizer, options or {})
+    if written is None:
+        return "the chat template writes no tool calls"
+    before, said = written
+    answer = parser(tokenizer(said, add_special_tokens=False)["input_ids"], before, [TOOL])
+    read = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
+    if read == [(NAME, {"x": LATER})]:
+        return None
+    if any(arguments.get("x") == EARLIER for _, arguments in read):
+        return "it reads the call of an earlier answer again"
+    errors = [" ".join(error.split())[:SHOWN] for error in answer.errors]
+    return f"in {said[:SHOWN]!r} it reads {read or errors or 'no call'}"
+
+
+def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[list[int], str] | None:
+    """The ids before a call, and the call, as the chat template writes them; None if it does not."""
+    ask: Message = {"role": "user", "content": "?"}
+    for as_text, prefix in itertools.product((False, True), ("call0000", f"functions.{NAME}:")):
+        calls = [_call_message(words, f"{prefix}{number}", as_text=as_text) for number, words in enumerate(SAID)]
+        try:
+            texts = [
+                _render(tokenizer, [ask, calls[0], ask], options, head=True),
+                _render(tokenizer, [ask, calls[0], ask, calls[1]], options, head=False),
+            ]
+        except Exception:  # noqa: BLE001  a template may raise anything
+            continue
+        ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        before = list(os.path.commonprefix(ids))  # noqa: RUF071  of tokens
+        said = str(tokenizer.decode(ids[1][len(before) :], skip_special_tokens=False)).rstrip()
+        if NAME in said and LATER in said:
+            return before, said
+    return None
+
+
+def _call_message(words: str, number: str, *, as_text: bool) -> Message:
+    """A call whose arguments are an object, which most templates write as JSON, or are written already."""
+    arguments = {"x": words}
+    function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
+    calls = [{"type": "function", "id": number, "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any], *, head: bool
+) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            **{**options, "tools": [TOOL], "tokenize": False, "add_generation_prompt": head},
+        )
+    )
+
+
+def _read_calls(attempts: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
+    """Calls with a name and arguments by name, and what is wrong with the others."""
+    calls, errors = list[ToolCall](), list[str]()
+    for attempt in attempts:
+        call = attempt.get("function", attempt) if isinstance(attempt, Mapping) else attempt
+        try:
+            calls.append(_read_call(call, attempt))
+        except ValueError as error:
+            errors.append(str(error))
+    return calls, errors
+
+
+def _read_call(call: Any, attempt: Any) -> ToolCall:
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
+        raise ValueError(f"a tool call needs a name and arguments, got {call!r}")
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of {call['name']} are no JSON: {arguments!r}: {error}") from error
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {call['name']} have to be an object, got {arguments!r}")
+    return ToolCall(name=call["name"], arguments=dict(arguments or {}), id=attempt.get("id"))
+
+
+def _unreadable(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], error: Exception) -> Answer:
+    answer = plain_text(tokenizer)(token_ids, (), ())
+    return Answer(text=answer.text, errors=[f"the tool calls could not be read: {error}"])
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):  # parts of a message
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

@@ -1,0 +1,225 @@
+"""Play: moves conversations on with one engine, whichever way the engine takes requests.
+
+Draws do not depend on the way: the seed of each belongs to (sample, turn), so who goes on before whom changes nothing.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple
+
+from lightning_rl.arguments import check_counts
+from lightning_rl.environments.conversation import Conversation, Transcript
+from lightning_rl.generation import Completion, Engine, Request
+from lightning_rl.generation.answers import TurnAnswers
+from lightning_rl.generation.engine import give_all
+
+
+class Opening(NamedTuple):
+    """A conversation that has not begun.
+
+    Attributes:
+        conversation: of one sample.
+        row: of the data, for the environment.
+        seed: for the environment.
+    """
+
+    conversation: Conversation
+    row: Mapping[str, Any]
+    seed: int
+
+
+def converse(
+    openings: Sequence[Opening],
+    engine: Engine,
+    *,
+    logprobs: bool = False,
+    answers: TurnAnswers | None = None,
+    executor: Executor | None = None,
+    limit: int | None = None,
+) -> list[Transcript]:
+    """Moves conversations on until all have ended, in the way that suits the engine; see :meth:`Engine.converse`.
+
+    Ranks that share an engine all call it, with no openings as well.
+
+    Args:
+        openings: conversations.
+        engine: that draws.
+        logprobs: whether each token needs a log-probability.
+        answers: what the engine draws in each turn is held against; None to believe it.
+        executor: threads in which environments run, so that none waits for another; None for the thread that has a
+            completion, one after the other on an engine in this process.
+        limit: how many conversations are open at a time; None for all.
+
+    Returns:
+        What came of each, in the order of ``openings``.
+
+    Raises:
+        EngineError: if the engine cannot go on, or what it draws cannot be believed. Environments are closed then.
+        ValueError: if ``limit`` is not positive.
+    """
+    return _play(
+        _Talks(openings, answers=answers, executor=executor, limit=limit),
+        lambda talks: engine.converse(talks, logprobs=logprobs),
+    )
+
+
+def play(
+    openings: Sequence[Opening],
+    draw: Callable[[Sequence[Request]], Sequence[Completion]],
+    *,
+    executor: Executor | None = None,
+    limit: int | None = None,
+) -> list[Transcript]:
+    """The same in rounds of a function: those that wait for the policy draw together.
+
+    Args:
+        openings: conversations.
+        draw: what the policy makes of requests, in their order.
+        executor: where environments run; None for here, one after the other.
+        limit: how many conversations are open at a time; None for all.
+
+    Returns:
+        What came of each, in the order of ``openings``.
+    """
+
+    def in_rounds(talks: "_Talks") -> None:
+        while requests := talks.take():
+            give_all(talks, requests, draw(requests))
+
+    return _play(_Talks(openings, answers=None, executor=executor, limit=limit), in_rounds)
+
+
+def _play(talks: "_Talks", drive: Callable[["_Talks"], None]) -> list[Transcript]:
+    try:
+        drive(talks)
+        return talks.transcripts()
+    except BaseException:
+        talks.abandon()
+        raise
+
+
+class _Talks:
+    """Conversations as an :class:`~lightning_rl.generation.engine.Exchange`."""
+
+    def __init__(
+        self,
+        openings: Sequence[Opening],
+        *,
+        answers: TurnAnswers | None,
+        executor: Executor | None,
+        limit: int | None,
+    ) -> None:
+        check_counts(1, optional=True, limit=limit)
+        self._openings, self._waiting = openings, deque(openings)
+        self._answers, self._executor = answers, executor
+        self._limit = len(openings) if limit is None else limit
+        self._changed = threading.Condition()
+        self._ready: list[Conversation] = []  # wait to be taken
+        self._drawing: dict[int, tuple[Request, Conversation]] = {}  # by the identity of the request
+        self._busy: set[Conversation] = set()  # whose environments are at it
+        self._failure: BaseException | None = None
+        self._abandoned = False
+
+    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
+        """The requests of all conversations that have one; see :meth:`Exchange.take`."""
+        end: float | None = None
+        while True:
+            self._open()
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if self._ready and end is None:
+                    end = time.monotonic() + linger
+                if self._has_room():
+                    continue  # one that began has ended already
+                if not wait or not (self._busy or (self._drawing and not self._ready)):
+                    return self._hand_out()
+                if end is not None and time.monotonic() >= end:
+                    return self._hand_out()
+                self._changed.wait(None if end is None else min(end - time.monotonic(), threading.TIMEOUT_MAX))
+
+    def _hand_out(self) -> list[Request]:
+        """What the ready ones ask, in an order that depends on the samples alone."""
+        asked = [(each.request, each) for each in self._ready if each.request is not None]
+        asked.sort(key=lambda pair: pair[0].sample_id)
+        self._ready = []
+        self._drawing |= {id(request): (request, conversation) for request, conversation in asked}
+        requests = [request for request, _ in asked]
+        if self._answers is not None:
+            self._answers.ask(requests)
+        return requests
+
+    def give(self, request: Request, completion: Completion) -> None:
+        """Has the environment answer, here or in a thread of the executor; see :meth:`Exchange.give`."""
+        if self._answers is not None:
+            completion = self._answers.check(request, completion)
+        with self._changed:
+            _, conversation = self._drawing.pop(id(request))
+            self._busy.add(conversation)
+        self._run(conversation, conversation.receive, completion)
+
+    def fail(self, error: BaseException) -> None:
+        """Has the next :meth:`take` raise an error, the first one of several."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return bool(self._waiting) and len(self._busy) + len(self._drawing) + len(self._ready) < self._limit
+
+    def _open(self) -> None:
+        """Begins as many conversations as may be open."""
+        while True:
+            with self._changed:
+                if self._abandoned or not self._has_room():
+                    return
+                opening = self._waiting.popleft()
+                self._busy.add(opening.conversation)
+            self._run(opening.conversation, opening.conversation.begin, opening.row, opening.seed)
+
+    def _run(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
+        if self._executor is None:
+            self._move(conversation, move, *arguments)
+        else:
+            self._executor.submit(self._move, conversation, move, *arguments)
+
+    def _move(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
+        """Has an environment say something."""
+        try:
+            if not self._abandoned:
+                move(*arguments)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._busy.discard(conversation)
+                abandoned = self._abandoned
+                if conversation.request is not None and not abandoned:
+                    self._ready.append(conversation)
+                self._changed.notify_all()
+            if abandoned:
+                conversation.abandon()
+
+    def abandon(self) -> None:
+        """Closes every environment; one that is at it when it has done."""
+        with self._changed:
+            self._abandoned = True
+            idle = [opening.conversation for opening in self._openings if opening.conversation not in self._busy]
+        for conversation in idle:
+            conversation.abandon()
+
+    def transcripts(self) -> list[Transcript]:
+        """What came of each, in the order of the openings."""
+        if self._answers is not None:
+            self._answers.close()
+        return [_transcript_of(opening.conversation) for opening in self._openings]
+
+
+def _transcript_of(conversation: Conversation) -> Transcript:
+    if conversation.transcript is None:
+        raise RuntimeError("expected a conversation that has ended, got one that waits")
+    return conversation.transcript

@@ -1,0 +1,194 @@
+"""Server: the program that loads environments once and forks a process for each that is wanted, and those processes.
+
+A fork of a process that has loaded everything is there in milliseconds and shares its memory. Each comes with a guard
+(:mod:`lightning_rl.rewards.worker`), which keeps what it prints, and kills it with all that it started. What comes back
+is data: plain values, of limited size.
+"""
+
+import dataclasses
+import faulthandler
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from lightning_rl.environments.environment import Environment, TokenEnvironment, check_figures, check_reset, check_step
+from lightning_rl.environments.environments import environment_of
+from lightning_rl.environments.tools import schemas_of
+from lightning_rl.rewards.worker import Log, adopt_orphans, children, reap, split
+
+LOG_BYTES = 2**15  # of the beginning of what an environment prints, and as many of its end
+MAX_BYTES = 2**24  # of what an environment says at once
+
+
+def main(descriptor: int) -> None:
+    """Loads what comes on the standard input, then forks whenever it is asked to.
+
+    Args:
+        descriptor: of the connection to the trainer.
+    """
+    control = Connection(descriptor)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are the trainer's
+    factories: dict[str, Any] = {}
+    for name, payload in pickle.loads(sys.stdin.buffer.read()).items():
+        try:
+            factories[name] = cloudpickle.loads(payload)
+        except BaseException:  # noqa: BLE001  the boundary to foreign code
+            control.send(f"environment {name} could not be loaded in a process:\n{traceback.format_exc()}")
+            return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guards
+    control.send("")
+    while True:
+        try:
+            tasks, life = (reduction.recv_handle(control) for _ in range(2))
+        except (EOFError, OSError):
+            os._exit(0)  # an orderly end takes seconds, with all that is loaded
+        if os.fork() == 0:
+            control.close()
+            become_worker(tasks, life, factories)
+        os.close(tasks)
+        os.close(life)
+
+
+def become_worker(tasks: int, life: int, factories: Mapping[str, Any]) -> None:
+    """Becomes a guard, which says in the end how its worker ended and what it printed, and its worker."""
+    source, sink = os.pipe()
+    log = Log(source, LOG_BYTES)
+    code = split(life, [tasks, sink], log)
+    if code is not None:
+        with socket.socket(fileno=life) as line:
+            report = json.dumps([code, log.text()]).encode()
+            try:
+                line.sendall(report)
+            except OSError:
+                os._exit(0)  # the trainer is gone
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for old, new in ((nothing, 0), (sink, 1), (sink, 2)):
+        os.dup2(old, new)
+    os.close(nothing)
+    os.close(sink)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    adopt_orphans()  # so that none is overlooked when a conversation has ended
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()  # what crashes, or is told to end, says where it was
+    serve(Connection(tasks), Host(factories))
+
+
+def serve(connection: Connection, host: "Host") -> None:
+    """Does what comes, as long as anything comes."""
+    pid = os.getpid()
+    try:
+        connection.send((os.getppid(), pid))
+        while True:
+            reply = host.answer(connection.recv_bytes())
+            if os.getpid() != pid:
+                os._exit(0)  # an environment forked, and this is the child: it has no say
+            connection.send_bytes(reply)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+class Host:
+    """One environment at a time.
+
+    Args:
+        factories: that make environments, by name.
+    """
+
+    def __init__(self, factories: Mapping[str, Any]) -> None:
+        self._factories = factories
+        self._made: Environment | TokenEnvironment | None = None
+
+    def answer(self, task: bytes) -> bytes:
+        """What came of a call: ``("returned", plain values)`` or ``("raised", kind, message, traceback)``."""
+        try:
+            call, arguments = cloudpickle.loads(task)
+            reply = pickle.dumps(("returned", plain(getattr(self, call)(*arguments))))
+            if len(reply) > MAX_BYTES:
+                raise ValueError(
+                    f"expected {self._name} to return at most {MAX_BYTES} bytes from {call}, got {len(reply)}"
+                )
+        except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
+            return pickle.dumps(("raised", type(error).__name__, f"{error}"[:2000], traceback.format_exc()[-8000:]))
+        return reply
+
+    def describe(self, name: str) -> Mapping[str, Any]:
+        """What the environments of a factory are."""
+        made = environment_of(self._factories[name]())
+        words = isinstance(made, Environment)
+        schemas = schemas_of(made.tools) if isinstance(made, Environment) else []
+        made.close()
+        return {"words": words, "schemas": schemas}
+
+    def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:
+        """Makes an environment and begins a conversation, with the global generators of this process seeded."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed % 2**63)
+        self._made = made = environment_of(self._factories[name]())
+        return check_reset(made, made.reset(row, seed))
+
+    def step(self, *answer: Any) -> Mapping[str, Any]:
+        """Takes an answer; the fields of what the environment says to it."""
+        made: Any = self._made
+        said = check_step(made, made.step(*answer))
+        return {field.name: getattr(said, field.name) for field in dataclasses.fields(said)}
+
+    def reward(self) -> float | None:
+        """What a conversation is worth that a limit ends."""
+        made = self._made
+        score = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
+        check_figures(score, {})
+        return score
+
+    def close(self) -> bool:
+        """Ends the conversation; whether nothing is left that it started."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
+        reap()
+        return threading.active_count() == 1 and not children()
+
+    @property
+    def _name(self) -> str:
+        return type(self._made).__name__
+
+
+def plain(value: Any) -> Any:
+    """A value as plain Python values, lists and dicts.
+
+    Raises:
+        TypeError: naming what has no such form.
+    """
+    forms: tuple[Any, ...] = (bool, int, float, str, bytes)  # subclasses of theirs become theirs
+    for form in forms:
+        if isinstance(value, form):
+            return form(value)
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(item) for item in value]
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        return value.tolist()
+    raise TypeError(f"expected plain values, lists and mappings from an environment, got {type(value).__name__}")

@@ -1,0 +1,75 @@
+"""A small language model learns to ask its environment as often as it has to, in a minute or two on a laptop.
+
+    python recipes/agent.py
+    python recipes/agent.py --engine vllm --seed 1
+    python recipes/agent.py --devices 2 --strategy fsdp2 --max_staleness 1
+
+A conversation has up to 7 turns; what the environment says is in the row and is not trained. The task lies in
+`trail_task.py`; docs/environments.md says how to write an environment of your own.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import auto_cli
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def main(
+    engine: Literal["transformers", "vllm"] = "transformers",
+    rollouts: int = 30,
+    max_staleness: int = 0,
+    seed: int = 0,
+    accelerator: str = "cpu",
+    devices: int = 1,
+    strategy: str = "auto",
+) -> "Trainer":
+    """Train on rollouts of 16 conversations about each of 16 trails; print greedy success on held-out ones.
+
+    Args:
+        engine: what generates: the policy itself, or vLLM beside it.
+        rollouts: how many.
+        max_staleness: how many rollouts are generated ahead while the policy trains.
+        seed: of everything that is drawn.
+        accelerator: cpu or gpu, as Lightning knows them.
+        devices: how many of them.
+        strategy: auto, ddp, fsdp2 or another that Lightning knows.
+    """
+    from functools import partial  # here, so that --help does not wait for torch
+
+    import trail_task as task
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import CSVLogger
+    from torch.optim import AdamW
+
+    from lightning_rl import PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
+    from lightning_rl.callbacks import TruncatedIS
+    from lightning_rl.environments import EnvironmentReward
+
+    module = RLLightningModule(
+        policy=partial(task.warm_started_policy, seed), tokenizer=task.trail_tokenizer(),
+        environment=task.Trail, rewards=EnvironmentReward(), max_turns=7, max_turn_tokens=6,
+        engine=VLLMEngine() if engine == "vllm" else None, group_size=16, advantages="grpo",
+        sampling=Sampling(max_new_tokens=40, eos_token_ids=task.ENDS),
+        optimizer=partial(AdamW, lr=5e-4, weight_decay=0.0, fused=True),
+        lr_scheduler=warmup_then_linear(5, rollouts), max_staleness=max_staleness, seed=seed,
+    )  # fmt: skip
+    held_out = task.held_out_trails()
+    rows = task.trails(rollouts * 16, seed=seed, exclude=held_out)
+    data = PromptDataModule(rows, prompts_per_rollout=16, validation=held_out, seed=seed)
+    trainer = Trainer(
+        accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=1, num_sanity_val_steps=0,
+        logger=CSVLogger("runs", "agent"), log_every_n_steps=1, val_check_interval=min(10, rollouts),
+        callbacks=[TruncatedIS()] if max_staleness else [],
+    )  # fmt: skip
+    before = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
+    trainer.fit(module, data)
+    after = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
+    if trainer.is_global_zero:
+        print(f"metrics: {trainer.log_dir}\nsuccess before={before:.3f} after={after:.3f}")  # noqa: T201
+    return trainer
+
+
+if __name__ == "__main__":
+    auto_cli(main, as_positional=False)

@@ -1,0 +1,223 @@
+"""Conversation: prefixes grow by concatenation, limits end it, and whatever an environment does costs its own row."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from lightning_rl import Finish, Sampling
+from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, play
+from lightning_rl.generation import Completion, Request, turn_seed
+
+EOS = 9
+FIRST = Request(prefix_ids=(1, 2), sample_id=5, seed=77, sampling=Sampling(max_new_tokens=6, eos_token_ids=[EOS]))
+
+
+class Scripted(TokenEnvironment):
+    """Says what it is told to, and remembers what it heard."""
+
+    def __init__(self, *steps: Any, prompt: Sequence[int] = ()) -> None:
+        self.steps, self.prompt, self.heard, self.closed = list(steps), prompt, list[Any](), 0
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        self.heard.append((row, seed))
+        return self.prompt
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        self.heard.append((tuple(token_ids), finish))
+        step = self.steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    @override
+    def close(self) -> None:
+        self.closed += 1
+
+
+def drawn(*ids: int, finish: Finish = Finish.STOP) -> Completion:
+    return Completion(token_ids=ids, logprobs=torch.zeros(len(ids)), finish=finish, version=0)
+
+
+def conversation(environment: Scripted, **limits: Any) -> Conversation:
+    made = Conversation(environment, FIRST, Limits(**limits))
+    made.begin({"prompt": "?"}, 3)
+    return made
+
+
+def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
+    environment = Scripted(TokenStep(token_ids=(4, 5), reward=0.25), TokenStep(done=True, reward=0.5))
+    talk = conversation(environment)
+    assert talk.request is not None and talk.request.prefix_ids == (1, 2)
+    talk.receive(drawn(3, EOS))
+    assert (talk.request.prefix_ids, talk.request.turn, talk.request.seed) == (
+        (1, 2, 3, EOS, 4, 5),
+        1,
+        turn_seed(77, 1),
+    )
+    assert (talk.request.sample_id, talk.request.sampling.max_new_tokens) == (5, 4)
+    talk.receive(drawn(6, EOS))
+    transcript = talk.transcript
+    assert transcript is not None and talk.request is None
+    row = transcript.row
+    assert (row.prompt_ids, row.response_ids) == ((1, 2), (3, EOS, 4, 5, 6, EOS))
+    assert row.turn_numbers == (1, 1, 0, 0, 2, 2)
+    assert (transcript.finish, transcript.outcome.reward, transcript.outcome.failure) == (Finish.STOP, 0.75, None)
+    assert environment.heard == [({"prompt": "?"}, 3), ((3, EOS), Finish.STOP), ((6, EOS), Finish.STOP)]
+    assert environment.closed == 1
+
+
+def test_an_environment_may_have_a_prompt_of_its_own() -> None:
+    talk = conversation(Scripted(TokenStep(done=True), prompt=(7, 8)))
+    assert talk.request is not None and talk.request.prefix_ids == (7, 8)
+    talk.receive(drawn(EOS))
+    assert talk.transcript is not None and talk.transcript.row.prompt_ids == (7, 8)
+    assert talk.transcript.outcome.reward is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "completions", "finish", "response"),
+    [
+        ({"turns": 1}, [drawn(3, EOS)], Finish.TURNS, (3, EOS)),
+        ({"turns": 2}, [drawn(3, EOS), drawn(EOS)], Finish.TURNS, (3, EOS, 4, 5, EOS)),
+        ({"length": 6}, [drawn(3, EOS)], Finish.LENGTH, (3, EOS)),  # 2 + 2 drawn + 2 said leave no room
+        ({"length": 7}, [drawn(3, EOS), drawn(3)], Finish.LENGTH, (3, EOS, 4, 5, 3)),
+        ({}, [drawn(3, 3, 3, EOS), drawn(3, 3, finish=Finish.LENGTH)], Finish.LENGTH, (3, 3, 3, EOS, 4, 5, 3, 3)),
+        ({}, [drawn(3, finish=Finish.ABORT)], Finish.ABORT, (3,)),
+    ],
+)
+def test_limits_end_it_and_nothing_is_said_behind_the_last_answer(
+    limits: Any, completions: Any, finish: Finish, response: Any
+) -> None:
+    talk = conversation(Scripted(*[TokenStep(token_ids=(4, 5))] * 5), **limits)
+    for completion in completions:
+        talk.receive(completion)
+    assert talk.transcript is not None
+    assert (talk.transcript.finish, talk.transcript.row.response_ids) == (finish, response)
+    counts = talk.transcript.outcome.metrics
+    assert counts["cut_by_tokens"] == float(finish == Finish.LENGTH)
+    assert counts["cut_by_turns"] == float(finish == Finish.TURNS)
+    assert (counts["turns"], counts["tokens"]) == (len(completions), response.count(4) + response.count(5))
+
+
+def test_a_turn_draws_at_most_its_own_tokens() -> None:
+    talk = conversation(Scripted(TokenStep(token_ids=(4,))), turn_tokens=2)
+    assert talk.request is not None and talk.request.sampling.max_new_tokens == 2
+
+
+def test_a_conversation_that_ends_in_a_cut_answer_is_cut_off() -> None:
+    talk = conversation(Scripted(TokenStep(done=True, reward=1.0)), turn_tokens=1)
+    talk.receive(drawn(3, finish=Finish.LENGTH))
+    assert talk.transcript is not None and talk.transcript.finish == Finish.LENGTH
+
+
+def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
+    environment = Scripted(TokenStep(token_ids=(4,)), OSError("gone"))
+    talk = conversation(environment)
+    talk.receive(drawn(3, EOS))
+    talk.receive(drawn(EOS))
+    assert talk.transcript is not None
+    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (Finish.FAILED, "OSError: gone")
+    assert (talk.transcript.row.response_ids, environment.closed) == ((3, EOS, 4, EOS), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected token_ids for the policy to answer, or done=True, got neither"),
+        ({"token_ids": "ab"}, "expected token_ids to be a list, got str 'ab'"),
+    ],
+)
+def test_a_step_says_how_it_goes_on(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenStep(**options)
+
+
+class Counting(TokenEnvironment):
+    """Ends after as many turns as the row says."""
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        self.left = int(row["turns"])
+        return ()
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        self.left -= 1
+        return TokenStep(done=True) if self.left == 0 else TokenStep(token_ids=(self.left,))
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_conversations_that_wait_draw_together_and_come_back_in_their_order(limit: int | None) -> None:
+    rounds: list[list[tuple[int, int]]] = []
+
+    def draw(requests: Sequence[Request]) -> list[Completion]:
+        rounds.append([(request.sample_id, request.turn) for request in requests])
+        return [drawn(EOS) for _ in requests]
+
+    def opening(sample: int, turns: int) -> Opening:
+        first = Request(prefix_ids=(1,), sample_id=sample, seed=0, sampling=FIRST.sampling)
+        return Opening(Conversation(Counting(), first, Limits()), {"turns": turns}, 0)
+
+    transcripts = play([opening(0, 2), opening(1, 1), opening(2, 3)], draw, limit=limit)
+    assert [len(transcript.row.turns) for transcript in transcripts] == [2, 1, 3]
+    assert (
+        rounds
+        == {
+            None: [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(2, 2)]],
+            2: [[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(2, 1)], [(2, 2)]],
+            1: [[(0, 0)], [(0, 1)], [(1, 0)], [(2, 0)], [(2, 1)], [(2, 2)]],
+        }[limit]
+    )
+
+
+class Scoring(Scripted):
+    """Says at the end what a conversation is worth."""
+
+    def __init__(self, score: Any, *steps: Any) -> None:
+        super().__init__(*steps)
+        self.score = score
+
+    def reward(self) -> float | None:
+        """What it was told to say."""
+        if isinstance(self.score, Exception):
+            raise self.score
+        return self.score
+
+
+@pytest.mark.parametrize(
+    ("limits", "finish"), [({"turns": 2}, Finish.TURNS), ({"length": 9}, Finish.LENGTH), ({}, Finish.STOP)]
+)
+def test_a_conversation_that_a_limit_ends_is_worth_what_the_environment_says(limits: Any, finish: Finish) -> None:
+    go_on = TokenStep(token_ids=(4, 5), reward=0.25)
+    last = TokenStep(done=True, reward=0.25) if finish == Finish.STOP else go_on
+    talk = conversation(Scoring(0.5, go_on, last), **limits)
+    talk.receive(drawn(3, EOS))
+    talk.receive(drawn(6))
+    assert talk.transcript is not None and talk.transcript.finish == finish
+    cut = 0.0 if finish == Finish.STOP else 0.5  # who ends it itself has said its worth
+    assert talk.transcript.outcome.reward == 0.5 + cut
+    assert [turn.reward for turn in talk.transcript.row.turns] == [0.25, 0.25 + cut]
+
+
+def test_an_environment_that_cannot_say_its_worth_has_failed() -> None:
+    talk = conversation(Scoring(OSError("gone"), TokenStep(token_ids=(4,))), turns=1)
+    talk.receive(drawn(3, EOS))
+    assert talk.transcript is not None
+    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (Finish.FAILED, "OSError: gone")
+
+
+@pytest.mark.parametrize("limits", [{"turns": 1}, {"length": 2}])
+def test_nothing_is_worth_nothing(limits: Any) -> None:
+    talk = conversation(Scoring(None, TokenStep(token_ids=(4,))), **limits)
+    if talk.request is not None:
+        talk.receive(drawn(3, EOS))
+    assert talk.transcript is not None and talk.transcript.outcome.reward is None

@@ -1,0 +1,127 @@
+"""Environments: what cannot work is refused before anything is generated, and what can goes through a whole fit."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from environments.templates import FAMILIES, close_of, tokenizer_of
+from kit.support import fit, recorder, tiny_module, tiny_policy
+from typing_extensions import override
+
+from lightning_rl import Finish, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl.audit import SignalAudit
+from lightning_rl.environments import Answer, BridgeError, Environment, ParserError, Step, ToolCall
+from lightning_rl.rollout import TURNS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
+
+
+def add(a: int) -> int:
+    """Adds one.
+
+    Args:
+        a: a number.
+    """
+    return a + 1
+
+
+class Counter:
+    """As TRL's trainer takes it."""
+
+    def reset(self, **row: Any) -> str:
+        """Begins with the row's number."""
+        self.count = int(row["number"])
+        return " go"
+
+    def add(self, a: int) -> int:
+        """Adds to the count.
+
+        Args:
+            a: a number.
+        """
+        self.count += a
+        return self.count
+
+    def get_reward(self) -> float:
+        """The count."""
+        return float(self.count)
+
+
+class Asking(Environment):
+    """Asks again and again."""
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        return Step(messages=[{"role": "user", "content": "one"}])
+
+
+def call_once(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+    """A call in the first turn, one that nobody reads in the second, none in the third."""
+    turn = tokenizer_of("qwen2.5").decode(list(prefix_ids)).count("<tool_response>")
+    calls = [ToolCall(name=tools[0]["function"]["name"], arguments={"a": len(token_ids)})]
+    return Answer(text="", tool_calls=calls if turn == 0 else (), errors=["what?"] if turn == 1 else ())
+
+
+def module_of(name: str = "qwen2.5", **options: Any) -> RLLightningModule:
+    defaults = {
+        "policy": partial(tiny_policy, vocab_size=420, max_position_embeddings=1024, eos_token_id=min(close_of(name))),
+        "tokenizer": tokenizer_of(name),
+        "max_new_tokens": 48,
+        "max_turn_tokens": 16,
+        "eos_token_ids": sorted(close_of(name)) + list(range(20, 200)),  # so that a policy that knows nothing ends
+        "token_budget": 8192,
+    }
+    return tiny_module(**{**defaults, **options})
+
+
+def data() -> PromptDataModule:
+    rows = [{"prompt": [{"role": "user", "content": word}], "number": place} for place, word in enumerate("abcdefgh")]
+    return PromptDataModule(rows, prompts_per_rollout=4)
+
+
+def rollouts_of(module: RLLightningModule) -> list[Rollout]:
+    seen: list[Rollout] = []
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    fit(module, data=data(), callbacks=[recorder(seen)("seen"), audit], limit_train_batches=1)
+    return seen
+
+
+@pytest.mark.parametrize("options", [{"tools": [add]}, {"environment": Counter}])
+def test_a_fit_with_tools_goes_through_every_check_of_the_audit(options: dict[str, Any]) -> None:
+    (rollout,) = rollouts_of(
+        module_of(tool_parser=call_once, rewards=lambda prompts, *_, **__: [1.0] * len(prompts), **options)
+    )
+    whole = rollout.finish == Finish.STOP
+    assert whole.any() and (rollout.token_extras[TURNS].amax(-1)[whole] == 3).all()
+    assert (rollout.token_extras[TURNS].amax(-1) >= 1).all()
+
+
+def test_an_environment_that_never_ends_is_ended() -> None:
+    (rollout,) = rollouts_of(module_of("gemma-3", environment=Asking, max_turns=2))
+    assert set(rollout.finish.tolist()) <= {Finish.TURNS, Finish.LENGTH} and (rollout.finish == Finish.TURNS).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"name": "llama-3.1", "tools": [add]}, ParserError, "it reads no call.*pass tool_parser="),
+        ({"name": "llama-3.1", "environment": Counter}, ParserError, "it reads no call.*pass tool_parser="),
+        ({"name": "qwen2.5", "tools": [add], "tool_parser": "nobody"}, ParserError, "got 'nobody'"),
+        ({"name": "gemma-3", "tools": [add]}, BridgeError, "no bridge over tool messages.*roles have to alternate"),
+        ({"name": "phi-3.5", "environment": Counter}, BridgeError, "drops the text of a tool message"),
+        ({"name": "qwen2.5", "tokenizer": None, "environment": Asking}, ValueError, "expected a tokenizer for"),
+        ({"name": "qwen2.5", "environment": object}, ValueError, r"got object: write def reset\(self, \*\*row\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_generated(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"(?s){message}"):
+        fit(module_of(**options), data=data(), limit_train_batches=1)
+
+
+def test_an_environment_without_tools_needs_no_parser() -> None:
+    assert FAMILIES["gemma-3"].tool
+    module = module_of("gemma-3", environment=Asking, max_turns=1)
+    assert (rollouts_of(module)[0].finish != Finish.FAILED).all()

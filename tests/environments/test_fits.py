@@ -1,0 +1,183 @@
+"""Fits over conversations: what the policy drew trains, and nothing moves with microbatches, order or a resume."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.conversations import Echo, talking_module
+from kit.support import fit, recorder, tiny_policy, weights_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_rl import Finish, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import DynamicSampling, NoEOSMask, ReferenceKL, TruncatedIS
+from lightning_rl.environments import TokenStep
+from lightning_rl.environments.failures import FailedEnvironmentsError
+from lightning_rl.rollout import TURN_REWARDS, TURNS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pre-optimization state.*:UserWarning",
+    "ignore:The dirpath has changed:UserWarning",
+    "ignore:Found 1 environment:UserWarning",
+)
+
+
+def data(number: int = 16, per_rollout: int = 4) -> PromptDataModule:
+    rows = [{"prompt": [2 + place % 11, 3 + place % 7, 4][: 1 + place % 3], "place": place} for place in range(number)]
+    return PromptDataModule(rows, per_rollout, shuffle=False, validation=[[13, 2], [14]])
+
+
+def rollouts_of(module: RLLightningModule, *, callbacks: Sequence[Any] = (), **options: Any) -> list[Rollout]:
+    seen: list[Rollout] = []
+    fit(module, data=data(), callbacks=[recorder(seen)("seen"), *callbacks], **options)
+    return seen
+
+
+def test_what_the_environment_says_is_read_and_never_trained() -> None:
+    for rollout in rollouts_of(
+        talking_module(minibatches=2), callbacks=[SignalAudit(every_n_rollouts=1, mode="raise")]
+    ):
+        turns, actions = rollout.token_extras[TURNS], rollout.action_mask
+        inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
+        assert torch.equal(actions, turns > 0) and (inside & ~actions).any()
+        assert torch.equal(rollout.valid_tokens, actions & rollout.trained[:, None])
+        assert (rollout.policy_version[~actions] == -1).all() and not rollout.require("rollout_logprobs")[
+            ~actions
+        ].any()
+        assert torch.allclose(rollout.token_extras[TURN_REWARDS].sum(-1), rollout.rewards)
+        assert (rollout.drawn_lengths <= 9).all() and (turns.amax(-1) <= 4).all()
+        assert torch.isclose(
+            rollout.require("old_logprobs")[actions], rollout.require("rollout_logprobs")[actions]
+        ).all()
+
+
+def test_every_end_of_a_conversation_is_there() -> None:
+    ends = torch.cat([rollout.finish for rollout in rollouts_of(talking_module(max_turns=2))]).unique().tolist()
+    assert ends == [Finish.STOP, Finish.TURNS]
+    ends = torch.cat([rollout.finish for rollout in rollouts_of(talking_module(max_new_tokens=4))]).unique().tolist()
+    assert Finish.LENGTH in ends
+
+
+@pytest.mark.filterwarnings("ignore:.*conversations failed with their environment")
+def test_a_failed_conversation_costs_its_own_row_and_no_other() -> None:
+    (sound, *_), (broken, *_) = (rollouts_of(talking_module(breaks_at=at)) for at in (None, 2))
+    failed = broken.failures
+    assert failed.any() and not failed.all()
+    assert not broken.trained[failed].any() and not broken.rewarded[failed].any()
+    assert not broken.require("advantages")[failed].any()
+    others = torch.isin(broken.groups, broken.groups[failed]).logical_not()
+    assert others.any()
+    for name in ("response_ids", "rewards", "advantages"):
+        ours, theirs = (getattr(rollout.fit_width(sound.width), name)[others] for rollout in (broken, sound))
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*conversations failed with their environment")
+def test_too_many_failures_end_the_run_with_their_cause_and_a_checkpoint(tmp_path: Path) -> None:
+    module = talking_module(environment=Gone, max_failed_environments=0.25)
+    cause = r"16 of 16 conversations failed.*OSError: no such host \(16 times\)"
+    with pytest.raises(FailedEnvironmentsError, match=cause):
+        fit(module, data=data(), default_root_dir=tmp_path, enable_checkpointing=True, num_sanity_val_steps=0)
+    assert list(tmp_path.rglob("interrupted.ckpt"))
+
+
+class Gone(Echo):
+    """Cannot be reset."""
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        raise OSError("no such host")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"token_budget": 24}, {"token_budget": 24, "packing": False}, {"packing": False}],
+    ids=["small", "small and padded", "padded"],
+)
+def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
+    policy = partial(tiny_policy, dtype=torch.float64)
+    one, other = (talking_module(policy=policy, minibatches=2, **given) for given in ({}, options))
+    for module in (one, other):
+        fit(module, data=data(), callbacks=[NoEOSMask(), ReferenceKL(0.1, as_loss=True)])
+    first, second = weights_of(one), weights_of(other)
+    assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_resume_is_bitwise_with_conversations_in_flight(tmp_path: Path, max_staleness: int) -> None:
+    def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
+        module = talking_module(minibatches=2, max_staleness=max_staleness)
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
+        fit(module, data=data(), callbacks=[saving, NoEOSMask(), TruncatedIS()], default_root_dir=folder, **options)
+        return module
+
+    whole = weights_of(run(tmp_path / "whole"))
+    for step in (1, 4):
+        resumed = weights_of(run(tmp_path / f"from-{step}", tmp_path / "whole" / f"step={step}.ckpt"))
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_filter_of_groups_samples_further_conversations() -> None:
+    seen = rollouts_of(talking_module(), callbacks=[DynamicSampling(max_rounds=4)])
+    spread = [
+        rollout.rewards[rollout.groups == group].unique().numel()
+        for rollout in seen
+        for group in rollout.groups.unique()
+    ]
+    assert len(spread) >= 4 and min(spread) > 1
+
+
+def test_an_evaluation_and_complete_hold_conversations_too() -> None:
+    asked: list[int] = []
+
+    def count(prompts: Any, completions: Any, *, completion_ids: Any, environment_reward: Any, **_: Any) -> list[float]:
+        asked.extend(map(len, completion_ids))
+        return [float(reward) for reward in environment_reward]
+
+    module = talking_module(rewards=count)
+    trainer = fit(module, data=data())
+    asked.clear()
+    (figures,) = trainer.validate(module, data(), verbose=False)
+    assert asked and max(asked) <= 3, "a reward sees the last answer alone"
+    assert 0 <= figures["val/reward/count"] <= 4
+
+
+def test_rewards_are_told_what_was_said_and_what_the_environment_gave() -> None:
+    seen: list[Any] = []
+
+    def look(prompts: Any, completions: Any, *, completion_ids: Any, **columns: Any) -> list[float]:
+        seen.append((completion_ids, columns))
+        return [1.0] * len(prompts)
+
+    module = talking_module(rewards=look)
+    fit(module, data=data(), max_steps=1, num_sanity_val_steps=0)
+    ids, columns = seen[0]
+    assert set(columns) >= {"place", "conversation", "environment_reward"}
+    assert all(len(row) <= 3 for row in ids)
+
+
+def test_one_environment_for_each_row_by_a_column() -> None:
+    rows = [{"prompt": [2 + place], "environment": "quiet" if place % 2 else "echo"} for place in range(8)]
+    module = talking_module(environment={"echo": Echo, "quiet": Quiet})
+    seen: list[Rollout] = []
+    fit(module, data=PromptDataModule(rows, 4, shuffle=False), callbacks=[recorder(seen)("seen")])
+    turns = seen[0].token_extras[TURNS].amax(-1).reshape(4, -1)
+    assert (turns[1::2] == 1).all() and (turns[::2] > 1).any()
+    rows[3]["environment"] = "unknown"
+    with pytest.raises(
+        ValueError, match=r"column 'environment' of prompt 3 to name one of \['echo', 'quiet'\], got 'unknown'"
+    ):
+        fit(talking_module(environment={"echo": Echo, "quiet": Quiet}), data=PromptDataModule(rows, 4, shuffle=False))
+
+
+class Quiet(Echo):
+    """Ends after the first answer."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        return TokenStep(done=True, reward=float(len(token_ids)))

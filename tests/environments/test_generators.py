@@ -1,0 +1,72 @@
+"""Generators: an environment that draws from one of the trainer's is named; one with its own is not."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import override
+
+from lightning_rl import Finish, Sampling
+from lightning_rl.environments import Conversation, Limits, TokenEnvironment, TokenStep
+from lightning_rl.environments.generators import GeneratorError
+from lightning_rl.generation import Completion, Request
+from lightning_rl.seeding import keep_generators
+
+FIRST = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=Sampling(max_new_tokens=4, eos_token_ids=[9]))
+ANSWER = Completion(token_ids=(9,), logprobs=torch.zeros(1), finish=Finish.STOP, version=0)
+
+
+class Drawing(TokenEnvironment):
+    """Draws in its reset and in its step."""
+
+    def __init__(self, reset: Callable[[], Any], step: Callable[[], Any]) -> None:
+        self.draws = reset, step
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        self.draws[0]()
+        return ()
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        self.draws[1]()
+        return TokenStep(done=True)
+
+    @override
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def talk(reset: Callable[[], Any], step: Callable[[], Any]) -> None:
+    with keep_generators(torch.device("cpu")):
+        conversation = Conversation(Drawing(reset, step), FIRST, Limits())
+        conversation.begin({}, 0)
+        conversation.receive(ANSWER)
+        assert conversation.transcript is not None and conversation.transcript.finish == Finish.STOP
+
+
+DRAWS = [
+    (random.random, "Python's generator"),
+    (np.random.random, "NumPy's generator"),
+    (lambda: torch.rand(()), "torch's generator"),
+    (lambda: random.seed(3), "Python's generator"),
+    (lambda: torch.manual_seed(3), "torch's generator"),
+]
+
+
+@pytest.mark.parametrize(("draw", "name"), DRAWS)
+@pytest.mark.parametrize("in_reset", [True, False])
+def test_who_draws_from_a_generator_of_the_trainer_is_named(draw: Any, name: str, in_reset: bool) -> None:
+    nothing = lambda: None  # noqa: E731
+    with pytest.raises(
+        GeneratorError, match=f"expected Drawing to draw from generators of its own, got draws from {name}"
+    ):
+        talk(*((draw, nothing) if in_reset else (nothing, draw)))
+
+
+def test_generators_of_its_own_are_its_own_business() -> None:
+    own = random.Random(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
+    talk(own[0].random, lambda: (own[1].random(), torch.rand((), generator=own[2])))

@@ -1,0 +1,202 @@
+"""Parsing: other libraries read calls, errors are words for the policy, and a parser that misreads is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from environments.templates import FAMILIES, tokenizer_of
+
+from lightning_rl.environments import Answer, ParserError, RendererParser, TemplateParser, ToolCall, parser_for
+from lightning_rl.environments.parsing import check_source, misread, plain_text
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}},
+    },
+}
+FIRST = '<tool_call>\n{"name": "look", "arguments": {"x": "one"}}\n</tool_call>'
+HEAD = "<|im_start|>assistant\n"
+
+
+def parse(parser: Any, said: str, before: str = HEAD, name: str = "qwen3") -> Answer:
+    ids = [tokenizer_of(name)(text, add_special_tokens=False)["input_ids"] for text in (said, before)]
+    return parser(ids[0], ids[1], [LOOK])
+
+
+def calls(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.name, dict(call.arguments)) for call in answer.tool_calls]
+
+
+QWEN = ["hermes", "qwen3"]
+
+
+@pytest.mark.parametrize("source", QWEN)
+def test_an_answer_falls_into_reasoning_text_and_calls(source: str) -> None:
+    second = '<tool_call>\n{"name": "look", "arguments": {"x": "two", "n": 2}}\n</tool_call>'
+    parser = parser_for(tokenizer_of("qwen3"), source)
+    answer = parse(parser, f"<think>\nhm\n</think>\n\nSure.\n{FIRST}\n{second}<|im_end|>")
+    assert calls(answer) == [("look", {"x": "one"}), ("look", {"x": "two", "n": 2})]
+    assert (answer.text.strip(), (answer.reasoning or "").strip(), list(answer.errors)) == ("Sure.", "hm", [])
+
+
+@pytest.mark.parametrize("source", QWEN)
+def test_an_answer_without_a_call_is_text(source: str) -> None:
+    answer = parse(parser_for(tokenizer_of("qwen3"), source), "Just { text }.<|im_end|>")
+    assert answer == Answer(text="Just { text }.", reasoning=None, tool_calls=[], errors=[])
+
+
+@pytest.mark.parametrize("source", QWEN)
+def test_a_call_in_reasoning_is_a_thought(source: str) -> None:
+    answer = parse(parser_for(tokenizer_of("qwen3"), source), f"<think>\n{FIRST}\n</think>\n\nNo.<|im_end|>")
+    assert calls(answer) == [] and list(answer.errors) == [] and answer.text.strip() == "No."
+
+
+def test_reasoning_that_the_prompt_began_is_reasoning() -> None:
+    parser = parser_for(tokenizer_of("qwen3"), "hermes")
+    answer = parse(parser, f"hm {FIRST}\n</think>\n\nNo.<|im_end|>", before=f"{HEAD}<think>\n")
+    assert calls(answer) == [] and answer.text == "No."
+
+
+@pytest.mark.parametrize("source", QWEN)
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ('<tool_call>\n{"name": "look", "arguments": {"x": }}\n</tool_call>', '"x": }'),
+        ('<tool_call>\n{"name": "look", "arguments": [1]}\n</tool_call>', "[1]"),
+        ('<tool_call>\n{"name": "look", "arguments": "none"}\n</tool_call>', "none"),
+        ('<tool_call>\n{"arguments": {"x": "one"}}\n</tool_call>', "name"),
+        ("<tool_call>\n[1]\n</tool_call>", "[1]"),
+        ("<tool_call>\n7\n</tool_call>", "7"),
+        ('<tool_call>\n{"name": "look", "arg', '"arg'),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_for_the_policy(source: str, said: str, wrong: str) -> None:
+    answer = parse(parser_for(tokenizer_of("qwen3"), source), f"{said}<|im_end|>")
+    assert calls(answer) == [] and len(answer.errors) == 1 and wrong in answer.errors[0]
+
+
+def test_of_several_calls_a_renderer_keeps_those_that_are_whole() -> None:
+    broken = '<tool_call>\n{"name": "look", "arguments": }\n</tool_call>'
+    template, renderer = (parser_for(tokenizer_of("qwen3"), source) for source in QWEN)
+    assert calls(parse(renderer, f"{FIRST}\n{broken}<|im_end|>")) == [("look", {"x": "one"})]
+    assert parse(renderer, f"{FIRST}\n{broken}<|im_end|>").errors[0].startswith("invalid_json: ")
+    assert calls(parse(template, f"{FIRST}\n{broken}<|im_end|>")) == []
+    assert len(parse(template, f"{FIRST}\n{broken}<|im_end|>").errors) == 1
+
+
+def test_a_call_of_a_tool_that_is_not_there_is_a_call() -> None:
+    said = '<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call><|im_end|>'
+    assert [calls(parse(parser_for(tokenizer_of("qwen3"), source), said)) for source in QWEN] == [[("fly", {})]] * 2
+
+
+def test_arguments_are_optional_and_may_be_written_as_text() -> None:
+    parser = parser_for(tokenizer_of("qwen3"), "hermes")
+    said = '<tool_call>{"name": "look"}</tool_call><tool_call>{"name": "look", "arguments": "{\\"n\\": 1}"}</tool_call>'
+    assert calls(parse(parser, said)) == [("look", {}), ("look", {"n": 1})]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.renderer not in ("", "gpt-oss")])
+def test_a_renderer_reads_the_calls_of_its_family(name: str) -> None:
+    assert isinstance(parser_for(tokenizer_of(name), FAMILIES[name].renderer), RendererParser)
+
+
+def test_formats_without_quotes_are_typed_by_the_schemas() -> None:
+    said = "</think>\n\n<tool_call>\n<function=look>\n<parameter=x>\n7\n</parameter>\n<parameter=n>\n7\n</parameter>\n"
+    parser = parser_for(tokenizer_of("qwen3.5"), "qwen3.5")
+    answer = parse(parser, f"{said}</function>\n</tool_call><|im_end|>", before=f"{HEAD}<think>\n", name="qwen3.5")
+    assert calls(answer) == [("look", {"x": "7", "n": 7})]
+
+
+XML = {
+    "start_anchor": HEAD,
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>\n(?P<value>.*?)\n</parameter>"},
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|im_end|>"},
+    },
+}
+
+
+def test_a_response_template_is_passed_or_comes_with_the_tokenizer() -> None:
+    said = "<tool_call>\n<function=look>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    parser = parser_for(tokenizer_of("qwen3.5"), XML)
+    assert calls(parse(parser, said, before=HEAD, name="qwen3.5")) == [("look", {"n": 7})]
+    tokenizer = tokenizer_of.__wrapped__("qwen3.5")
+    tokenizer.response_template = XML
+    assert parser_for(tokenizer) == TemplateParser(tokenizer, XML)
+
+
+def test_without_a_source_the_first_that_reads_the_template_is_taken() -> None:
+    tokenizer = tokenizer_of.__wrapped__("qwen3")
+    assert isinstance(parser_for(tokenizer), TemplateParser)
+    tokenizer.name_or_path = "Qwen/Qwen3-4B"
+    assert parser_for(tokenizer) == RendererParser(tokenizer, "qwen3")
+    tokenizer.chat_template = FAMILIES["qwen2.5"].template
+    tokenizer.name_or_path = "deepseek-ai/DeepSeek-V3"  # a name that says nothing true
+    assert isinstance(parser_for(tokenizer), TemplateParser)
+
+
+def test_a_function_is_taken_as_it_is() -> None:
+    def shout(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+        return Answer(text="HA", tool_calls=[ToolCall(name="look", arguments={})])
+
+    assert parser_for(tokenizer_of("chatml"), shout) is shout
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("chatml", None, "the chat template writes no tool calls"),
+        ("llama-3.1", None, '\'hermes\': in \'{"name": "look_at", .* it reads no call'),
+        ("llama-3.1", "hermes", "it reads no call"),
+        ("qwen3.5", "qwen3", "renderer 'qwen3': in .*function=look_at.* it reads"),
+        ("mistral", None, "'hermes': the chat template writes nothing at the head of an answer"),
+        (
+            "qwen3",
+            {"start_anchor": "nowhere", "fields": XML["fields"]},
+            "the response template: in .* it reads no call",
+        ),
+        ("qwen3", {"fields": {}}, "the response template: in .* it reads .*fields must be a non-empty dict"),
+        ("qwen3", "nobody", "name of a renderer that fits the tokenizer, got 'nobody'"),
+        ("qwen3", "auto", "got 'auto': it asks a server which model this is"),
+        ("qwen3", "kimi-k2", "got 'kimi-k2': .*im_user"),
+        ("qwen3", "default", "renderer 'default': in .* it reads no call"),
+    ],
+)
+def test_a_tokenizer_whose_calls_nobody_reads_is_refused_with_the_cure(name: str, source: Any, message: str) -> None:
+    with pytest.raises(ParserError, match=f"(?s){message}.*pass tool_parser= with a response template of transformers"):
+        parser_for(tokenizer_of(name), source)
+
+
+def test_a_parser_that_reads_an_earlier_call_again_is_refused() -> None:
+    fields = {**XML["fields"], "tool_calls": {**XML["fields"]["tool_calls"]}}
+    anchored_at_the_start = {"start_anchor": "<|im_start|>user", "fields": fields}
+    wrong = {**anchored_at_the_start, "start_anchor": "one thing that never comes"}
+    tokenizer = tokenizer_of("qwen3.5")
+    assert misread(TemplateParser(tokenizer, wrong), tokenizer) == "it reads the call of an earlier answer again"
+    assert misread(TemplateParser(tokenizer, anchored_at_the_start), tokenizer) is None
+
+
+def test_a_parser_that_breaks_gives_the_text_and_the_error() -> None:
+    answer = parse(TemplateParser(tokenizer_of("qwen3"), {"fields": {}}), "hello<|im_end|>")
+    assert answer.text == "hello" and answer.errors[0].startswith("the tool calls could not be read: ")
+
+
+def test_plain_text_reads_no_calls() -> None:
+    assert parse(plain_text(tokenizer_of("qwen3")), f"{FIRST}<|im_end|>") == Answer(text=FIRST)
+
+
+@pytest.mark.parametrize("source", [3, ["hermes"]])
+def test_what_is_no_source_of_a_parser_is_refused(source: Any) -> None:
+    with pytest.raises(ValueError, match="expected tool_parser to be a response template of transformers, the name of"):
+        check_source(source)

@@ -1,0 +1,374 @@
+"""Tools: whatever a call does goes back to the policy as a message, and objects of TRL's shape work as they are."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+from environments.templates import close_of, tokenizer_of
+from typing_extensions import override
+
+from lightning_rl import Finish
+from lightning_rl.environments import Answer, Bridge, ObjectEnvironment, ToolCall, ToolEnvironment, parser_for
+from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.tools import schemas_of
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+def describe(word: str | None, how: Literal["long", "short"], parts: list[int] | None = None) -> Any:
+    """Describes.
+
+    Args:
+        word: a word.
+        how: at what length.
+        parts: of the word.
+    """
+    return {"word": word, "how": how, "parts": parts}
+
+
+def fail(what: str) -> str:
+    """Fails.
+
+    Args:
+        what: how.
+    """
+    if what == "exit":
+        sys.exit(3)
+    raise OSError(what)
+
+
+async def wait(turns: int) -> str:
+    """Waits.
+
+    Args:
+        turns: of the event loop.
+    """
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if turns == 0:
+        raise TimeoutError("no time")
+    return f"{turns} {threading.current_thread() is threading.main_thread()}"
+
+
+async def leave() -> str:
+    """Leaves."""
+    sys.exit(4)
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
+
+
+def step(environment: ToolEnvironment, *calls: ToolCall, errors: Sequence[str] = ()) -> Any:
+    return environment.step(Answer(text="", tool_calls=calls, errors=errors))
+
+
+def said(environment: ToolEnvironment, *calls: ToolCall) -> list[str]:
+    return [message["content"] for message in step(environment, *calls).messages]
+
+
+def returning(value: Any) -> Any:
+    def give() -> Any:
+        """Gives."""
+        return value
+
+    return give
+
+
+def test_calls_are_made_in_their_order_and_named_in_the_replies() -> None:
+    environment = ToolEnvironment([add, describe])
+    calls = [ToolCall(name="add", arguments={"a": 2}, id="call7"), call("describe", word=None, how="long")]
+    taken = step(environment, *calls)
+    assert list(taken.messages) == [
+        {"role": "tool", "name": "add", "tool_call_id": "call7", "content": "3"},
+        {"role": "tool", "name": "describe", "content": '{"word": null, "how": "long", "parts": null}'},
+    ]
+    assert (taken.done, taken.reward, taken.metrics) == (False, None, {"tool_errors": 0.0})
+
+
+def test_an_answer_without_a_call_ends_the_conversation() -> None:
+    taken = step(ToolEnvironment([add]))
+    assert (taken.done, list(taken.messages), taken.reward) == (True, [], None)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        ({"a": [1, None, True]}, '{"a": [1, null, true]}'),
+        (None, "null"),
+        (2.5, "2.5"),
+        ("é", "é"),
+        (["é"], '["é"]'),
+        ({1}, '"{1}"'),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        ("half \ud800", "half ?"),
+    ],
+)
+def test_text_is_said_as_it_is_and_values_as_json(value: Any, text: str) -> None:
+    assert said(ToolEnvironment([returning(value)]), call("give")) == [text]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        (call("fly"), "LookupError: there is no tool fly, only add, describe, fail"),
+        (call("add"), "TypeError: missing a required argument: 'a'"),
+        (call("add", a=1, c=2), "TypeError: got an unexpected keyword argument 'c'"),
+        (call("add", a="1"), "TypeError: a: '1' is not of type 'integer'"),
+        (call("add", a=True), "TypeError: a: True is not of type 'integer'"),
+        (call("add", a=1, b=None), "TypeError: b: None is not of type 'integer'"),
+        (call("describe", word="w", how="wide"), "TypeError: how: 'wide' is not one of ['long', 'short']"),
+        (call("describe", word="w", how="long", parts=[1, "2"]), "TypeError: parts: [1, '2'] is not valid under any"),
+        (call("fail", what="gone"), "OSError: gone"),
+        (call("fail", what="exit"), "SystemExit: 3"),
+        (ToolCall(name="add", arguments=[1]), "TypeError: expected arguments by name, got [1]"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_is_wrong_with_a_call_goes_back_to_the_policy_and_is_counted(asked: ToolCall, error: str) -> None:
+    taken = step(ToolEnvironment([add, describe, fail]), asked, call("add", a=1))
+    wrong, right = taken.messages
+    assert json.loads(wrong["content"])["error"].startswith(error) and wrong["name"] == asked.name
+    assert (right["content"], taken.metrics, taken.done) == ("2", {"tool_errors": 1.0}, False)
+
+
+def test_what_no_parser_read_goes_back_too() -> None:
+    taken = step(ToolEnvironment([add]), call("add", a=1), errors=["no JSON"])
+    assert [message["content"] for message in taken.messages] == ["2", '{"error": "no JSON"}']
+    taken = step(ToolEnvironment([add]), errors=["no JSON"])
+    assert (taken.done, taken.metrics) == (False, {"tool_errors": 0.0})
+
+
+def test_nothing_of_an_answer_that_was_cut_is_called() -> None:
+    answer = Answer(text="", tool_calls=[call("fail", what="called")], finish=Finish.LENGTH)
+    taken = ToolEnvironment([fail]).step(answer)
+    assert taken.done and list(taken.messages) == []
+
+
+def test_a_flood_is_cut_with_a_note() -> None:
+    flood = returning("ab" * 50)
+    assert said(ToolEnvironment([flood], max_characters=3), call("give")) == ["aba\n[cut: 3 of 100 characters]"]
+    assert said(ToolEnvironment([flood], max_characters=100), call("give")) == ["ab" * 50]
+    assert said(ToolEnvironment([flood], max_characters=None), call("give")) == ["ab" * 50]
+    assert len(said(ToolEnvironment([returning("a" * 10**6)]), call("give"))[0]) < 17_000
+    (error,) = said(ToolEnvironment([fail], max_characters=20), call("fail", what="x" * 99))
+    assert error.startswith('{"error": "OSError: ') and "[cut: 20 of " in error
+
+
+def test_coroutines_wait_together_outside_of_this_thread_and_replies_keep_their_order() -> None:
+    environment = ToolEnvironment([wait, add])
+    calls = [call("wait", turns=9), call("wait", turns=1), call("add", a=1), call("wait", turns=0)]
+    taken = step(environment, *calls)
+    texts = [message["content"] for message in taken.messages]
+    assert texts[:3] == ["9 False", "1 False", "2"]
+    assert (json.loads(texts[3]), taken.metrics) == ({"error": "TimeoutError: no time"}, {"tool_errors": 1.0})
+
+
+def test_coroutines_that_follow_each_other_overlap_and_a_function_waits_for_them() -> None:
+    events: list[str] = []
+
+    async def slow(which: str) -> None:
+        """Is slow.
+
+        Args:
+            which: of the calls.
+        """
+        events.append(f"begin {which}")
+        await asyncio.sleep(0)
+        events.append(f"end {which}")
+
+    def note() -> None:
+        """Notes."""
+        events.append("note")
+
+    step(ToolEnvironment([slow, note]), call("slow", which="a"), call("slow", which="b"), call("note"))
+    assert events == ["begin a", "begin b", "end a", "end b", "note"]
+
+
+def test_a_coroutine_that_leaves_ends_nothing() -> None:
+    environment = ToolEnvironment([leave, wait])
+    assert said(environment, call("leave")) == ['{"error": "SystemExit: 4"}']
+    assert said(environment, call("wait", turns=1)) == ["1 False"]
+
+
+def test_async_tools_work_where_a_loop_is_running() -> None:
+    async def inside() -> list[str]:
+        return said(ToolEnvironment([wait]), call("wait", turns=1))
+
+    assert asyncio.run(inside()) == ["1 False"]
+
+
+def test_a_coroutine_keeps_its_loop_from_turn_to_turn() -> None:
+    loops: list[Any] = []
+
+    async def remember() -> None:
+        """Remembers."""
+        loops.append(asyncio.get_running_loop())
+
+    environment = ToolEnvironment([remember])
+    step(environment, call("remember"))
+    step(environment, call("remember"))
+    assert loops[0] is loops[1] and not loops[0].is_closed()
+
+
+def test_a_tool_that_waits_for_its_own_loop_is_told() -> None:
+    async def nested() -> str:
+        """Calls a tool."""
+        return said(ToolEnvironment([wait]), call("wait", turns=1))[0]
+
+    (text,) = said(ToolEnvironment([nested]), call("nested"))
+    assert "RuntimeError: expected a thread without the loop of async tools" in text
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([add, add], "expected tools of different names, got add more than once: rename one"),
+        ([lambda x: x], "for each argument of tool <lambda>, got a function without a schema: .*docstring"),
+    ],
+)
+def test_tools_without_a_name_or_a_schema_of_their_own_are_refused(tools: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        ToolEnvironment(tools)
+
+
+def test_a_limit_of_characters_is_a_number() -> None:
+    with pytest.raises(ValueError, match="expected max_characters to be a whole number above 0 or None, got 0"):
+        ToolEnvironment([add], max_characters=0)
+
+
+class Counter:
+    """As TRL's trainer takes it."""
+
+    def __init__(self) -> None:
+        self.count, self.closed = 0, False
+
+    def reset(self, **row: Any) -> str | None:
+        """Keeps the row."""
+        self.row = row
+        return row.get("hint")
+
+    def increase(self, by: int) -> str:
+        """Increases the counter.
+
+        Args:
+            by: how much.
+        """
+        self.count += by
+        return f"at {self.count}"
+
+    async def look(self) -> int:
+        """Looks at the counter."""
+        return self.count
+
+    def _hidden(self) -> None:
+        raise AssertionError("it was called")
+
+    @property
+    def broken(self) -> int:
+        """Must not be looked at."""
+        raise AssertionError("it was evaluated")
+
+    def get_reward(self) -> float:
+        """Half of the count."""
+        return self.count / 2
+
+    def close(self) -> None:
+        """Remembers it."""
+        self.closed = True
+
+
+def test_the_public_methods_of_an_object_are_tools() -> None:
+    environment = ObjectEnvironment(Counter())
+    assert [schema["function"]["name"] for schema in schemas_of(environment.tools)] == ["increase", "look"]
+    assert said(environment, call("increase", by=3), call("look")) == ["at 3", "3"]
+    assert (step(environment).done, step(environment).reward) == (True, 1.5)
+
+
+ROW = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}], "hint": " on", "level": 2}
+
+
+@pytest.mark.parametrize(
+    ("row", "begins"),
+    [
+        (ROW, [{"role": "system", "content": "s"}, {"role": "user", "content": "go on"}]),
+        ({**ROW, "hint": None}, []),
+        ({**ROW, "prompt": "go"}, [{"role": "user", "content": "go on"}]),
+        ({**ROW, "prompt": ROW["prompt"][:1]}, [ROW["prompt"][0], {"role": "user", "content": " on"}]),
+        ({"hint": "on"}, [{"role": "user", "content": "on"}]),
+    ],
+)
+def test_what_an_object_says_at_its_reset_is_put_behind_the_prompt(row: Any, begins: Any) -> None:
+    thing = Counter()
+    environment = ObjectEnvironment(thing)
+    assert list(environment.reset(row, 5)) == begins and thing.row == row
+    environment.close()
+    assert thing.closed and ROW["prompt"][1] == {"role": "user", "content": "go"}
+
+
+class Awaiting(Counter):
+    """Names what it wants, and has to be awaited."""
+
+    @override
+    async def reset(self, level: int, seed: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.row = (level, seed)
+
+    @override
+    async def get_reward(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 0.25
+
+
+def test_a_reset_that_names_its_columns_gets_those_and_may_be_awaited() -> None:
+    thing = Awaiting()
+    environment = ObjectEnvironment(thing)
+    assert (list(environment.reset(ROW, 5)), thing.row) == ([], (2, 5))
+    assert step(environment).reward == 0.25
+
+
+class Mute:
+    """Has tools alone."""
+
+    def reset(self) -> Any:
+        """No text."""
+        return 3
+
+
+def test_an_object_of_another_shape_is_told_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match=r"an object with a reset method, got int: write def reset\(self, \*\*row\)"):
+        ObjectEnvironment(3)
+    with pytest.raises(TypeError, match=r"expected Mute\.reset to return a string or None, got 3"):
+        ObjectEnvironment(Mute()).reset({}, 0)
+    assert step(ObjectEnvironment(Mute())).reward is None
+
+
+def drawn(text: str, finish: Finish = Finish.STOP) -> tuple[list[int], Finish]:
+    return list(tokenizer_of("qwen3")(text, add_special_tokens=False)["input_ids"]), finish
+
+
+def test_a_conversation_with_tools_goes_from_tokens_to_tokens() -> None:
+    tokenizer, tool = tokenizer_of("qwen3"), ToolEnvironment([add])
+    bridge = Bridge(tokenizer, close_of("qwen3"))
+    prompt = [{"role": "user", "content": "one"}]
+    talk = MessageEnvironment(tool, bridge, parser_for(tokenizer, "hermes"), schemas_of(tool.tools), prompt)
+    assert '"name": "add"' in tokenizer.decode(list(talk.reset({}, 0)))
+    first = talk.step(*drawn('So.\n<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call><|im_end|>'))
+    expected = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(list(first.token_ids)) == expected
+    assert first.metrics == {"tool_calls": 1.0, "parse_errors": 0.0, "tool_errors": 0.0}
+    broken = talk.step(*drawn('<tool_call>{"name": "add"</tool_call><|im_end|>'))
+    assert "the tool calls could not be read" in tokenizer.decode(list(broken.token_ids))
+    assert broken.metrics == {"tool_calls": 0.0, "parse_errors": 1.0, "tool_errors": 0.0}
+    cut = talk.step(*drawn('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', Finish.LENGTH))
+    assert (cut.done, cut.metrics["tool_calls"], cut.metrics["parse_errors"]) == (True, 0.0, 0.0)

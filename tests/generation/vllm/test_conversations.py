@@ -1,0 +1,196 @@
+"""Conversations on servers: one stays where its prefix is cached, loses nothing with its server, and takes syncs."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
+from kit.support import tiny_model
+from typing_extensions import override
+
+from lightning_rl import EngineError, Finish, Sampling, VLLMServerEngine
+from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, Transcript, converse
+from lightning_rl.generation import Request
+from lightning_rl.generation.answers import TurnAnswers
+from lightning_rl.generation.vllm import pool
+
+TURNS = 4
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "POLL", 0.02)
+    monkeypatch.setattr(pool, "BACKOFF", 0.01)
+
+
+def an_engine(*scripted: ScriptedServer) -> VLLMServerEngine:
+    model = tiny_model("llama", dtype=torch.float32)
+    engine = VLLMServerEngine([s.url for s in scripted], api_key=KEY, canary=False, patience=10, timeout=10)
+    engine.start(model, None)
+    engine.expect(model.named_parameters())
+    engine.load_weights(model.named_parameters(), 0)
+    return engine
+
+
+class Echo(TokenEnvironment):
+    """Says a token for each turn."""
+
+    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
+        self.before, self.turn, self.closed = before, 0, 0
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        return ()
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        self.before(self.turn)
+        self.turn += 1
+        return TokenStep(token_ids=[2 + self.turn])
+
+    @override
+    def close(self) -> None:
+        self.closed += 1
+
+
+def opening(number: int, environment: Echo | None = None) -> Opening:
+    sampling = Sampling(max_new_tokens=40, temperature=0.7, eos_token_ids=())
+    first = Request(prefix_ids=(2, 3), sample_id=number, seed=number, sampling=sampling)
+    return Opening(Conversation(environment or Echo(), first, Limits(turns=TURNS, turn_tokens=4)), {}, number)
+
+
+def held(engine: VLLMServerEngine, talks: list[Opening]) -> list[Transcript]:
+    answers = TurnAnswers(engine, logprobs=True, vocabulary=VOCABULARY)
+    return converse(talks, engine, logprobs=True, answers=answers)
+
+
+def tokens(transcripts: Sequence[Transcript]) -> list[tuple[tuple[int, ...], Finish]]:
+    return [(each.row.response_ids, each.finish) for each in transcripts]
+
+
+def which(body: dict[str, Any]) -> tuple[int, int]:
+    """Sample and turn of a request."""
+    sample, turn = body["request_id"].split("-")[1:3]
+    return int(sample), int(turn)
+
+
+def asked(server: ScriptedServer) -> list[tuple[int, int]]:
+    return [which(body) for body in server.requests]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[tuple[tuple[int, ...], Finish]]:
+    server = ScriptedServer()
+    with servers(server):
+        engine = an_engine(server)
+        found = tokens(held(engine, [opening(n) for n in range(12)]))
+        engine.close()
+    assert {finish for _, finish in found} == {Finish.TURNS} and len(found[0][0]) == TURNS * 5 - 1
+    return found
+
+
+def test_the_next_turn_goes_where_the_one_before_was_answered(undisturbed: Any) -> None:
+    one, two = ScriptedServer(), ScriptedServer()
+    with servers(one, two):
+        engine = an_engine(one, two)
+        assert tokens(held(engine, [opening(n) for n in range(12)])) == undisturbed
+        engine.close()
+    samples = [{sample for sample, _ in asked(server)} for server in (one, two)]
+    assert not samples[0] & samples[1] and samples[0] | samples[1] == set(range(12)) and min(map(len, samples)) >= 3
+    assert sorted(asked(one) + asked(two)) == [(n, turn) for n in range(12) for turn in range(TURNS)]
+    prefixes = {which(body): body["token_ids"] for body in one.requests + two.requests}
+    said = undisturbed[5][0]
+    assert [prefixes[5, turn] for turn in range(TURNS)] == [[2, 3, *said[: 5 * turn]] for turn in range(TURNS)]
+
+
+def test_a_conversation_whose_server_is_lost_goes_on_at_another_and_stays_there(undisturbed: Any) -> None:
+    def deadly(body: dict[str, Any], answer: Answer) -> Answer:
+        if which(body)[1] == 2:
+            one.kill()
+        return answer
+
+    one, two = ScriptedServer(deadly), ScriptedServer()
+    with servers(one, two):
+        engine = an_engine(one, two)
+        assert tokens(held(engine, [opening(n) for n in range(12)])) == undisturbed
+        moved = {sample for sample, turn in asked(one) if turn == 2}
+        assert moved and {(sample, 3) for sample in moved} <= set(asked(two)) and (0, 3) not in set(asked(one))
+        engine.close()
+
+
+def test_nobody_waits_for_anybody(undisturbed: Any) -> None:
+    ended = threading.Event()
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        if which(body) == (11, TURNS - 1):
+            ended.set()
+        assert which(body) != (0, 0) or ended.wait(20), "the first turn of a sample ends after the last of another"
+        return answer
+
+    server = ScriptedServer(script)
+    with servers(server):
+        engine = an_engine(server)
+        assert tokens(held(engine, [opening(n) for n in range(12)])) == undisturbed
+        engine.close()
+
+
+def test_weights_that_come_between_two_turns_draw_the_next_and_every_token_says_so() -> None:
+    server = ScriptedServer()
+    with servers(server):
+        engine, model = an_engine(server), tiny_model("llama", 1, dtype=torch.float32)
+
+        def sync(turn: int) -> None:
+            if turn == 1:
+                engine.load_weights(model.named_parameters(), 5)
+
+        (transcript,) = held(engine, [opening(0, Echo(sync))])
+        engine.close()
+    assert [turn.completion.version for turn in transcript.row.turns] == [0, 0, 5, 5]
+
+
+def test_no_turn_is_drawn_from_weights_before_those_of_the_beginning() -> None:
+    """A server that came back with older weights is not believed, in no turn."""
+    server, older = ScriptedServer(), list[str]()
+    with servers(server):
+        engine, model = an_engine(server), tiny_model("llama", 1, dtype=torch.float32)
+        older.append(server.label)
+        engine.load_weights(model.named_parameters(), 5)
+
+        def script(body: dict[str, Any], answer: Answer) -> Answer:
+            if which(body)[1] == 2 and asked(server).count(which(body)) == 1:
+                assert isinstance(answer, dict)
+                (choice,) = answer["choices"]
+                span = {"version": older[0], "start": 0, "end": len(choice["token_ids"])}
+                return {**answer, "choices": [{**choice, "weight_versions": [span]}]}
+            return answer
+
+        server.script = script
+        (transcript,) = held(engine, [opening(0)])
+        engine.close()
+    assert [turn.completion.version for turn in transcript.row.turns] == [5] * TURNS
+    assert asked(server) == [(0, 0), (0, 1), (0, 2), (0, 2), (0, 3)]
+
+
+def test_a_failure_cuts_the_others_short_and_closes_every_environment() -> None:
+    gate, environments = threading.Event(), [Echo() for _ in range(5)]
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        if which(body) == (2, 1):
+            server.until(lambda known: len(known.requests) >= 6)
+            return 400
+        assert which(body)[0] == 2 or gate.wait(20)
+        return answer
+
+    server = ScriptedServer(script)
+    with servers(server):
+        engine = an_engine(server)
+        with pytest.raises(EngineError, match=r"request 2-1, but each one refused it: .* status 400"):
+            held(engine, [opening(n, environment) for n, environment in enumerate(environments)])
+        assert [environment.closed for environment in environments] == [1] * 5
+        gate.set()
+        server.until(lambda known: known.cut == 4)
+        server.script = lambda _, answer: answer
+        assert len(held(engine, [opening(n) for n in range(3)])) == 3, "the engine is as good as before"
+        engine.close()

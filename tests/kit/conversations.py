@@ -1,0 +1,58 @@
+"""Environments for tests, in the vocabulary of the tiny policy: quick, and without a random number."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from kit.support import EOS, tiny_module
+from lightning_rl import Finish, RLLightningModule
+from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
+
+
+class Echo(TokenEnvironment):
+    """Repeats the first token of an answer and its place in the conversation, until an answer begins with an even one.
+
+    Args:
+        breaks_at: the seed of the prompt's index modulo 4 at which it raises in the second turn; None for never.
+    """
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.breaks_at, self.turn, self.index = breaks_at, 0, 0
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        self.index = int(row.get("place", 0))
+        return ()
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        self.turn += 1
+        if self.turn == 2 and self.breaks_at is not None and self.index % 4 == self.breaks_at:
+            raise OSError("the connection is gone")
+        first, reward = token_ids[0], float(sum(token_ids) % 5) / 4
+        done = first % 2 == 0 and finish == Finish.STOP
+        if done:
+            return TokenStep(done=True, reward=reward)
+        return TokenStep(token_ids=(first, 2 + self.turn), reward=reward, metrics={"echoes": 1.0})
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+TURN_ENDS = (EOS, 5, 6, 7, 8)
+CONVERSATIONS: dict[str, Any] = {
+    "environment": Echo,
+    "rewards": EnvironmentReward(),
+    "max_turns": 4,
+    "max_turn_tokens": 3,
+}
+
+
+def talking_module(**options: Any) -> RLLightningModule:
+    """A tiny module whose samples talk to :class:`Echo`; every option can be replaced."""
+    if (breaks_at := options.pop("breaks_at", None)) is not None:
+        options["environment"] = partial(Echo, breaks_at)
+    return tiny_module(**{**CONVERSATIONS, "max_new_tokens": 9, "eos_token_ids": TURN_ENDS, **options})

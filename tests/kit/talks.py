@@ -1,0 +1,70 @@
+"""Conversations for engines with vLLM's CPU kernels: every driver has to draw the same in them."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from kit.vllm_models import prompts_of
+from lightning_rl import Finish, Sampling
+from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, Transcript
+from lightning_rl.generation import Request
+
+TURNS = 6
+What = list[tuple[tuple[int, ...], Finish, list[list[float]]]]
+
+
+class Echo(TokenEnvironment):
+    """Says tokens that its seed and the turn decide, after a pause of its own."""
+
+    def __init__(self, heard: list[int] | None = None, pause: float = 0.0) -> None:
+        self.heard, self.pause = heard, pause
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        """Begins with the row's own prompt."""
+        self.seed = seed
+        return ()
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        """Goes on for ever."""
+        time.sleep(random.random() * self.pause)
+        if self.heard is not None:
+            self.heard.append(self.seed)
+        return TokenStep(token_ids=[2 + (self.seed + sum(token_ids)) % 100, 5])
+
+    @override
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Opening]:
+    """Conversations of :data:`TURNS` turns of up to 16 tokens; ``options`` are those of Sampling."""
+    known = {"max_new_tokens": 100, "temperature": 1.0, "eos_token_ids": range(1, 12), **options}
+    return [
+        Opening(
+            Conversation(
+                Echo(pause=pause),
+                Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, sampling=Sampling(**known)),
+                Limits(turns=TURNS, turn_tokens=16, length=256),
+            ),
+            {},
+            n,
+        )
+        for n, ids in enumerate(prompts_of(number, 60))
+    ]
+
+
+def what_was_said(transcripts: Sequence[Transcript]) -> What:
+    """Everything that a driver could change: ids, ends, log-probabilities."""
+    return [
+        (
+            each.row.response_ids,
+            each.finish,
+            [turn.completion.logprobs.tolist() for turn in each.row.turns if turn.completion.logprobs is not None],
+        )
+        for each in transcripts
+    ]

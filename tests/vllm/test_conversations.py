@@ -1,0 +1,158 @@
+"""Conversations on vLLM: nobody waits for anybody, and what is drawn is what rounds draw, bit for bit."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import vllm_talks
+from kit.ranks import run_ranks
+from kit.support import tiny_tokenizer
+from kit.talks import TURNS, Echo, What, openings, what_was_said
+from kit.vllm_models import VOCABULARY, Starter, a_model, synced, worst
+from typing_extensions import override
+
+from lightning_rl import EngineError, Finish, Sampling, VLLMEngine
+from lightning_rl.environments import (
+    Conversation,
+    Limits,
+    Opening,
+    TokenStep,
+    Transcript,
+    converse,
+    play,
+)
+from lightning_rl.generation import Request
+from lightning_rl.generation.answers import TurnAnswers
+
+
+@pytest.fixture
+def engine(started: Starter) -> VLLMEngine:
+    return synced(started(a_model()), a_model())
+
+
+def in_rounds(engine: VLLMEngine, talks: list[Opening]) -> list[Transcript]:
+    return play(talks, lambda requests: engine.generate(requests, logprobs=True))
+
+
+def held(engine: VLLMEngine, talks: list[Opening], **options: Any) -> What:
+    answers = TurnAnswers(engine, logprobs=True, vocabulary=VOCABULARY)
+    return what_was_said(converse(talks, engine, logprobs=True, answers=answers, **options))
+
+
+def test_what_is_drawn_is_what_rounds_draw_whoever_waits_for_whom(engine: VLLMEngine) -> None:
+    rounds = in_rounds(engine, openings())
+    expected = what_was_said(rounds)
+    assert {len(scores) for _, _, scores in expected} >= {TURNS} and len({ids for ids, *_ in expected}) == 16
+    pairs = [pair for each in rounds for pair in each.pairs]
+    assert len({len(completion.token_ids) for _, completion in pairs}) > 5
+    assert worst(a_model(), [request for request, _ in pairs], [completion for _, completion in pairs]) < 1e-4
+    assert held(engine, openings()) == expected
+    assert held(engine, openings()[::-1])[::-1] == expected
+    assert held(engine, openings(), limit=3) == expected
+    synced(engine, a_model())
+    with ThreadPoolExecutor(16) as executor:
+        for _ in range(2):
+            assert held(engine, openings(pause=0.02), executor=executor) == expected, (
+                "with a cold cache, then a warm one"
+            )
+
+
+def test_a_turn_begins_while_others_are_drawn(engine: VLLMEngine) -> None:
+    heard: list[int] = []
+
+    def opening(number: int, tokens: int) -> Opening:
+        sampling = Sampling(max_new_tokens=80, eos_token_ids=())
+        first = Request(prefix_ids=(5, 6, number), sample_id=number, seed=number, sampling=sampling)
+        return Opening(Conversation(Echo(heard), first, Limits(turns=4, turn_tokens=tokens)), {}, number)
+
+    converse([opening(7, 60), opening(8, 2), opening(9, 5)], engine)
+    assert heard == [8, 8, 9, 8, 8, 9, 9, 9, 7, 7], "and the long one ends for its 80 tokens in its second turn"
+
+
+def test_tokens_behind_a_turn_come_out_of_the_prefix_cache(engine: VLLMEngine) -> None:
+    (transcript,) = converse(openings(1, eos_token_ids=()), engine)
+    whole = [*transcript.row.prompt_ids, *transcript.row.response_ids]
+    assert len(whole) > 96 and engine.count_cached_tokens(whole) >= len(whole) // 32 * 32 - 32
+
+
+def test_stop_strings_end_turns_as_in_rounds(started: Starter) -> None:
+    model = a_model(vocab_size=16)
+    engine = synced(started(model, tiny_tokenizer()), model)
+    options: dict[str, Any] = {"stop": ("d", "a b"), "eos_token_ids": (1,)}
+
+    def talks() -> list[Opening]:
+        prompts = [tuple(1 + token % 15 for token in each.conversation._first.prefix_ids) for each in openings()]  # noqa: SLF001
+        sampling = Sampling(max_new_tokens=40, **options)
+        firsts = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
+        return [Opening(Conversation(Word(), each, Limits(turns=4, turn_tokens=10)), {}, 0) for each in firsts]
+
+    expected = what_was_said(in_rounds(engine, talks()))
+    assert any(len(turn) < 10 for _, _, turns in expected for turn in turns)
+    assert what_was_said(converse(talks(), engine, logprobs=True)) == expected
+
+
+class Word(Echo):
+    """Says one word."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        return TokenStep(token_ids=[3])
+
+
+class Broken(Echo):
+    """Ends everything in its second turn."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        raise SystemExit("enough")
+
+
+@pytest.mark.parametrize("how", ["environment", "request", "answer"])
+def test_a_failure_leaves_no_request_behind_and_the_engine_goes_on(engine: VLLMEngine, how: str) -> None:
+    expected = held(engine, openings())
+    talks = openings()
+    first = talks[3].conversation._first  # noqa: SLF001
+    if how == "environment":
+        talks[3] = Opening(Conversation(Broken(), first, Limits()), {}, 3)
+        with pytest.raises(SystemExit, match="enough"):
+            converse(talks, engine)
+    elif how == "request":
+        talks[3] = Opening(Conversation(Echo(), first, Limits(turn_tokens=None, turns=3)), {}, 3)
+        long = Request(prefix_ids=(5,) * 200, sample_id=3, seed=3, sampling=first.sampling)
+        talks[3] = Opening(Conversation(Echo(), long, Limits(turns=3)), {}, 3)
+        with pytest.raises(ValueError, match=r"within 256 tokens, got 200 \+ 100 for sample 3"):
+            converse(talks, engine)
+    else:
+        with pytest.raises(EngineError, match=r"ids in \[0, 50\), the policy's vocabulary from VLLMEngine, got"):
+            converse(talks, engine, answers=TurnAnswers(engine, logprobs=False, vocabulary=50))
+    assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # noqa: SLF001
+    assert held(engine, openings()) == expected
+
+
+def test_weights_are_refused_between_two_turns(engine: VLLMEngine) -> None:
+    model = a_model()
+
+    class Syncing(Echo):
+        @override
+        def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+            with pytest.raises(
+                RuntimeError, match="expected conversations to have ended before VLLMEngine takes weights"
+            ):
+                synced(engine, model, 1)
+            return super().step(token_ids, finish)
+
+    first = Request(prefix_ids=(5, 6), sample_id=0, seed=0, sampling=Sampling(max_new_tokens=9, eos_token_ids=()))
+    (transcript,) = converse([Opening(Conversation(Syncing(), first, Limits(turns=2, turn_tokens=3)), {}, 0)], engine)
+    assert [turn.completion.version for turn in transcript.row.turns] == [0, 0]
+    assert torch.is_tensor(next(model.parameters())) and engine.version == 0
+
+
+def test_ranks_that_share_an_engine_draw_what_one_draws_alone(tmp_path: Path) -> None:
+    run_ranks(Path(vllm_talks.__file__), 2, tmp_path, "2", timeout=300)
+    vllm_talks.main(tmp_path, 1)
+    first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
+    assert len(alone[0]) == vllm_talks.NUMBER and len({max(numbers) for _, numbers, _ in alone[0]}) > 2
+    assert alone == [[*first[0], *second[0]], first[1]] and second[1] == []
