@@ -309,8 +309,7 @@ class Engine(ABC):
         self._check_state()
         self.conversing = True
         try:
-            with refuse_exit(self, "completions"):
-                self._converse(exchange, logprobs=logprobs)
+            self._converse(exchange, logprobs=logprobs)
         finally:
             self.conversing = False
 

@@ -336,9 +336,8 @@ class Sampler:
                 return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests), strict=True)]
             openings = [self.environments.open(prompt, request) for prompt, request in asked]
             answers, workers = TurnAnswers(self.engine, **self._checks_of_answers), self.environments.workers
-            drive = partial(
-                converse, openings, self.engine, logprobs=self._checks_of_answers["logprobs"], answers=answers
-            )
+            logprobs = self.engine.capabilities.returns_logprobs
+            drive = partial(converse, openings, self.engine, logprobs=logprobs, answers=answers)
             if workers is None:
                 return drive()
             with workers.executor() as executor:
