@@ -222,14 +222,14 @@ class Silent(TransformersEngine):
         ]
 
 
-def seed_of_prompt(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:
+def seed_of_prompt(run_seed: int, rollout: int, sample_id: int) -> int:
     """One seed for all samples of a prompt."""
-    return request_seed(run_seed, rollout, sample_id // 4, turn)
+    return request_seed(run_seed, rollout, sample_id // 4)
 
 
-def seed_of_place(run_seed: int, rollout: int, sample_id: int, turn: int = 0) -> int:
+def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
     """One seed for a place in its group, in every rollout."""
-    return request_seed(run_seed, 0, sample_id % 4, turn)
+    return request_seed(run_seed, 0, sample_id % 4)
 
 
 class CutPrompts(PromptDataModule):
