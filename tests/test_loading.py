@@ -20,6 +20,7 @@ KNOWN = {
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
     "lightning_rl/description.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/distributed/zero.py": "import_module(",
+    "lightning_rl/environments/server.py": "cloudpickle.loads(",
     "lightning_rl/generation/vllm/engine.py": "import_module(",
     "lightning_rl/generation/vllm/internals.py": "import_module(",
     "lightning_rl/generation/vllm/lora.py": "import_module(",

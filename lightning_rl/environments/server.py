@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are the trainer's
     factories: dict[str, Any] = {}
-    for name, payload in pickle.loads(sys.stdin.buffer.read()).items():
+    for name, payload in cloudpickle.loads(sys.stdin.buffer.read()).items():
         try:
             factories[name] = cloudpickle.loads(payload)
         except BaseException:  # noqa: BLE001  the boundary to foreign code
