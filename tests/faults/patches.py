@@ -33,7 +33,7 @@ def after(target: Any, name: str, change: Callable[..., Any]) -> Any:
 
 def change_rows(change: Callable[[Rollout], Rollout]) -> Any:
     """Changes the rows that sampling makes."""
-    return after(Sampler, "_rollout", lambda rollout, *_: change(rollout))
+    return after(Sampler, "_lay_out", lambda rollout, *_: change(rollout))
 
 
 def rolled_ids(rollout: Rollout) -> Rollout:

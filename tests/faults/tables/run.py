@@ -22,6 +22,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import PolicyModel, Scorer
 from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts import lay_out
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.kl import k3
 from lightning_rl.update import StepWeights
@@ -43,7 +44,7 @@ FAULTS: tuple[Fault, ...] = (
         "rollout log-probabilities in bfloat16",
         "trained_tokens",
         "stage draw",
-        patches=[after(Sampler, "_logprobs", patches.in_bfloat16)],
+        patches=[after(lay_out, "_logprobs", patches.in_bfloat16)],
     ),
     Fault(
         "version read after the response",
