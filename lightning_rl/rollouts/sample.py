@@ -326,7 +326,7 @@ class Sampler:
         return lay_out(drawn, dtype=self.dtype, recorded=self.engine.extras, logprobs=logprobs, turns=turns)
 
     def _begin_rewards(self, samples: Samples) -> Samples:
-        return replace(samples, started=self.rewards.start(**self._reward_arguments(samples)))
+        return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
 
     def converse(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Transcript]:
         """What becomes of each request for an answer to a prompt: the answer, or a conversation that begins with it."""
@@ -393,7 +393,7 @@ class Sampler:
         lengths = samples.rows.response_lengths.tolist()
         return [row[:length] for row, length in zip(samples.rows.response_ids.tolist(), lengths, strict=True)]
 
-    def _reward_arguments(self, samples: Samples) -> dict[str, Any]:
+    def reward_arguments(self, samples: Samples) -> dict[str, Any]:
         """What the reward functions are given."""
         prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
         keys = sorted({key for prompt in prompts for key in prompt.columns})
@@ -407,7 +407,7 @@ class Sampler:
 
     def _with_rewards(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         scores = self.rewards(
-            **self._reward_arguments(samples),
+            **self.reward_arguments(samples),
             dtype=self.dtype,
             trainer_state=self.trainer_state,
             started=samples.started,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from environments.templates import tokenizer_of
+from kit.conversations import talking_module
 from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
@@ -339,3 +340,8 @@ def test_the_samples_reach_the_rewards_with_their_columns() -> None:
     rows = [{"prompt": [2, 3], "answer": str(place)} for place in range(8)]
     assert problems(found(module_of(rewards=listening), PromptDataModule(rows, 4, shuffle=False))) == []
     assert seen[0][1] == [str(place) for place in range(8) for _ in range(4)]
+
+
+def test_the_reward_of_an_environment_is_judged_like_any_other() -> None:
+    told = facts(found(talking_module(eos_token_ids=(1, 5, 6, 7, 8, 9))), "reward")
+    assert len(told) == 1 and told[0].startswith("EnvironmentReward: mean")

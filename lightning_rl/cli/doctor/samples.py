@@ -5,13 +5,14 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.corrections import Corrections
-from lightning_rl.data import Prompt
+from lightning_rl.edits import copy_plain
+from lightning_rl.environments.failures import report_environments
 from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
@@ -29,17 +30,15 @@ class Samples:
 
     Attributes:
         module: whose policy gave them.
-        prompts: one for each row.
         rollout: the rows, without rewards.
-        texts: the responses as rewards see them.
+        arguments: what rewards are given: prompts, completions, their ids and the columns, an environment's included.
         seconds: it took.
         limit: seconds that a reward may take for all rows.
     """
 
     module: RLLightningModule
-    prompts: Sequence[Prompt]
     rollout: Rollout
-    texts: Sequence[str]
+    arguments: Mapping[str, Any]
     seconds: float
     limit: float
 
@@ -50,11 +49,11 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
     sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
-    rollout = sampler.sample(prompts, group_size=module.group_size)
+    drawn = sampler.generate_together(sampler.requests(prompts, 0, baseline=False))
+    rollout, *_ = sampler.score(drawn)
+    report_environments(drawn.outcomes, None)
     seconds = time.perf_counter() - begin
-    texts = [sampler.text(ids) for ids in _response_ids(rollout)]
-    repeated = [prompt for prompt in prompts for _ in range(module.group_size)]
-    return Samples(module, repeated, rollout, texts, seconds, limit)
+    return Samples(module, rollout, sampler.reward_arguments(drawn), seconds, limit)
 
 
 def truncation(samples: Samples) -> Iterator[Finding]:
@@ -111,11 +110,9 @@ def _reward_values(
     name: str, function: Callable[..., Any], samples: Samples
 ) -> Generator[Finding, None, list[float | None] | None]:
     """Calls one function as a run would; None if there is nothing to go on with."""
-    keys = sorted({key for prompt in samples.prompts for key in prompt.columns})
-    columns = {key: [prompt.columns.get(key) for prompt in samples.prompts] for key in keys}
-    contents, ids = [prompt.content for prompt in samples.prompts], _response_ids(samples.rollout)
+    prompts, completions, ids, columns = copy_plain([*samples.arguments.values()])  # each function gets its own
     begin = time.perf_counter()
-    values = _call(lambda: list(function(contents, list(samples.texts), completion_ids=ids, **columns)), samples.limit)
+    values = _call(lambda: list(function(prompts, completions, completion_ids=ids, **columns)), samples.limit)
     seconds = time.perf_counter() - begin
     if values is None:
         observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
@@ -176,8 +173,3 @@ def _call(function: Callable[[], list[Any]], limit: float) -> list[Any] | BaseEx
     thread.start()
     thread.join(limit)
     return results[0] if results else None
-
-
-def _response_ids(rollout: Rollout) -> list[list[int]]:
-    rows = zip(rollout.response_ids, rollout.response_lengths, strict=True)
-    return [ids[:length].tolist() for ids, length in rows]
