@@ -308,7 +308,7 @@ class _RunWatch:
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
-            repeats=self._prompts.repeats(rollout),
+            repeats=self._prompts.repeats(rollout, self.calls, samples),
             held_out=self._prompts.held_out(rollout),
             text=module.sampler.text,
             numbers=module.parallel.collectives.objects(

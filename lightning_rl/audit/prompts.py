@@ -3,14 +3,16 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
-from lightning_rl.data import PromptDataModule
+from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.encoding import Encoder
-from lightning_rl.data.form import is_token_ids
+from lightning_rl.data.form import Reading, is_token_ids
 from lightning_rl.data.stream import PromptStream
+from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.evaluation.prompts import encode_prompts
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
@@ -145,47 +147,76 @@ class PromptWatch:
     def _rows(self) -> Counter[Ids]:
         """Rows of the training data, of a large one some, of a stream the first ones, each with its number."""
         if self._data_rows is None:
-            prompts = self._data.prompts
-            if isinstance(prompts, PromptStream):
-                read = [prompts.form.read(row, "a row of the stream") for row in islice(prompts.dataset, STREAM_ROWS)]
-                self._data_rows = Counter(self._encode(reading.content) for reading in read)
-            else:
-                some = range(0, len(prompts), -(-len(prompts) // MAX_ROWS))
-                self._data_rows = Counter(prompt.token_ids for prompt in prompts.prompts(some))
+            self._data_rows = Counter(
+                row.token_ids if isinstance(row, Prompt) else self._encode(row.content) for row in self._read()
+            )
         return self._data_rows
 
-    @property
-    def _watch(self) -> CursorWatch:
+    def _read(self) -> Sequence[Prompt | Reading]:
+        prompts = self._data.prompts
+        if isinstance(prompts, PromptStream):
+            return [prompts.form.read(row, "a row of the stream") for row in islice(prompts.dataset, STREAM_ROWS)]
+        return prompts.prompts(range(0, len(prompts), -(-len(prompts) // MAX_ROWS)))
+
+    def _watch(self, *, talks: bool) -> CursorWatch:
+        """What counts the rows that are drawn: by their prompts, or for environments by all that they hold."""
         if self._cursor is None:
-            rows = self._rows
+            rows = Counter(_identity(row.content, row.columns) for row in self._read()) if talks else self._rows
             self._cursor = CursorWatch(rows, self._data.pass_length or rows.total(), self._data.prompts_per_rollout)
         return self._cursor
 
-    def repeats(self, rollout: Rollout) -> Repeats | None:
+    def repeats(
+        self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
+    ) -> Repeats | None:
         """Which rows of the data a rollout has once too often, over all ranks; None where they are meant to return. A
         collective.
+
+        What a conversation begins with is its environment's to say, so its row is told by what rewards see of it.
+
+        Args:
+            rollout: of this rank.
+            calls: of rewards.
+            samples: that each of them was about.
         """
-        own = {sample // self._module.group_size: prompt for sample, prompt in _prompts_of(rollout)}
+        talks = bool(self._module.environments)
+        rows = _rows_of(calls, samples) if talks else dict(_prompts_of(rollout))
+        size, real = self._module.group_size, [sample for sample, _ in _prompts_of(rollout)]
+        own = {sample // size: rows[sample] for sample in real if sample in rows}
         shares = self._module.parallel.collectives.objects(own)
         if self._module.trainer.overfit_batches:  # pyright: ignore[reportAttributeAccessIssue]
             return None
         owners = Counter(place for share in shares for place in share)
         shared = {place for place, number in owners.items() if number > 1}
         drawn = {place: prompt for share in shares for place, prompt in share.items() if place not in self._places}
-        again, self._places = self._watch.draw(drawn), self._places.union(drawn)
+        again, self._places = self._watch(talks=talks).draw(drawn), self._places.union(drawn)
         places = {place for place in own if place in shared or place in again}
-        samples = [sample for sample, _ in _prompts_of(rollout) if sample // self._module.group_size in places]
+        found = [sample for sample in real if sample // size in places]
         kept = ("at", "take", "_number_of")
         own_order = self._data.pass_length is not None and all(
             getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
         )
-        return Repeats(len(shared), len(again), own_order, self._watch.nats, samples[:4])
+        return Repeats(len(shared), len(again), own_order, self._watch(talks=talks).nats, found[:4])
 
 
 def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
     """Every real sample with its prompt."""
     columns = (rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist())
     return [(sample, tuple(ids[:length])) for sample, ids, length in zip(*columns, strict=True) if sample >= 0]
+
+
+def _rows_of(calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
+    """The row of the data that rewards see of each sample."""
+    return {
+        sample: _identity(call.prompts[place], {name: values[place] for name, values in call.columns.items()})
+        for call, ids in zip(calls, samples, strict=True)
+        for place, sample in enumerate(ids)
+    }
+
+
+def _identity(content: Any, columns: Mapping[str, Any]) -> Ids:
+    """A row of the data, prompt and columns, in a few numbers; a column that it lacks is None to rewards."""
+    held = [(name, columns[name]) for name in sorted(columns.keys() - REWARD_COLUMNS) if columns[name] is not None]
+    return tuple(blake2b(repr((content, held)).encode("utf-8", "replace"), digest_size=16).digest())
 
 
 def _chance_of_overlap(shared: int, held_out: int, rows: Counter[Ids]) -> float:

@@ -3,13 +3,14 @@
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from datasets import IterableDataset
+from kit.conversations import Echo, talking_module
 from kit.evidence import culprits, evidence_of
 from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
@@ -199,6 +200,34 @@ def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: b
 )
 def test_rows_that_return_too_early_are_found(repeats: Repeats, found: list[str]) -> None:
     assert culprits("prompt_cursor", replace(evidence_of(), repeats=repeats)) == found
+
+
+class FixedOpening(Echo):
+    """Begins every conversation with the same words."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        super().reset(row, seed)
+        return [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind", "found"),
+    [
+        (FixedOpening, PromptDataModule, []),
+        (Echo, PromptDataModule, []),
+        (FixedOpening, lambda *given, **options: Stuck(*given, **options), ["stage draw, the cursor of the prompts"]),
+    ],
+    ids=["fixed opening", "own prompt", "stuck"],
+)
+def test_rows_of_conversations_are_told_by_what_they_hold(environment: Any, kind: Any, found: list[str]) -> None:
+    audit = SignalAudit(1, checks=["prompt_cursor"])
+    rows = [{"prompt": [5, 6], "place": place} for place in range(16)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = talking_module(environment=environment)
+        fit(module, callbacks=[audit], data=kind(rows, 4), max_epochs=-1, max_steps=5, limit_val_batches=0)
+    assert sorted({finding.culprit for finding in audit.findings}) == found
 
 
 class Stuck(PromptDataModule):
