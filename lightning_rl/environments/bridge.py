@@ -18,6 +18,7 @@ from lightning_rl.environments.environment import Message
 MARK = "mark-of-an-answer-7f3a"
 KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
 WORDS = ("first-thing-said 41", "second-thing-said 52")  # nothing that a template writes
+MAX_CHARACTERS = 2**22  # of messages together: more fits into no context, and takes minutes to encode
 CALL_ID = "call{:05d}"  # nine letters, as Mistral wants them
 
 
@@ -125,6 +126,8 @@ class Bridge:
 
     def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The conversation as ids, in which no text of a message is a control token."""
+        if (characters := sum(map(len, _strings(messages)))) > MAX_CHARACTERS:
+            raise BridgeError(f"expected messages of at most {MAX_CHARACTERS} characters, got {characters}")
         if SANITIZES:
             safe = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
             return list(self._render(messages, **safe, **options))

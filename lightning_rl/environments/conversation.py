@@ -8,12 +8,16 @@ the turn before, what was drawn, and what the environment said, by concatenation
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lightning_rl.distributed import RunEndError
+from lightning_rl.edits import copy_plain
 from lightning_rl.environments.environment import (
+    Environment,
     Message,
     TokenEnvironment,
     TokenStep,
@@ -26,6 +30,9 @@ from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.rollout import Finish
+
+PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)
+"""What is raised where an environment is called, and is none of its doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,8 @@ class Conversation:
     """One sample, turn by turn.
 
     Args:
-        environment: that nobody else talks to; closed when the conversation ends.
+        environment: that nobody else talks to; closed when the conversation ends. None to have ``again`` make it when
+            the conversation begins.
         first: the request of the first turn, were there no environment; its ``max_new_tokens`` is what all turns draw
             together.
         limits: where it ends.
@@ -134,7 +142,7 @@ class Conversation:
 
     def __init__(
         self,
-        environment: TokenEnvironment,
+        environment: TokenEnvironment | None,
         first: Request,
         limits: Limits,
         name: str = DEFAULT,
@@ -143,7 +151,7 @@ class Conversation:
         self.request: Request | None = None
         self.transcript: Transcript | None = None
         self._environment, self._first, self._limits, self._name = environment, first, limits, name
-        self._again = again
+        self._make, self._again = again, again
         self._retries, self._timeouts, self._seconds = 0, 0, 0.0
         self._forget()
 
@@ -159,11 +167,15 @@ class Conversation:
         """Resets the environment, which may have a prompt of its own."""
         self._start = row, seed
         try:
+            if self._environment is None:
+                self._environment = self._made()
+            environment = self._environment
             with self._clock():
-                prompt = tuple(check_reset(self._environment, self._environment.reset(row, seed)))
-        except RunEndError:
+                said = environment.reset(copy_plain(dict(row)), seed)
+            prompt = self._prompt(check_reset(environment, said))
+        except PASSED:
             raise
-        except Exception as error:  # noqa: BLE001  whatever an environment raises costs its own row
+        except BaseException as error:  # noqa: BLE001  whatever an environment raises costs its own row, sys.exit too
             self._fail(error)
             return
         if prompt:
@@ -182,10 +194,10 @@ class Conversation:
             return
         try:
             with self._clock():
-                step = check_step(self._environment, self._environment.step(completion.token_ids, completion.finish))
-        except RunEndError:
+                step = check_step(self._partner, self._partner.step(completion.token_ids, completion.finish))
+        except PASSED:
             raise
-        except Exception as error:  # noqa: BLE001  as above
+        except BaseException as error:  # noqa: BLE001  as above
             self._add(turn)
             self._fail(error)
             return
@@ -197,6 +209,26 @@ class Conversation:
         if self.transcript is None:
             self._end(Finish.ABORT)
 
+    def _made(self) -> TokenEnvironment:
+        if self._make is None:
+            raise RuntimeError("expected an environment or what makes one, got neither")
+        return self._make()
+
+    def _prompt(self, said: Sequence[int]) -> tuple[int, ...]:
+        """What the environment begins with, if an answer can follow it."""
+        length = self._limits.length
+        if length is not None and len(said) >= length:
+            raise ValueError(
+                f"expected a prompt of fewer tokens than the context of {length}, got {len(said)} by reset"
+            )
+        return tuple(said)
+
+    @property
+    def _partner(self) -> TokenEnvironment:
+        if self._environment is None:
+            raise RuntimeError("expected a conversation that has begun, got one without an environment")
+        return self._environment
+
     @property
     def _turns(self) -> int:
         return len(self._row.turns)
@@ -206,14 +238,14 @@ class Conversation:
         """Counts the seconds that the environment takes, and looks at the generators that are none of its business."""
         begun = time.perf_counter()
         try:
-            with refuse_draws(self._environment):
+            with refuse_draws(self._partner):
                 yield
         finally:
             self._seconds += time.perf_counter() - begun
 
     def _take(self, turn: Turn, step: TokenStep) -> None:
         """Takes what the environment said."""
-        self._messages += step.messages
+        self._messages += [copy_plain(dict(message)) for message in step.messages]
         for name, value in step.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
         if step.reward is not None:
@@ -262,9 +294,9 @@ class Conversation:
             try:
                 with self._clock():
                     self._reward(cast(float | None, score()))
-            except RunEndError:
+            except PASSED:
                 raise
-            except Exception as error:  # noqa: BLE001  as above
+            except BaseException as error:  # noqa: BLE001  as above
                 self._fail(error)
                 return
         self._end(finish)
@@ -279,32 +311,28 @@ class Conversation:
         last = replace(last, reward=(last.reward or 0.0) + float(reward))
         self._row = replace(self._row, turns=(*self._row.turns[:-1], last))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Begins anew, once; then the conversation has failed."""
         failure = Failure.of(error)
+        self._messages += getattr(self._environment, "unanswered", ())
         self._timeouts += failure.kind == TIMEOUT
         if self._again is None:
             self._end(Finish.FAILED, failure)
             return
-        with suppress(Exception):
-            self._environment.close()
-        again, self._again = self._again, None
+        close_quietly(self._environment)
+        self._environment = self._again = None
         self._retries += 1
         self._forget()
-        try:
-            self._environment = again()
-        except Exception as further:  # noqa: BLE001  as above
-            self._fail(further)
-            return
         self.begin(*self._start)
 
     def _end(self, finish: Finish, failure: Failure | None = None) -> None:
         try:
-            with self._clock():
-                self._environment.close()
-        except RunEndError:
+            if self._environment is not None:
+                with self._clock():
+                    self._environment.close()
+        except PASSED:
             raise
-        except Exception as error:  # noqa: BLE001  as above
+        except BaseException as error:  # noqa: BLE001  as above
             if failure is None:
                 self._fail(error)
                 return
@@ -330,3 +358,14 @@ class Conversation:
             "cut_by_turns": float(finish == Finish.TURNS),
             "cut_by_tokens": float(finish == Finish.LENGTH),
         }
+
+
+def close_quietly(environment: Environment | TokenEnvironment | None) -> None:
+    """Closes an environment that nobody goes on with: one that failed, or that was never reset."""
+    try:
+        if environment is not None:
+            environment.close()
+    except PASSED:
+        raise
+    except BaseException:  # noqa: BLE001  what it fails on now is no news
+        pass

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
 from lightning_rl.environments.bridge import KINDS, Bridge, BridgeError
-from lightning_rl.environments.conversation import Conversation, Limits
+from lightning_rl.environments.conversation import Conversation, Limits, close_quietly
 from lightning_rl.environments.environment import Environment, Message, TokenEnvironment
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
@@ -61,7 +61,7 @@ class Environments:
             )
         row, name = {**prompt.columns, "prompt": prompt.content}, self.name_for(prompt)
         make = self._maker(name, prompt)
-        conversation = Conversation(make(), request, self.limits, name, make)
+        conversation = Conversation(None, request, self.limits, name, make)
         return Opening(conversation, row, request_seed(self.seed, 0, STARTS + prompt.index))
 
     def _maker(self, name: str, prompt: Prompt) -> Callable[[], TokenEnvironment]:
@@ -119,13 +119,13 @@ class Environments:
         calls = tool_parser is not None
         for name, factory in self.factories.items():
             made = environment_of(factory() if self.workers is None else self.workers.open(name, self.workers.budget()))
+            close_quietly(made)  # it may have nothing to close: nobody has reset it
             if not isinstance(made, Environment):
                 continue
             bridge = self._bridge(name)
             for kind in KINDS if _schemas(made) else ("user",):
                 if wrong := bridge.check(kind):
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
-            made.close()
             calls = calls or bool(_schemas(made))
         if not calls or self.tokenizer is None:
             return None

@@ -26,11 +26,13 @@ class Failure:
         return f"{self.kind}: {self.message}"
 
     @staticmethod
-    def of(error: Exception) -> "Failure":
+    def of(error: BaseException) -> "Failure":
         """Of what was raised where an environment was called."""
         if isinstance(error, EnvironmentFailureError):
             return error.failure
-        return Failure(kind=type(error).__name__, message=str(error), log="".join(traceback.format_exception(error)))
+        return Failure(
+            kind=type(error).__name__, message=words_of(error), log="".join(traceback.format_exception(error))
+        )
 
 
 class EnvironmentFailureError(Exception):
@@ -43,3 +45,11 @@ class EnvironmentFailureError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says, whatever its ``__str__`` does."""
+    try:
+        return str(error)
+    except BaseException as further:  # noqa: BLE001  code of the user
+        return f"its text could not be made, which raised {type(further).__name__}"

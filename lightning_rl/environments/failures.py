@@ -53,10 +53,10 @@ def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
     if not failed:
         return ""
     written = str(path) if path is not None and _write(failed, path) else ""
-    where = f"; all are in {written}" if written else ""
+    where = f"; all are in {written}" if written else f"\n{failed[0].log}"
     text = (
         f"{len(failed)} of {len(outcomes)} conversations failed with their environment, so they neither train nor are "
-        f"rewarded. First, {failed[0].failure}{where}\n{failed[0].log}"
+        f"rewarded. First, {failed[0].failure}{where}"
     )
     warnings.warn(visible(text).rstrip(), stacklevel=2)
     return written
@@ -95,7 +95,7 @@ def _write(failed: Sequence[Outcome], path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             for outcome in failed:
-                keys = ("environment", "failure", "log", "messages", "metrics", "seconds")
+                keys = ("environment", "failure", "log", "messages", "answer", "metrics", "seconds")
                 row = {key: getattr(outcome, key) for key in keys}
                 file.write(json.dumps(row, default=repr) + "\n")
     except (OSError, ValueError, TypeError):

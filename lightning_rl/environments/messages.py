@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_rl.edits import copy_plain
 from lightning_rl.environments.bridge import Bridge
 from lightning_rl.environments.environment import Answer, Environment, Message, Step, TokenStep, check_reset, check_step
 from lightning_rl.environments.parsing import AnswerParser, plain_text
@@ -19,6 +20,9 @@ class MessageEnvironment:
         parse: what tells the parts of an answer apart.
         schemas: of the environment's tools.
         prompt: of the row, as messages, for an environment that begins with it.
+
+    Attributes:
+        unanswered: what was said while the environment has not answered it, for the log of one that fails.
     """
 
     def __init__(
@@ -32,11 +36,12 @@ class MessageEnvironment:
         self.environment, self._bridge, self._parse = environment, bridge, parse
         self._schemas, self._prompt, self._prefix, self._turn = schemas, prompt, list[int](), 0
         self._opening: tuple[Message, ...] = ()
+        self.unanswered: tuple[Message, ...] = ()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """The prompt of the messages that the conversation begins with: the environment's, or those of the row."""
         said = check_reset(self.environment, self.environment.reset(row, seed))
-        self._opening = tuple(said or self._prompt)
+        self._opening = tuple(copy_plain(dict(message)) for message in said or self._prompt)
         self._prefix = list(self._bridge.encode(self._opening, self._schemas))
         return self._prefix
 
@@ -47,17 +52,19 @@ class MessageEnvironment:
         else:
             parsed = self._parse(token_ids, self._prefix, self._schemas)
         answer = dataclasses.replace(parsed, finish=finish, turn=self._turn, token_ids=tuple(token_ids))
+        self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
         said: Step = check_step(self.environment, self.environment.step(answer))
         self._turn += 1
-        opening, self._opening = self._opening, ()
-        ids = () if said.done else self._bridge.after(token_ids, said.messages)
+        messages = [copy_plain(dict(message)) for message in said.messages]
+        ids = () if said.done else self._bridge.after(token_ids, messages)
+        heard, self.unanswered = self.unanswered, ()
         self._prefix = [*self._prefix, *token_ids, *ids]
         return TokenStep(
             token_ids=ids,
             reward=said.reward,
             done=said.done,
             metrics={**_counts(answer), **said.metrics},
-            messages=(*opening, message_of(answer), *said.messages),
+            messages=(*heard, *messages),
         )
 
     def reward(self) -> float | None:

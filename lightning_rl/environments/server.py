@@ -26,8 +26,10 @@ import cloudpickle
 import numpy as np
 import torch
 
+from lightning_rl.environments.conversation import close_quietly
 from lightning_rl.environments.environment import Environment, TokenEnvironment, check_figures, check_reset, check_step
 from lightning_rl.environments.environments import environment_of
+from lightning_rl.environments.failure import words_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rewards.worker import Log, adopt_orphans, children, reap, split
 
@@ -128,7 +130,9 @@ class Host:
                     f"expected {self._name} to return at most {MAX_BYTES} bytes from {call}, got {len(reply)}"
                 )
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
-            return pickle.dumps(("raised", type(error).__name__, f"{error}"[:2000], traceback.format_exc()[-8000:]))
+            return pickle.dumps(
+                ("raised", type(error).__name__, words_of(error)[:2000], traceback.format_exc()[-8000:])
+            )
         return reply
 
     def describe(self, name: str) -> Mapping[str, Any]:
@@ -136,7 +140,7 @@ class Host:
         made = environment_of(self._factories[name]())
         words = isinstance(made, Environment)
         schemas = schemas_of(made.tools) if isinstance(made, Environment) else []
-        made.close()
+        close_quietly(made)
         return {"words": words, "schemas": schemas}
 
     def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:

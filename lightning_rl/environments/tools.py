@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_rl.arguments import check_counts
 from lightning_rl.environments.coroutines import Raised, gather
 from lightning_rl.environments.environment import Answer, Environment, Message, Step, ToolCall
+from lightning_rl.environments.failure import words_of
 from lightning_rl.rewards.extras import require
 
 Tool = Callable[..., Any]
@@ -245,4 +246,4 @@ def _error(text: str) -> str:
 
 
 def _description(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {words_of(error)}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl import Finish, Sampling
@@ -221,3 +222,113 @@ def test_nothing_is_worth_nothing(limits: Any) -> None:
     if talk.request is not None:
         talk.receive(drawn(3, EOS))
     assert talk.transcript is not None and talk.transcript.outcome.reward is None
+
+
+class Acting(TokenEnvironment):
+    """Does what it is told in one of its calls."""
+
+    def __init__(self, **acts: Any) -> None:
+        self.acts, self.closed = acts, 0
+
+    def act(self, call: str) -> None:
+        """Raises what is an exception, and calls what is not."""
+        act = self.acts.get(call)
+        if isinstance(act, BaseException):
+            raise act
+        if act is not None:
+            act()
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        self.act("reset")
+        return self.acts.get("prompt", ())
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        self.act("step")
+        return TokenStep(done=True, reward=1.0)
+
+    @override
+    def close(self) -> None:
+        self.closed += 1
+        self.act("close")
+
+
+class SpeechlessError(OSError):
+    """Cannot say what happened."""
+
+    @override
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (SystemExit(0), "SystemExit: 0"),
+        (GeneratorExit("x"), "GeneratorExit: x"),
+        (SpeechlessError(), "SpeechlessError: its text could not be made, which raised ValueError"),
+    ],
+    ids=["exit", "other", "speechless"],
+)
+@pytest.mark.parametrize("call", ["made", "reset", "step", "close"])
+def test_whatever_an_environment_raises_costs_its_own_row(call: str, error: BaseException, failure: str) -> None:
+    made: list[Acting] = []
+
+    def make() -> Acting:
+        made.append(Acting(**{call: error}))
+        made[-1].act("made")
+        return made[-1]
+
+    talk = Conversation(None, FIRST, Limits(), again=make)
+    talk.begin({}, 3)
+    for _ in range(2):
+        if talk.request is not None:
+            talk.receive(drawn(EOS))
+    assert talk.transcript is not None and talk.transcript.outcome.reward is None
+    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (Finish.FAILED, failure)
+    assert len(made) == 2 and talk.transcript.outcome.metrics["retries"] == 1.0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SIGTERMException()], ids=["interrupt", "termination"])
+@pytest.mark.parametrize("call", ["reset", "step", "close"])
+def test_what_ends_the_run_is_no_failure_of_an_environment(call: str, error: BaseException) -> None:
+    talk = Conversation(Acting(**{call: error}), FIRST, Limits())
+    with pytest.raises(type(error)):  # noqa: PT012  whichever call it is
+        talk.begin({}, 3)
+        talk.receive(drawn(EOS))
+    assert talk.transcript is None
+
+
+def test_an_environment_edits_a_row_of_its_own() -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "stock": {"apples": [1, 2]}}
+
+    class Editing(Acting):
+        @override
+        def reset(self, row: Any, seed: int) -> Sequence[int]:
+            row["stock"]["apples"].clear()
+            row["prompt"][0]["content"] = "edited"
+            row["new"] = 1
+            return ()
+
+    Conversation(Editing(), FIRST, Limits()).begin(row, 3)
+    assert row == {"prompt": [{"role": "user", "content": "?"}], "stock": {"apples": [1, 2]}}
+
+
+def test_a_message_stays_what_it_was_when_it_was_said() -> None:
+    reused: dict[str, Any] = {"role": "tool", "content": ["first"]}
+    talk = conversation(Scripted(TokenStep(token_ids=(4,), messages=[reused]), TokenStep(done=True)))
+    talk.receive(drawn(EOS))
+    reused["content"].append("second")
+    talk.receive(drawn(EOS))
+    assert talk.transcript is not None
+    assert talk.transcript.outcome.messages == ({"role": "tool", "content": ["first"]},)
+
+
+def test_a_prompt_that_no_answer_can_follow_fails_with_its_length() -> None:
+    talk = Conversation(Acting(prompt=range(2, 9)), FIRST, Limits(length=7))
+    talk.begin({}, 3)
+    assert talk.request is None and talk.transcript is not None
+    assert (talk.transcript.finish, talk.transcript.row.turns) == (Finish.FAILED, ())
+    message = "ValueError: expected a prompt of fewer tokens than the context of 7, got 7 by reset"
+    assert talk.transcript.outcome.failure == message

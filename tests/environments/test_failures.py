@@ -72,6 +72,7 @@ def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_fil
     assert "First, ConnectionError: no answer for 1" in text and str(path) in text
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 4 and all(row["failure"] == "ConnectionError: no answer for 1" for row in rows)
+    assert "Traceback" not in text and rows[0]["answer"]
     assert "in step\n" in rows[0]["log"] and rows[0]["metrics"]["retries"] == 1
 
 

@@ -222,11 +222,11 @@ def test_what_no_environment_should_raise_ends_the_rollout_wherever_it_runs() ->
     class Interrupted(Echo):
         @override
         def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-            raise SystemExit("out of here")
+            raise KeyboardInterrupt("out of here")
 
     for workers in (0, 2):
         talks = [opening(0, Interrupted()), opening(1)]
-        with threads(max(workers, 1)) as executor, pytest.raises(SystemExit, match="out of here"):
+        with threads(max(workers, 1)) as executor, pytest.raises(KeyboardInterrupt, match="out of here"):
             converse(talks, told(lambda _: (3, EOS)), executor=executor if workers else None)
 
 

@@ -1,0 +1,98 @@
+"""Messages: what was said is kept as it was said, also by an environment that uses its messages again, or fails."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from environments.templates import close_of, tokenizer_of
+from typing_extensions import override
+
+from lightning_rl import Finish, Sampling
+from lightning_rl.data import Prompt
+from lightning_rl.environments import Answer, Bridge, Conversation, Environment, Limits, Message, Step
+from lightning_rl.environments.environments import Environments
+from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.parsing import plain_text
+from lightning_rl.generation import Completion, Request
+
+TOKENIZER = tokenizer_of("qwen2.5")
+
+
+class Reusing(Environment):
+    """Says everything with the same dict; fails at its third answer."""
+
+    def __init__(self) -> None:
+        self.message, self.turn = {"role": "user", "content": "0"}, 0
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        return [self.message]
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        self.turn += 1
+        if self.turn == 3:
+            raise OSError("gone")
+        self.message["content"] = str(self.turn)
+        return Step(messages=[self.message])
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def test_a_conversation_says_what_the_row_says_up_to_the_answer_that_nobody_answered() -> None:
+    bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
+    sampling = Sampling(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
+    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
+    talk = Conversation(MessageEnvironment(Reusing(), bridge, plain_text(TOKENIZER)), first, Limits())
+    talk.begin({}, 0)
+    for word in "abc":
+        talk.receive(
+            Completion(token_ids=tuple(ids_of(f"{word}<|im_end|>")), logprobs=None, finish=Finish.STOP, version=0)
+        )
+    assert talk.transcript is not None and talk.transcript.outcome.failure == "OSError: gone"
+    said = [(message["role"], message["content"]) for message in talk.transcript.outcome.messages]
+    roles = ("user", "assistant") * 3
+    assert said == list(zip(roles, "0a1b2c", strict=True))
+    whole = TOKENIZER.decode([*talk.transcript.row.prompt_ids, *talk.transcript.row.response_ids])
+    places = [whole.index(f"{role}\n{content}<|im_end|>") for role, content in said]
+    assert places == sorted(places)
+
+
+class Unclosable(Reusing):
+    """Has something to close only once it was reset; can be made once."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+
+    @override
+    def close(self) -> None:
+        raise AttributeError("nothing to close")
+
+
+def test_an_environment_that_was_never_reset_need_not_be_able_to_close() -> None:
+    environments = Environments(
+        factories={"environment": Unclosable}, tokenizer=TOKENIZER, close=frozenset(close_of("qwen2.5"))
+    )
+    environments.check()
+    made = Unclosable.made
+    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=[1]))
+    opening = environments.open(Prompt(0, (1,), "?", {}), first)
+    assert Unclosable.made == made, "it is made when its conversation begins, which fails alone if it cannot be"
+    opening.conversation.begin(opening.row, opening.seed)
+    assert Unclosable.made == made + 1 and opening.conversation.request is not None
+
+
+def test_a_text_that_no_context_holds_is_not_encoded() -> None:
+    class Huge(Reusing):
+        @override
+        def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+            return [{"role": "user", "content": "x" * (2**22 + 1)}]
+
+    environment = MessageEnvironment(Huge(), Bridge(TOKENIZER, close_of("qwen2.5")), plain_text(TOKENIZER))
+    with pytest.raises(ValueError, match=r"expected messages of at most 4194304 characters, got 4194309"):
+        environment.reset({}, 0)
