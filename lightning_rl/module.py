@@ -41,6 +41,7 @@ from lightning_rl.description import import_by_name
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.environments import Limits
 from lightning_rl.environments.environments import Environments, EnvironmentSource, factories_of
+from lightning_rl.environments.failures import report_environments
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
@@ -915,6 +916,8 @@ class RLLightningModule(LightningModule):
     @property
     def _has_data(self) -> bool:
         """Whether there is a data module; only a fit needs one, if there are evaluations."""
+        if self._trainer is None:
+            return False
         return self.trainer.datamodule is not None or self.trainer.state.fn == TrainerFn.FITTING  # pyright: ignore[reportAttributeAccessIssue]
 
     def _limit_validation(self) -> None:
@@ -994,6 +997,7 @@ class RLLightningModule(LightningModule):
             rank=self.parallel.rank,
             device=self.device,
             seed=self.seed,
+            talks=bool(self.environments),
         )
         self.sync(max(self.engine.version, 0))
 
@@ -1081,7 +1085,9 @@ class RLLightningModule(LightningModule):
         asked = sampler.requests(
             rows, 0, group_size=size, sampling=with_eos(sampling, model, self.tokenizer), baseline=False
         )
-        texts = [sampler.text(transcript.outcome.answer) for transcript in sampler.converse(asked.by_prompt)]
+        outcomes = [transcript.outcome for transcript in sampler.converse(asked.by_prompt)]
+        report_environments(outcomes, None)
+        texts = [sampler.text(outcome.answer) for outcome in outcomes]
         self.rest()
         texts = self.parallel.collectives.share(texts)
         answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
+from lightning_rl.environments.failures import FOLDER, report_environments
+from lightning_rl.environments.outcome import Outcome
 from lightning_rl.evaluation.answers import Answers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
@@ -21,7 +23,7 @@ from lightning_rl.evaluation.records import Record, number_or_none, records_of, 
 from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.rewards.call import RewardCall
 from lightning_rl.rewards.failures import report_failures
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.rollouts.sample import Sampler
 
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # of the data module's validation prompts
@@ -37,6 +39,7 @@ class EvaluationRun:
         rank: this one.
         device: where the tallies lie, so that ranks can add them up.
         seed: of the run.
+        talks: whether the samples talk to environments, whose failures are counted then.
     """
 
     def __init__(
@@ -48,14 +51,17 @@ class EvaluationRun:
         rank: int,
         device: torch.device,
         seed: int,
+        talks: bool = False,
     ) -> None:
-        self.questions, self.stage, self.seed = tuple(questions), stage, seed
+        self.questions, self.stage, self.seed, self.talks = tuple(questions), stage, seed, talks
         self.collectives, self.rank = collectives, rank
         self.tallies = [Tally(len(q.prompts), tuple(q.rewards.functions), collectives).to(device) for q in questions]
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
         self.records: list[list[Record]] = [[] for _ in questions]
         self.failing: list[list[RewardCall]] = [[] for _ in questions]
         self.unread: list[list[Answers]] = [[] for _ in questions]
+        self.outcomes: list[list[Outcome]] = [[] for _ in questions]
+        self.broken = [0 for _ in questions]
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generates for this rank's share of a batch, in one call of the engine, and counts what the rewards say."""
@@ -67,6 +73,8 @@ class EvaluationRun:
         samples = sampler.generate_parts(asked)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
+            self.outcomes[number] += samples[number].outcomes
+            self.broken[number] += int((rollout.finish == Finish.FAILED).sum())
             self.failing[number] += [call for call in calls if call.failures]
             texts = sampler.collectives.share([sampler.text(ids) for ids in sampler.answers(samples[number])])
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
@@ -103,7 +111,13 @@ class EvaluationRun:
                 pass_at, votes = cast(Sequence[int], evaluation.pass_at), evaluation.answer is not None
                 values = tally.figures(pass_at=pass_at, samples=questions.samples, votes=votes)
                 figures |= {f"{self.stage}/{questions.name}/{name}": value for name, value in values.items()}
-        return figures
+        return figures | (self._failed() if self.talks else {})
+
+    def _failed(self) -> dict[str, float]:
+        """How many conversations of each evaluation failed with their environment, over all ranks. A collective."""
+        counts = [sum(rank) for rank in zip(*self.collectives.objects(self.broken), strict=True)]
+        heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
+        return {f"{head}/env/failed": float(count) for head, count in zip(heads, counts, strict=True)}
 
     @property
     def on_the_bar(self) -> frozenset[str]:
@@ -115,15 +129,18 @@ class EvaluationRun:
         return frozenset(f"{self.stage}/{name}" for name in names)
 
     def report(self, folder: Path | None, file: str) -> None:
-        """Warns once for each evaluation of the samples that rewards or ``answer=`` failed on, and keeps the former.
+        """Warns once for each evaluation of the samples that rewards, ``answer=`` or environments failed on, and keeps
+        all but the second.
 
         Args:
             folder: where the samples go that rewards fail on, into ``<name>-<file>-rank-<r>.jsonl``; None for no files.
             file: which run this is.
         """
-        for questions, calls, unread in zip(self.questions, self.failing, self.unread, strict=True):
+        each = zip(self.questions, self.failing, self.unread, self.outcomes, strict=True)
+        for questions, calls, unread, outcomes in each:
             path = None if folder is None else folder / f"{questions.name}-{file}-rank-{self.rank}.jsonl"
             report_failures(calls, path)
+            report_environments(outcomes, None if path is None else path.parent.with_name(FOLDER) / path.name)
             number = sum(answers.read.count(False) for answers in unread)
             report_answers(questions.name, number, unread[0].cause if unread else "")
 
@@ -167,8 +184,8 @@ def table_rows(
         samples: of each prompt.
     """
     rewarded, right = rollout.rewarded, solved.tolist()
-    values = answers.values
-    votes = [majority(values[at : at + samples], right[at : at + samples]) for at in range(0, len(right), samples)]
+    read = answers.values
+    votes = [majority(read[at : at + samples], right[at : at + samples]) for at in range(0, len(right), samples)]
     per_sample = {
         "samples": torch.ones_like(rewarded),
         "rewarded": rewarded,
@@ -179,7 +196,8 @@ def table_rows(
         "truncated": rollout.cut_off,
         "task": torch.where(rewarded, rollout.rewards, 0.0),
     }
-    for name, values in rollout.task_rewards.items():
+    for name, raw in rollout.task_rewards.items():
+        values = raw.masked_fill(rollout.failures, torch.nan)
         per_sample |= {f"{name}/value": values.nan_to_num(0.0), f"{name}/count": ~values.isnan()}
     columns = {name: values.double().reshape(len(votes), samples).sum(-1) for name, values in per_sample.items()}
     columns["vote"] = torch.tensor(votes, dtype=torch.float64)
@@ -190,7 +208,8 @@ def table_rows(
 def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
     """Sum and values of the rewards of each sample, as records have them."""
     total = torch.where(rollout.rewarded, rollout.rewards.double(), torch.nan).tolist()
-    named = {name: list(map(number_or_none, raw.tolist())) for name, raw in rollout.task_rewards.items()}
+    rewards = {name: raw.masked_fill(rollout.failures, torch.nan) for name, raw in rollout.task_rewards.items()}
+    named = {name: list(map(number_or_none, values.tolist())) for name, values in rewards.items()}
     parts = [{name: values[row] for name, values in named.items()} for row in range(len(total))]
     return {"reward": list(map(number_or_none, total)), "rewards": parts}
 

@@ -254,8 +254,10 @@ class Sampler:
     ) -> Rollout:
         """Generates and scores samples that do not train, one of each prompt by default, from the run's seed."""
         requests = self.requests(prompts, 0, group_size=group_size or 1, sampling=sampling, baseline=False)
-        rollout, calls, _ = self.score(self.generate_together(requests))
+        samples = self.generate_together(requests)
+        rollout, calls, _ = self.score(samples)
         report_failures(calls, None)
+        report_environments(samples.outcomes, None)
         return rollout
 
     def requests(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import Echo, talking_module
 from kit.support import fit, tiny_module
+from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_rl import Finish, PromptDataModule, RLCallback, Rollout
@@ -138,3 +140,40 @@ def test_the_share_is_that_of_all_ranks(failed: int, share: float | None, ends: 
         return
     with pytest.raises(FailedEnvironmentsError, match=r"4 of 8 .* timeout: step \(4 times\)"):
         check_environments([half, other], 3, share)
+
+
+class Shut(Echo):
+    """Fails for every second row of a validation."""
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        if row["shut"]:
+            raise ConnectionError("shut")
+        return ()
+
+
+def partly(prompts: Sequence[Any], *_: Any, shut: Sequence[bool], **__: Any) -> list[float]:
+    return [0.5 if one else 0.75 for one in shut]
+
+
+def test_failed_conversations_of_a_validation_are_counted_and_their_rewards_are_not(tmp_path: Path) -> None:
+    whole, broken = ({"prompt": [2, 3], "shut": shut} for shut in (False, True))
+    data = PromptDataModule([whole] * 4, 4, validation=[whole, broken, broken])
+    module = talking_module(environment=Shut, rewards={"partly": partly})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"2 of 3 conversations failed .* First, ConnectionError: shut; all are in"):
+        (figures,) = trainer.validate(module, data, verbose=False)
+    assert figures["val/env/failed"] == 2.0
+    assert figures["val/reward/partly"] == figures["val/reward/task"] == 0.75
+    assert len(list((tmp_path / "failed_environments").iterdir())) == 1
+
+
+def test_an_answer_without_its_environment_is_warned_of() -> None:
+    module = talking_module(environment=Shut)
+    with pytest.warns(
+        UserWarning, match=r"(?s)1 of 2 conversations failed with their environment.*ConnectionError: shut"
+    ):
+        module.complete([{"prompt": [2, 3], "shut": True}, {"prompt": [2, 3], "shut": False}])
