@@ -5,8 +5,20 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from lightning_rl.arguments import check_numbers
 from lightning_rl.rollout import Finish
+
+ROLES = ("user", "tool")
+"""Who may answer a policy."""
+
+COUNTED = frozenset(
+    {"turns", "tokens", "failed", "retries", "timeouts", "cut_by_turns", "cut_by_tokens", "reward", "logprob"}
+)
+"""Figures of every conversation, whose names no environment can give to its own."""
+
+LARGEST = float(np.finfo(np.float32).max)
 
 Message = Mapping[str, Any]
 """A chat message as templates take it: ``role``, ``content``, perhaps ``tool_calls``, ``name``."""
@@ -164,6 +176,8 @@ class TokenEnvironment(Protocol):
 def _check_step(name: str, said: Sequence[Any], *, done: bool) -> None:
     if isinstance(said, (str, Mapping)):
         raise ValueError(f"expected {name} to be a list, got {type(said).__name__} {said!r}")
+    if not isinstance(done, (bool, np.bool_)):
+        raise ValueError(f"expected done to be True or False, got {done!r:.200}")
     if not done and not said:
         raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
 
@@ -188,6 +202,14 @@ def check_step(environment: Environment | TokenEnvironment, said: Any) -> Any:
     if not isinstance(said, kind):
         raise TypeError(f"expected {type(environment).__name__}.step to return a {kind.__name__}, got {said!r:.200}")
     _check_items(environment, "step", said.messages if isinstance(said, Step) else said.token_ids)
+    where = f"{type(environment).__name__}.step"
+    for message in said.messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"expected a mapping for each message of {where}, got {message!r:.200}")
+        if isinstance(said, Step) and message["role"] not in ROLES:
+            raise TypeError(f"expected messages of {' or '.join(ROLES)} from {where}, got {message!r:.200}")
+        if isinstance(said, Step) and not isinstance(message.get("content"), (str, list)):
+            raise TypeError(f"expected content in each message of {where}, got {message!r:.200}")
     return said
 
 
@@ -215,6 +237,12 @@ def check_figures(reward: Any, metrics: Any) -> None:
         check_numbers(finite=True, optional=True, reward=reward)
     if not isinstance(metrics, Mapping):
         raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
+    if reward is not None and abs(float(reward)) > LARGEST:
+        raise ValueError(f"expected a reward of at most {LARGEST:g}, which float32 holds, got {reward!r}")
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ValueError(f"expected names of metrics to be text, got {name!r:.200}")
+        if name in COUNTED:
+            raise ValueError(f"expected another name than {name!r} for a metric, which conversations count themselves")
         if not isinstance(value, bool):
             check_numbers(finite=True, **{f"metric {name}": value})

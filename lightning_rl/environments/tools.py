@@ -69,7 +69,7 @@ class ToolEnvironment(Environment):
         """Calls what the answer asks for, in its order; nothing of an answer that was cut off."""
         if answer.cut_off or not (answer.tool_calls or answer.errors):
             return Step(done=True, reward=self.reward())
-        results = self._run(answer.tool_calls)
+        results = list(map(_said, self._run(answer.tool_calls)))
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]
         unread = [{"role": "tool", "name": "error", "content": self._cut(_error(error))} for error in answer.errors]
         errors = sum(isinstance(result, Raised) for result in results)
@@ -108,8 +108,8 @@ class ToolEnvironment(Environment):
             raise TypeError("; ".join(f"{error.json_path.removeprefix('$.')}: {error.message}" for error in wrong))
         return tool
 
-    def _reply(self, call: ToolCall, result: Any) -> Message:
-        said = _error(_description(result.error)) if isinstance(result, Raised) else _text(result)
+    def _reply(self, call: ToolCall, result: str | Raised) -> Message:
+        said = _error(_description(result.error)) if isinstance(result, Raised) else result
         name = {"role": "tool", "name": call.name}
         return {**name, **({} if call.id is None else {"tool_call_id": call.id}), "content": self._cut(said)}
 
@@ -230,6 +230,16 @@ def _result_of(value: Any) -> Any:
     if isinstance(result, Raised):
         raise result.error
     return result
+
+
+def _said(result: Any) -> str | Raised:
+    """What a call returned, in text, or what it or its text raised, such as an integer of too many digits."""
+    if isinstance(result, Raised):
+        return result
+    try:
+        return _text(result)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  as above
+        return Raised(error)
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl import Finish, Sampling
-from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, play
+from lightning_rl.environments import (
+    Conversation,
+    Environment,
+    Limits,
+    Opening,
+    Step,
+    TokenEnvironment,
+    TokenStep,
+    play,
+)
+from lightning_rl.environments.environment import check_step
 from lightning_rl.generation import Completion, Request, turn_seed
 
 EOS = 9
@@ -332,3 +342,30 @@ def test_a_prompt_that_no_answer_can_follow_fails_with_its_length() -> None:
     assert (talk.transcript.finish, talk.transcript.row.turns) == (Finish.FAILED, ())
     message = "ValueError: expected a prompt of fewer tokens than the context of 7, got 7 by reset"
     assert talk.transcript.outcome.failure == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"done": "no"}, "expected done to be True or False, got 'no'"),
+        ({"done": True, "metrics": {3: 1.0}}, "expected names of metrics to be text, got 3"),
+        ({"done": True, "metrics": {"turns": 1.0}}, "expected another name than 'turns' for a metric"),
+        ({"done": True, "reward": 1e39}, r"expected a reward of at most 3.40282e\+38, which float32 holds, got 1e\+39"),
+    ],
+)
+def test_a_step_that_means_nothing_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenStep(**options)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"role": "assistant", "content": "x"}, "expected messages of user or tool from Environment.step"),
+        ({"role": "user"}, "expected content in each message of Environment.step"),
+        ({"role": "user", "content": None}, "expected content in each message of Environment.step"),
+    ],
+)
+def test_users_and_tools_answer_a_policy_with_content(said: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_step(Environment(), Step(messages=[said]))

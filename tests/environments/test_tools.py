@@ -372,3 +372,27 @@ def test_a_conversation_with_tools_goes_from_tokens_to_tokens() -> None:
     assert broken.metrics == {"tool_calls": 0.0, "parse_errors": 1.0, "tool_errors": 0.0}
     cut = talk.step(*drawn('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', Finish.LENGTH))
     assert (cut.done, cut.metrics["tool_calls"], cut.metrics["parse_errors"]) == (True, 0.0, 0.0)
+
+
+def long_number() -> int:
+    """A number of more digits than Python writes."""
+    return 10**5000
+
+
+class WordlessError(Exception):
+    """Cannot say what happened."""
+
+    @override
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
+def wordless() -> None:
+    """Fails without words."""
+    raise WordlessError
+
+
+@pytest.mark.parametrize("tool", [long_number, wordless])
+def test_what_has_no_text_is_an_error_for_the_policy_to_read(tool: Any) -> None:
+    said = ToolEnvironment([tool]).step(Answer(text="", tool_calls=[ToolCall(name=tool.__name__, arguments={})]))
+    assert "error" in json.loads(said.messages[0]["content"]) and said.metrics["tool_errors"] == 1.0
