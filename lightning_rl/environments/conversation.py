@@ -168,7 +168,7 @@ class Conversation:
         self._start = row, seed
         try:
             if self._environment is None:
-                self._environment = self._made()
+                self._environment = self._open()
             environment = self._environment
             with self._clock():
                 said = environment.reset(copy_plain(dict(row)), seed)
@@ -209,7 +209,7 @@ class Conversation:
         if self.transcript is None:
             self._end(Finish.ABORT)
 
-    def _made(self) -> TokenEnvironment:
+    def _open(self) -> TokenEnvironment:
         if self._make is None:
             raise RuntimeError("expected an environment or what makes one, got neither")
         return self._make()

@@ -69,7 +69,7 @@ class ToolEnvironment(Environment):
         """Calls what the answer asks for, in its order; nothing of an answer that was cut off."""
         if answer.cut_off or not (answer.tool_calls or answer.errors):
             return Step(done=True, reward=self.reward())
-        results = list(map(_said, self._run(answer.tool_calls)))
+        results = list(map(_text_of, self._run(answer.tool_calls)))
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]
         unread = [{"role": "tool", "name": "error", "content": self._cut(_error(error))} for error in answer.errors]
         errors = sum(isinstance(result, Raised) for result in results)
@@ -232,7 +232,7 @@ def _result_of(value: Any) -> Any:
     return result
 
 
-def _said(result: Any) -> str | Raised:
+def _text_of(result: Any) -> str | Raised:
     """What a call returned, in text, or what it or its text raised, such as an integer of too many digits."""
     if isinstance(result, Raised):
         return result

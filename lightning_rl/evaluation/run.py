@@ -111,9 +111,9 @@ class EvaluationRun:
                 pass_at, votes = cast(Sequence[int], evaluation.pass_at), evaluation.answer is not None
                 values = tally.figures(pass_at=pass_at, samples=questions.samples, votes=votes)
                 figures |= {f"{self.stage}/{questions.name}/{name}": value for name, value in values.items()}
-        return figures | (self._failed() if self.talks else {})
+        return figures | (self._failures() if self.talks else {})
 
-    def _failed(self) -> dict[str, float]:
+    def _failures(self) -> dict[str, float]:
         """How many conversations of each evaluation failed with their environment, over all ranks. A collective."""
         counts = [sum(rank) for rank in zip(*self.collectives.objects(self.broken), strict=True)]
         heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
