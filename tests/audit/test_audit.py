@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,17 +272,26 @@ def test_who_edits_a_rollout_while_looking_at_it_is_named_by_the_core(tmp_path: 
 def test_tokens_that_came_back_from_a_tool_are_none_of_the_engine() -> None:
     rollout = Rollout.of_samples([[2]], [[5, 6, 7]], groups=[0], actions=[[True, False, True]])
     rollout = rollout.replace(rollout_logprobs=torch.tensor([[-1.0, 0.0, -2.0]]))
-    request = Request(prefix_ids=(2,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=()))
-    for ids, findings in (((5, 7), []), ((5, 8), ["the token ids"]), ((5, 6, 7), ["the sampled tokens as actions"])):
-        logprobs = torch.tensor([-1.0, -2.0, -3.0])[: len(ids)]
-        completion = Completion(token_ids=ids, logprobs=logprobs, finish=Finish.STOP, version=0)
+    asked = Request(prefix_ids=(2,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=()))
+    again = replace(asked, prefix_ids=(2, 5, 6))
+    cases: list[tuple[list[tuple[Request, tuple[int, ...], list[float]]], list[str]]] = [
+        ([(asked, (5,), [-1.0]), (again, (7,), [-2.0])], []),
+        ([(asked, (5,), [-1.0]), (again, (8,), [-2.0])], ["the token ids"]),
+        ([(asked, (5,), [-1.0]), (replace(again, prefix_ids=(2, 5, 4)), (7,), [-2.0])], ["the prefix of each turn"]),
+        ([(asked, (5, 6, 7), [-1.0, -3.0, -2.0])], ["the sampled tokens as actions"]),
+    ]
+    for turns, findings in cases:
+        completions = [
+            Completion(token_ids=ids, logprobs=torch.tensor(logprobs), finish=Finish.STOP, version=0)
+            for _, ids, logprobs in turns
+        ]
         evidence = Evidence(
             algorithm=an_algorithm(),
             facts=RunFacts(),
             rollout=rollout,
             groups=rollout,
             rows=rollout,
-            batches=[[(request, completion)]],
+            batches=[[(turn[0], drawn)] for turn, drawn in zip(turns, completions, strict=True)],
         )
         expected = [f"{what} that the engine returned" for what in findings]
         assert [finding.expected for finding in CHECKS["trained_tokens"](evidence)] == expected

@@ -102,7 +102,7 @@ def test_the_clip_bounds_what_comes_out_and_counts_what_it_changed() -> None:
 
 
 def test_bonuses_of_others_are_added_to_what_comes_out() -> None:
-    rows = rollout([1.0, 3.0], groups=[0, 0], response_lengths=torch.tensor([10, 8]))
+    rows = rollout_of([1.0, 3.0], [[1] * 10, [1] * 8 + [0] * 2], groups=[0, 0])
     scores, _ = scored(rows, RewardNormalization("group", "none"), OverlongPenalty(10, 4))
     assert scores.tolist() == [-2.0, 0.5]
 

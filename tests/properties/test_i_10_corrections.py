@@ -50,7 +50,7 @@ AS_LOSS = {"unbiased": {"as_loss": True}}
 BESIDE: dict[type, dict[str, dict[str, Any]]] = {
     ReferenceKL: AS_LOSS, TeacherKL: AS_LOSS, AdaptiveKL: AS_LOSS,
     EntropyBonus: {"step": {"target": 9.0}},
-    SequenceRatioMask: {name: {"statistic": "mean"} for name in ("low", "high")},
+    SequenceRatioMask: {name: {"statistic": "geometric"} for name in ("low", "high")},
     DivergenceMask: {name: {"bound": 1e-3} for name in ("divergence", "level")},
     TotalVariationMask: {"policy": {"bound": 0.01}},
     OverlongPenalty: {"max_length": {"cache": 2}, "cache": {"max_length": 6}, "coef": {"max_length": 6, "cache": 2}},
@@ -63,7 +63,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
         "level": ("token", "geometric"), "cap": (None, 1.05), "floor": (0.0, 0.99), "normalized": (False, True),
     },
     IcePop: BAND,
-    SequenceRatioMask: {"statistic": ("mean", "max"), **BAND},
+    SequenceRatioMask: {"statistic": ("geometric", "max"), **BAND},
     DivergenceMask: {"bound": (1e-3, 0.1), "divergence": ("binary_kl", "k2"), "level": ("token", "max")},
     TotalVariationMask: {"bound": (0.01, 9.0), "policy": ("old", "current")},
     LinearLengthPenalty: {"tokens": (0.25, 0.5), "context": (0.0, 0.1), "turns": (0.0, 0.1)},

@@ -233,7 +233,7 @@ def test_2_16_six_of_eight_tokens_weigh_an_eighth_each(
 
 
 def test_2_17_the_overlong_penalty_can_be_asked_twice() -> None:
-    rollout = rollout_of([0.0, 0.0, 0.0], [[1] * 4] * 3, response_lengths=[4, 3, 1])
+    rollout = rollout_of([0.0, 0.0, 0.0], [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]])
     bonuses = [OverlongPenalty(4, 2).reward_bonus(rollout) for _ in range(2)]
     assert bonuses[0].tolist() == bonuses[1].tolist() == [-1.0, -0.5, 0.0]
     assert not rollout.rewards.any(), "the task reward stays raw"
