@@ -22,7 +22,9 @@ def overlong(case: Case) -> Outputs:
         params["max_response_length"], params["overlong_buffer_len"], coef=params.get("penalty_factor", 1.0)
     )
     rewards = case["rewards"]
-    rollout = _rows(len(rewards), response_lengths=case.ids("response_lengths"))
+    lengths = case.ids("response_lengths")
+    drawn = torch.arange(int(lengths.max())) < lengths[:, None]
+    rollout = rollout_of([0.0] * len(rewards), drawn.tolist())
     return {"rewards_out": rewards + correction.reward_bonus(rollout).to(rewards.dtype)}
 
 
