@@ -288,7 +288,7 @@ class Run(NamedTuple):
     def failed_by_assertion(self) -> bool:
         """Whether tests ran and each failure is an expectation that was not met or a refusal of the library."""
         reasons = re.findall(r"^FAILED .*? - (.*)$", self.output, re.MULTILINE)
-        expected = ("assert ", "AssertionError", "Failed: DID NOT", "RuntimeError", "ValueError")
+        expected = ("assert ", "AssertionError", "Failed: DID NOT", "RuntimeError", "ValueError", "lightning_rl.")
         return self.code == 1 and bool(reasons) and all(reason.startswith(expected) for reason in reasons)
 
 
