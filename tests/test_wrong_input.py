@@ -345,7 +345,12 @@ CORRECTIONS: dict[str, Case] = {
         fitted(TruncatedIS(), loss=GSPO(anchor="rollout")),
         "count twice as denominator: leave TruncatedIS out; a mask",
     ),
-    "vespo-kernel": (lambda: VESPO(lambda_positive=0), "expected lambda_positive > 0, got 0"),
+    "vespo-power": (lambda: VESPO(k_positive=-1), "expected k_positive >= 0, got -1"),
+    "vespo-power-of-bad": (lambda: VESPO(k_negative=math.inf), "expected k_negative >= 0 and finite, got inf"),
+    "vespo-rate": (lambda: VESPO(lambda_positive=0), "expected lambda_positive > 0, got 0"),
+    "vespo-rate-of-bad": (lambda: VESPO(lambda_negative=math.nan), "expected lambda_negative > 0, got nan"),
+    "vespo-rate-text": (lambda: VESPO(lambda_negative="2"), "expected lambda_negative > 0, got '2'"),  # pyright: ignore[reportArgumentType]
+    "vespo-power-flag": (lambda: VESPO(k_negative=True), "expected k_negative >= 0, got True"),
     "vespo-anchor": (lambda: VESPO(anchor="ref"), "expected anchor old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
     "gspo-anchor": (lambda: GSPO(anchor="ref"), "expected anchor old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
     "gmpo-bounds": (lambda: GMPO(clip_high=-1), "expected clip_high >= 0, got -1"),
