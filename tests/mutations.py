@@ -250,6 +250,8 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
      "at_turns = by_turn(values, starts)", "at_turns = by_turn(values, valid_tokens)"),
     ("tests/advantages/test_gae_over_turns.py", "test_the_estimator_counts_turns_for_discount_and_decay",
      "lightning_rl/advantages/gae_over_turns.py", "turn_starts(valid, turns).sum(-1)", "valid.sum(-1)"),
+    ("tests/advantages/test_gae_over_turns.py", "test_the_critic_learns_with_a_decay_of_its_own",
+     "lightning_rl/advantages/gae_over_turns.py", "returns = estimate(self.lam_critic).returns", "pass"),
     ("tests/advantages/test_trace_decay.py", "test_every_row_has_the_decay_of_its_own_valid_tokens",
      "lightning_rl/advantages/gae.py", "valid.sum(-1)", "valid.sum(-1) * 0 + valid.shape[1]"),
     ("tests/advantages/test_trace_decay.py", "test_the_critic_learns_with_a_decay_of_its_own",

@@ -276,6 +276,10 @@ ALGORITHMS: dict[str, Case] = {
     "advantages-class": (made(advantages=GRPO), "expected an object as advantages, got the class GRPO: call it"),
     "gae-decay": (lambda: GAE(lam=1.5), r"expected lam in \[0, 1\], got 1.5"),
     "gae-decay-of-the-critic": (lambda: GAE(lam_critic=-1), r"expected lam_critic in \[0, 1\], got -1"),
+    "gae-over-turns-decay-of-the-critic": (
+        lambda: GAEOverTurns(lam_critic=1.5),
+        r"expected lam_critic in \[0, 1\], got 1.5",
+    ),
     "gae-over-turns-decay": (lambda: GAEOverTurns(gamma=2), r"expected gamma in \[0, 1\], got 2"),
     "gae-over-turns-critic": (
         fitted(advantages="gae_over_turns", group_size=1),

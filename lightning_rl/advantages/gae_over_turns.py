@@ -10,7 +10,7 @@ from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
 from lightning_rl.advantages.trace_decay import TraceDecay, check_trace_decay, decay_of
 from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import whiten
-from lightning_rl.signal.returns import check_decay, turn_gae, turn_starts
+from lightning_rl.signal.returns import TurnEstimates, check_decay, turn_gae, turn_starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,12 @@ class GAEOverTurns(Estimator):
         gamma: discount of a turn, in [0, 1].
         lam: decay of later temporal differences, in [0, 1], or by the number of turns of a row:
             :class:`~lightning_rl.advantages.LengthAdaptive`, :class:`~lightning_rl.advantages.RelativePosition`.
+        lam_critic: the decay of the returns that the critic learns; None for ``lam``. With 1 they are what followed,
+            without the critic's own bias.
         whitened: whether advantages are shifted and scaled to mean 0 and deviation 1 over all valid tokens.
 
     Raises:
-        ValueError: if ``gamma`` or ``lam`` leaves [0, 1].
+        ValueError: if ``gamma`` or a decay leaves [0, 1].
     """
 
     reads = ("values",)
@@ -39,12 +41,13 @@ class GAEOverTurns(Estimator):
 
     gamma: float = 1.0
     lam: float | TraceDecay = 1.0
+    lam_critic: float | TraceDecay | None = None
     whitened: bool = True
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
         check_decay(gamma=self.gamma)
-        check_trace_decay(lam=self.lam)
+        check_trace_decay(lam=self.lam, **({} if self.lam_critic is None else {"lam_critic": self.lam_critic}))
         check_bools(whitened=self.whitened)
 
     @override
@@ -52,6 +55,12 @@ class GAEOverTurns(Estimator):
         values, valid = signal.require("values", "GAEOverTurns"), signal.valid_tokens
         turns = torch.ones(valid.shape, dtype=torch.int64, device=valid.device)
         turns = turns if signal.turns is None else signal.turns.long()
-        lam = decay_of(self.lam, turn_starts(valid, turns).sum(-1))
-        advantages, returns = turn_gae(signal.shaped, values, valid, turns, gamma=self.gamma, lam=lam)
+        steps = turn_starts(valid, turns).sum(-1)
+
+        def estimate(decay: float | TraceDecay) -> TurnEstimates:
+            return turn_gae(signal.shaped, values, valid, turns, gamma=self.gamma, lam=decay_of(decay, steps))
+
+        advantages, returns = estimate(self.lam)
+        if self.lam_critic is not None:
+            returns = estimate(self.lam_critic).returns
         return Advantages(whiten(advantages, valid, signal.global_sum) if self.whitened else advantages, returns)

@@ -102,6 +102,16 @@ def test_the_estimator_counts_turns_for_discount_and_decay() -> None:
     assert float(adaptive[0, 0]) == pytest.approx(0.375), "1 - 1/2 for two turns"
 
 
+def test_the_critic_learns_with_a_decay_of_its_own() -> None:
+    advantages, returns = GAEOverTurns(lam=0.0, lam_critic=1.0, whitened=False)(signal(TURNS))
+    assert advantages[0].tolist() == [0.0, 0.0, 0.0, 0.75, 0.75], "of one step: 0.25 - 0.25, 1 - 0.25"
+    assert returns is not None and returns[0].tolist() == [1.0, 1.0, 0.0, 1.0, 1.0], "what followed"
+    _, same = GAEOverTurns(lam=0.0, whitened=False)(signal(TURNS))
+    assert same is not None and same[0].tolist() == [0.25, 0.25, 0.0, 1.0, 1.0]
+    _, adaptive = GAEOverTurns(lam=0.0, lam_critic=RelativePosition(0.5), whitened=False)(signal(TURNS))
+    assert adaptive is not None and adaptive[0].tolist() == [0.625, 0.625, 0.0, 1.0, 1.0], "half of the last step"
+
+
 def test_without_turns_a_response_is_one() -> None:
     advantages, returns = GAEOverTurns(whitened=False)(signal(None))
     assert advantages.tolist() == [[0.75, 0.75, 0, 0.75, 0.75], [-0.25, -0.25, -0.25, 0, 0]]

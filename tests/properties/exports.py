@@ -76,6 +76,7 @@ ESTIMATOR_EXAMPLES: dict[str, Estimator] = {
     "gae-vapo": GAE(lam=LengthAdaptive(0.5), lam_critic=1.0, whitened=False),
     "gae-relative": GAE(lam=RelativePosition(0.5)),
     "gae_over_turns-raw": GAEOverTurns(gamma=0.9, lam=0.8, whitened=False),
+    "gae_over_turns-critic": GAEOverTurns(lam=LengthAdaptive(0.5), lam_critic=1.0, whitened=False),
     "gpg-nonzero": GPG(teaches="nonzero"),
     "pass_at_k-scaled": PassAtK(scaled=True),
     "otb-tail": OptimalTokenBaseline(bare_tail=False),

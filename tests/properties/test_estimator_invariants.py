@@ -48,10 +48,10 @@ BATCH_WIDE = {
 """Have a statistic of the whole batch; that the others have none is tested, and that these have one."""
 WHITENED = {"batch", "batch-rloo", "reinforce_plus_plus"}  # do not compare groups, but the batch
 FOLLOW_A_SHIFT = {"reinforce", "remax", "raw", "scaled", "maxrl", "gae", "gae-raw", "rpp-discounted", "gae-vapo"}
-FOLLOW_A_SHIFT |= {"gae-relative", "gae_over_turns", "gae_over_turns-raw", "gpg-nonzero"}
+FOLLOW_A_SHIFT |= {"gae-relative", "gae_over_turns", "gae_over_turns-raw", "gae_over_turns-critic", "gpg-nonzero"}
 FOLLOW_A_SHIFT |= {"optimal_token_baseline", "otb-weighed"}  # at the end of the longest row
 FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw", "function"}
-FOLLOW_A_SCALE |= {"gae-vapo", "gae_over_turns-raw", "gpg", "gpg-nonzero", "pass_at_k"}
+FOLLOW_A_SCALE |= {"gae-vapo", "gae_over_turns-raw", "gae_over_turns-critic", "gpg", "gpg-nonzero", "pass_at_k"}
 FOLLOW_A_SCALE |= {"optimal_token_baseline", "otb-tail", "otb-weighed"}
 SOME_TOKENS = {"pass_at_k", "pass_at_k-scaled", "otb-tail"}
 """Teach nothing at some tokens of groups with different rewards: not the best row, or a step that one row has."""

@@ -139,7 +139,14 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
             "whitened": (True, False),
         }
     ),
-    GAEOverTurns: Knobs({"gamma": (1.0, 0.5), "lam": (1.0, RelativePosition(0.5)), "whitened": (True, False)}),
+    GAEOverTurns: Knobs(
+        {
+            "gamma": (1.0, 0.5),
+            "lam": (1.0, RelativePosition(0.5)),
+            "lam_critic": (None, RelativePosition(0.5)),
+            "whitened": (True, False),
+        },
+    ),
     GPG: Knobs({"teaches": ("different", "nonzero")}),
     PassAtK: Knobs(
         {"scaled": (False, True), "unbiased": (True, False), "epsilon": (1e-6, 0.1)},
