@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_rl.advantages import Estimator
+from lightning_rl.advantages import ESTIMATORS, Estimator
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
@@ -33,7 +33,7 @@ from lightning_rl.corrections import (
 )
 from lightning_rl.distributed import parallel_of
 from lightning_rl.generation import Engine, Sampling
-from lightning_rl.losses import PolicyLoss, ValueLoss
+from lightning_rl.losses import LOSSES, PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.optimizers import OptimizerBuilder
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
@@ -125,7 +125,7 @@ def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
         ValueError: naming both, the policy, and what to use instead.
     """
     weights = corrections.contributors("token_weight")
-    factors = [(type(loss).__name__, loss.ratio, None)]
+    factors = [(_as_written("loss", loss, LOSSES), loss.ratio, None)]
     factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
     for number, (name, ratio, alternative) in enumerate(factors):
         for other, other_ratio, _ in factors[:number]:
@@ -165,27 +165,27 @@ def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: b
     Raises:
         ValueError: naming both sides and the fix.
     """
-    name = estimator.name
+    chosen = _as_written("advantages", estimator, ESTIMATORS)
     for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
-            f"{type(callback).__name__} gives a reward to each token, but advantages={name} takes one scalar for each "
+            f"{type(callback).__name__} gives a reward to each token, but {chosen} takes one scalar for each "
             f"row: use {cure}an estimator that works per token such as GAE"
         )
     if group_size == 1 and estimator.compares:
         raise ValueError(
-            f"advantages={name} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
+            f"{chosen} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
             "more, or an estimator without a group such as reinforce, ReMax or GAE"
         )
     for callback in corrections.contributors("reward_bonus") if estimator.needs_greedy else ():
         if callback.reads:
             raise ValueError(
-                f"advantages={name} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
+                f"{chosen} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
                 f"{callback.reads[0]}, and greedy answers have none: use one without the other"
             )
         if callback.compares_rows:
             raise ValueError(
-                f"advantages={name} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
+                f"{chosen} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
                 "normalise with the samples: use one without the other"
             )
     for callback in corrections.callbacks if group_size == 1 else ():
@@ -195,9 +195,7 @@ def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: b
                 "group_size=2 or more, or leave it out"
             )
     if critic and "values" not in estimator.reads:
-        raise ValueError(
-            f"critic= trains for nothing, because advantages={name} reads no values: use GAE, or no critic"
-        )
+        raise ValueError(f"critic= trains for nothing, because {chosen} reads no values: use GAE, or no critic")
 
 
 def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:
@@ -518,8 +516,8 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
 def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
     """Who reads which fields."""
     reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
-    reading.append((type(algorithm.loss).__name__, algorithm.loss.reads))
-    reading.append((algorithm.advantages.name, algorithm.advantages.reads))
+    reading.append((_as_written("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
+    reading.append((_as_written("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
     return reading
 
 
@@ -528,6 +526,12 @@ def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, en
 
     Raises:
         ValueError: naming the reader, the entry, and who could provide it, or both who do.
+def _as_written(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
+    """An option as a script has it: with the name that it was given by, if it was."""
+    names = [name for name, one in known.items() if one is chosen]
+    return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
+
+
     """
     providing = algorithm.corrections.contributors("provide")
     known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in engine.capabilities.extras}

@@ -196,8 +196,8 @@ def weigher(name: str, ratio: Ratio | None, alternative: str | None = None) -> R
 
 def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> None:
     message = (
-        "OffPolicyIS carries the ratio current/rollout and ClippedSurrogate current/old, so the current policy would "
-        "count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
+        "OffPolicyIS carries the ratio current/rollout and loss=ClippedSurrogate current/old, so the current policy "
+        "would count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
     )
     with pytest.raises(ValueError, match=message):
         check_ratios(Corrections([OffPolicyIS()]), ClippedSurrogate())
@@ -250,7 +250,8 @@ COMPARING += [Normalized(mean="none", std="group"), Normalized(mean="group", std
 
 @pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
 def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
-    with pytest.raises(ValueError, match=rf"advantages={estimator.name} compares .* use group_size=2 or more, or an"):
+    written = [f'"{name}"' for name, known in ESTIMATORS.items() if known is estimator] or [estimator.name]
+    with pytest.raises(ValueError, match=f"advantages={written[0]} compares .* use group_size=2 or more, or an"):
         check_estimator(Corrections(), estimator, critic=False, group_size=1)
     check_estimator(Corrections(), estimator, critic=False, group_size=2)
 

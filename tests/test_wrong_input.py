@@ -193,7 +193,7 @@ NUMBERS: dict[str, Case] = {
     "group_size-true": (made(group_size=True), "expected group_size to be a whole number above 0, got True"),
     "group_size-one": (
         fitted(group_size=1),
-        "advantages=GRPO compares the samples .* group_size=1 .*: use group_size=2",
+        'advantages="grpo" compares the samples .* group_size=1 .*: use group_size=2',
     ),
     "minibatches": (made(minibatches=0), "expected minibatches to be a whole number above 0, got 0"),
     "minibatches-uneven": (fitted(minibatches=3), "prompts_per_rollout to be a multiple of minibatches x ranks, got 4"),
@@ -283,7 +283,7 @@ ALGORITHMS: dict[str, Case] = {
     "gae-over-turns-decay": (lambda: GAEOverTurns(gamma=2), r"expected gamma in \[0, 1\], got 2"),
     "gae-over-turns-critic": (
         fitted(advantages="gae_over_turns", group_size=1),
-        'GAEOverTurns reads "values", but there is no critic: pass critic= to the module',
+        'advantages="gae_over_turns" reads "values", but there is no critic: pass critic= to the module',
     ),
     "length-adaptive": (lambda: LengthAdaptive(0), "expected alpha > 0, got 0"),
     "relative-position": (lambda: RelativePosition(1.5), "expected kept .* got 1.5"),
@@ -292,13 +292,13 @@ ALGORITHMS: dict[str, Case] = {
     "otb-cap": (lambda: OptimalTokenBaseline(importance_cap=0), "expected importance_cap > 0 or None, got 0"),
     "pass-at-k-alone": (
         fitted(advantages="pass_at_k", group_size=1),
-        "advantages=PassAtK compares the samples .* group_size=1 .*: use group_size=2",
+        'advantages="pass_at_k" compares the samples .* group_size=1 .*: use group_size=2',
     ),
     "reduction-name": (made(reduction="mean"), "expected a reduction out of token_mean, .* got 'mean'"),
     "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
     "critic-unread": (
         fitted(critic="shared"),
-        "critic= trains for nothing, because advantages=GRPO reads no values: use",
+        'critic= trains for nothing, because advantages="grpo" reads no values: use',
     ),
     "gae-without-critic": (
         fitted(advantages="gae", group_size=1),
@@ -308,8 +308,11 @@ ALGORITHMS: dict[str, Case] = {
 }
 
 CORRECTIONS: dict[str, Case] = {
-    "ratio-twice": (fitted(OffPolicyIS()), "OffPolicyIS .* and ClippedSurrogate .* count twice .*: use TruncatedIS"),
-    "cispo": (fitted(OffPolicyIS(), loss="cispo"), "OffPolicyIS .* and CISPO .* count twice .*: use TruncatedIS"),
+    "ratio-twice": (fitted(OffPolicyIS()), 'OffPolicyIS .* and loss="ppo" .* count twice .*: use TruncatedIS'),
+    "cispo": (
+        fitted(OffPolicyIS(), loss="cispo"),
+        'OffPolicyIS .* and loss="cispo" .* count twice .*: use TruncatedIS',
+    ),
     "dppo": (fitted(OffPolicyIS(), loss="dppo"), "count twice as numerator: leave OffPolicyIS out; a mask"),
     "dppo-truncated": (fitted(TruncatedIS(), loss="dppo"), "count twice as denominator: leave TruncatedIS out; a mask"),
     "two-kl": (

@@ -234,7 +234,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 
 def test_scalar_estimators_are_sent_to_the_loss_form() -> None:
-    with pytest.raises(ValueError, match=r"TeacherKL gives .* advantages=GRPO .* use TeacherKL\(as_loss=True\), or"):
+    with pytest.raises(ValueError, match=r'TeacherKL gives .* advantages="grpo" .* use TeacherKL\(as_loss=True\), or'):
         fit(tiny_module(rewards=parity_reward), callbacks=[TeacherKL(tiny_policy)])
 
 
