@@ -144,15 +144,20 @@ def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
 
 
 def check_pairs(corrections: Corrections) -> None:
-    """Refuses a correction beside the one that it replaces.
+    """Refuses a correction beside the one that it replaces, or beside one that leaves it nothing to change.
 
     Raises:
         ValueError: naming both.
     """
     present = {type(callback).name: type(callback).__name__ for callback in corrections.callbacks}
     for callback in corrections.callbacks:
+        name = type(callback).__name__
+        for other in set(callback.idle_beside) & present.keys():
+            raise ValueError(
+                f"expected {name} or {present[other]}, got both: {present[other]} leaves nothing that {name} could "
+                "change; leave one of them out"
+            )
         for replaced in set(callback.replaces) & present.keys():
-            name = type(callback).__name__
             raise ValueError(
                 f"expected {name} instead of {present[replaced]}, got both, so the same would count twice: leave "
                 f"{present[replaced]} out"
@@ -521,17 +526,17 @@ def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
     return reading
 
 
-def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, engine: Engine) -> None:
-    """Refuses entries of dict fields that nobody provides, as far as those who provide say what.
-
-    Raises:
-        ValueError: naming the reader, the entry, and who could provide it, or both who do.
 def _as_written(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
     """An option as a script has it: with the name that it was given by, if it was."""
     names = [name for name, one in known.items() if one is chosen]
     return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
 
 
+def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, engine: Engine) -> None:
+    """Refuses entries of dict fields that nobody provides, as far as those who provide say what.
+
+    Raises:
+        ValueError: naming the reader, the entry, and who could provide it, or both who do.
     """
     providing = algorithm.corrections.contributors("provide")
     known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in engine.capabilities.extras}

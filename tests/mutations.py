@@ -232,7 +232,7 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
     ("tests/callbacks/test_total_variation_mask.py", "test_beyond_the_bound_only_what_narrows_the_gap_is_kept",
      "callbacks/total_variation_mask.py", 'view.require("advantages") <= 0', 'view.require("advantages") >= 0'),
     ("tests/callbacks/test_stop_properly.py", "test_a_row_without_reward_gets_none", "callbacks/stop_properly.py",
-     "(rollout.finish == Finish.LENGTH) & rollout.rewarded", "rollout.finish == Finish.LENGTH"),
+     "rollout.cut_off & rollout.rewarded", "rollout.cut_off"),
     ("tests/callbacks/test_linear_length_penalty.py", "test_rows_without_reward_have_no_penalty_and_set_none",
      "callbacks/linear_length_penalty.py", "torch.where(rollout.rewarded, rollout.groups, -1)", "rollout.groups"),
     ("tests/callbacks/test_positive_nll.py", "test_the_mean_runs_over_the_valid_tokens_of_right_responses",

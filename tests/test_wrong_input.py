@@ -341,6 +341,10 @@ CORRECTIONS: dict[str, Case] = {
     "variation-policy": (lambda: TotalVariationMask(0.1, policy="ref"), "expected policy old or current, got 'ref'"),  # pyright: ignore[reportArgumentType]
     "stop-scale": (lambda: StopProperly(-0.5), r"expected scale in \[0, 1\], got -0.5"),
     "stop-reward": (lambda: StopProperly(reward=math.inf), "expected reward .* or None and finite, got inf"),
+    "stop-and-mask": (
+        fitted(StopProperly(), NoEOSMask()),
+        "expected StopProperly or NoEOSMask, got both: NoEOSMask leaves nothing that StopProperly could change; leave",
+    ),
     "length-cost": (lambda: LinearLengthPenalty(turns=-1), "expected turns >= 0, got -1"),
     "length-alone": (
         fitted(LinearLengthPenalty(), group_size=1, advantages="reinforce"),

@@ -110,6 +110,7 @@ class RLCallback(Callback):
         ratio: (numerator, denominator) of the importance ratio that its weight carries; None for masks and terms.
         alternative: what to use instead where this correction does not fit, for error messages.
         replaces: names of corrections that it stands for, so that beside one of them it would count twice.
+        idle_beside: names of corrections that leave it nothing to change.
         compares_rows: whether its bonus of a row depends on the other rows.
         scales_rewards: whether its bonus grows with the reward, so that a constant added to all of a group counts.
         compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
@@ -130,6 +131,7 @@ class RLCallback(Callback):
     ratio: Ratio | None = None
     alternative: str | None = None
     replaces: tuple[str, ...] = ()
+    idle_beside: tuple[str, ...] = ()
     compares_rows: bool = False
     scales_rewards: bool = False
     compares_groups: bool = False

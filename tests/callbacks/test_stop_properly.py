@@ -37,6 +37,13 @@ def test_only_what_was_cut_off_changes(options: Any, reward: float, bonus: float
     assert correction.rollout_metrics(rollout)["stop_properly/truncated"].value() == 0.5
 
 
+def test_a_conversation_without_turns_left_was_cut_off_as_well() -> None:
+    ends = torch.tensor([Finish.TURNS, Finish.STOP, Finish.LENGTH], dtype=torch.uint8)
+    rollout = rollout_of([2.0, 2.0, 2.0], [[1]] * 3, finish=ends)
+    assert StopProperly().reward_bonus(rollout).tolist() == [-2.0, 0.0, -2.0]
+    assert StopProperly().rollout_metrics(rollout)["stop_properly/truncated"].value() == pytest.approx(2 / 3)
+
+
 def test_the_row_takes_part_in_the_baseline_with_its_new_reward() -> None:
     found = estimate_signal(samples([1.0, 1.0]), DrGRPO(), Corrections([StopProperly(0.5)])).rollout
     assert found.require("advantages").flatten().tolist() == [-0.25, 0.25]
