@@ -13,6 +13,7 @@ from properties.exports import REDUCTION_EXAMPLES
 from torch.testing import assert_close
 
 from lightning_rl import GMPO, GSPO, LossView
+from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import Reduction
 
@@ -51,6 +52,19 @@ def test_the_ratio_is_the_geometric_mean_over_valid_tokens() -> None:
     step = run_step(view, loss=GSPO(clip_high=1.0))
     assert float(step.loss) == pytest.approx(-math.exp(0.3))
     assert step.gradient[0].tolist() == pytest.approx([-math.exp(0.3) / 2, 0, -math.exp(0.3) / 2, 0])
+
+
+@pytest.mark.parametrize("loss", [GSPO(clip_low=1.0, clip_high=1.0), GMPO()], ids=str)
+def test_weights_of_tokens_count_with_their_mean_over_the_response(loss: GSPO | GMPO) -> None:
+    old = torch.tensor([-1.1, -2.3], dtype=torch.float64)
+    rollout = old - torch.tensor([0.5, 1.5], dtype=torch.float64).log()  # weights of 0.5 and 1.5
+    view = view_of([-1.0, -2.0], old_logprobs=old, rollout_logprobs=rollout, dtype=torch.float64)
+    alone, weighed, geometric = (
+        run_step(view, loss=loss, callbacks=callbacks).gradient
+        for callbacks in ([], [TruncatedIS()], [TruncatedIS("geometric")])
+    )
+    assert_close(weighed, alone)
+    assert_close(geometric, alone * math.sqrt(0.75))
 
 
 @pytest.mark.parametrize("loss", [GSPO(clip_low=0.2, clip_high=0.2), GSPO(per_token=True), GMPO()], ids=str)
