@@ -273,6 +273,11 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
     ("tests/advantages/test_optimal_token_baseline.py", "test_the_ratio_to_the_engine_counts_squared_and_truncated",
      "lightning_rl/advantages/optimal_token_baseline.py", "maximum=self.importance_cap).square()",
      "maximum=self.importance_cap)"),
+    ("tests/properties/test_extreme_log_ratios.py", "test_the_rule", "lightning_rl/signal/ratios.py",
+     "torch.exp((logprobs - old_logprobs).clamp(-bound, bound))", "torch.exp(logprobs - old_logprobs)"),
+    ("tests/properties/test_extreme_log_ratios.py", "test_a_leash_pulls_back_from_any_distance",
+     "lightning_rl/signal/kl.py", "return 0.5 * (logprobs - other).square()",
+     "return 0.5 * (logprobs - other).clamp(-20, 20).square()"),
     ("tests/signal/test_kl.py", "test_estimators_have_the_published_values_and_gradients", "lightning_rl/signal/kl.py",
      "* k3(log_p, log_q) + rest_p * k3(rest_p.log(), rest_q.log())", "* (log_p - log_q)"),
 ]]
