@@ -32,6 +32,9 @@ class OptimalTokenBaseline(Estimator):
     Tokens of tools and environments are no steps, so that rows of many turns are compared turn by turn as they go. A
     group whose rewards from a step on do not differ teaches nothing there, which is always so for a single row.
 
+    A row that is not rewarded enters no baseline and has none: what its tokens are given, such as a KL, and its bonuses
+    stay its own.
+
     Helps with long answers and few of them for each prompt, where the mean of a group leaves most of the variance.
     Needs one more pass through the vocabulary head before the update.
 

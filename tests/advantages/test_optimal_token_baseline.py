@@ -114,6 +114,20 @@ def test_a_group_of_one_and_equal_rewards_teach_nothing() -> None:
     assert not advantages(equal).any()
 
 
+def test_a_row_without_reward_enters_no_baseline_and_keeps_what_its_tokens_are_given() -> None:
+    three = signal(
+        [1, 0, 0], [[1, 1, 0], [1, 1, 0], [1, 1, 1]], [[HALF, HALF, 0], [NINE, HALF, 0], [HALF] * 3], [[0.5] * 3] * 3
+    )
+    squares = torch.tensor([[0.5, 0.5, 0], [0.9, 0.5, 0], [0.5] * 3], dtype=torch.float64)
+    given = torch.tensor([[0, 0, 0], [0, 0, 0], [-0.25, 0, -0.5]], dtype=torch.float64)
+    rewarded = torch.tensor([True, True, False])
+    found = advantages(
+        replace(three, sum_pi_squared=squares, token_rewards=given, shaped=three.shaped + given, rewarded=rewarded)
+    )
+    assert_close(found[:2, :2], advantages(PAIR))
+    assert found[2].tolist() == [-0.75, -0.5, -0.5]
+
+
 FURTHER = torch.tensor([[1.0, 1.0], [0.0, 0.0]]).double()
 
 
