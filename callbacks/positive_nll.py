@@ -9,7 +9,7 @@ gets more out of each of them than an advantage does. With several minibatches, 
 tokens, times the number of minibatches: every right token of the rollout weighs the same wherever it comes to lie,
 whatever else its minibatch holds, and the steps of a pass are this mean on average.
 
-Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, section 4.3, eq. 11 and 12.
+Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, section 4.3, the loss on positive examples.
 """
 
 from collections.abc import Mapping

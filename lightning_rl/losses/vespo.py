@@ -28,7 +28,8 @@ class VESPO(PolicyLoss):
     the update has gone, how stale the rollout is, and how engine and trainer differ. Logs ``policy/weight`` and
     ``policy/weight_max``, the weight of valid tokens.
 
-    Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
+    Source: Shen et al. 2026 (VESPO), arXiv:2602.10693, its closed-form kernel, with a power and a rate for each sign of
+    the advantage.
 
     Args:
         k_positive: power of the ratio for advantages of at least 0, at least 0.
