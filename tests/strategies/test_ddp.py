@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,24 @@ import torch
 from kit.rows import Rows
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.optim import SGD
+from typing_extensions import override
 
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
     EntropyBonus,
+    LinearLengthPenalty,
     NoEOSMask,
+    PositiveNLL,
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    StopProperly,
+    TruncatedIS,
 )
+from lightning_rl.generation import Completion, Request, TransformersEngine
 
 CORRECTIONS: dict[str, Any] = {
     "fixed": lambda: [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)],
@@ -31,8 +40,29 @@ CORRECTIONS: dict[str, Any] = {
         AdaptiveKL(0.1, target=0.01, horizon=20),
         EntropyBonus(0.02, target=2.2, step=0.01),
     ],
+    "tokens of the batch": lambda: [TruncatedIS(cap=1.1, normalized=True), PositiveNLL(0.1), LinearLengthPenalty()],
+    "rows of the batch": lambda: [TruncatedIS("sequence", cap=1.2, normalized=True), PositiveNLL(0.1), StopProperly()],
 }
-ADVANTAGES = {"fixed": "grpo", "adaptive": "reinforce_plus_plus"}
+ADVANTAGES = {
+    "fixed": "grpo",
+    "adaptive": "reinforce_plus_plus",
+    "tokens of the batch": "gpg",
+    "rows of the batch": "gpg",
+}
+
+
+class Mismatched(TransformersEngine):
+    """Says of every token another log-probability than the trainer does, the same on any rank."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        completions = super()._draw(requests, logprobs=logprobs)
+        return [replace(one, logprobs=_moved(one)) if one.logprobs is not None else one for one in completions]
+
+
+def _moved(completion: Completion) -> Tensor:
+    assert completion.logprobs is not None
+    return completion.logprobs - 0.3 * torch.tensor(completion.token_ids).sin().abs()
 
 
 def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
@@ -42,6 +72,7 @@ def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
     module = tiny_module(
         policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05),
         minibatches=2, epochs=2, token_budget=20, advantages=ADVANTAGES[kind],
+        engine=Mismatched() if "batch" in kind else None,
     )  # fmt: skip
     fit(module, callbacks=[*CORRECTIONS[kind](), rows], data=tiny_prompts(8, 4), **trainer)
     if module.global_rank == 0:
