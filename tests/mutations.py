@@ -258,6 +258,8 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
      "lightning_rl/advantages/gae.py", "raw if self.lam_critic is None else estimate(self.lam_critic)", "raw"),
     ("tests/advantages/test_trace_decay.py", "test_hand_worked_decays", "lightning_rl/advantages/trace_decay.py",
      "1 / (steps - 1).clamp(min=1)", "1 / steps.clamp(min=1)"),
+    ("tests/advantages/test_per_row.py", "test_normalized_at_every_level", "lightning_rl/advantages/normalized.py",
+     "batch_statistics(scores, rewarded, global_sum)", "group_statistics(scores, groups, rewarded)"),
     ("tests/advantages/test_pass_at_k.py", "test_hand_worked_groups", "lightning_rl/advantages/pass_at_k.py",
      "group.spread & alone", "group.spread & best"),
     ("tests/advantages/test_gpg.py", "test_rows_of_all_ranks_are_counted", "lightning_rl/advantages/gpg.py",

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from lightning_rl import callbacks
-from lightning_rl.advantages import ESTIMATORS
+from lightning_rl.advantages import ESTIMATORS, TraceDecay
 from lightning_rl.losses import LOSSES
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.reductions import REDUCTIONS
@@ -40,6 +40,14 @@ def test_every_name_and_every_correction_is_on_the_page() -> None:
     text = SCRIPT.with_suffix(".md").read_text()
     for name in (*LOSSES, *ESTIMATORS, *REDUCTIONS, *KL_ESTIMATORS, *callbacks.__all__):
         assert f"| `{name}` |" in text, name
+
+
+def test_when_each_helps_is_said() -> None:
+    text = (ROOT / "docs/choosing.md").read_text()
+    classes = {type(one).__name__ for one in LOSSES.values()} | {*callbacks.__all__} | {"Normalized"}
+    classes |= {one.__name__ for one in TraceDecay.__subclasses__()}
+    missing = [name for name in sorted(classes) if not re.search(rf"`[^`]*\b{name}\(", text)]
+    assert missing + [name for name in ESTIMATORS if f'`"{name}"`' not in text] == []
 
 
 def test_what_it_is_compared_with_is_recorded(script: ModuleType) -> None:
