@@ -40,9 +40,13 @@ def replay_of(case: Case) -> Replay:
     return found
 
 
+INTERPOLATED = (
+    "the policy before the update is the step's own with one optimizer step for a rollout, and one forward pass with "
+    "several: it is known exactly, where an interpolation by staleness (A-3PO, arXiv:2512.06547) guesses it"
+)
 NOT_OFFERED: dict[str, str] = {
-    "decoupled_ppo_loglinear_proximal": "the policy before the update is computed, never interpolated",
-    "proximal_logp_approximation": "the policy before the update is computed, never interpolated",
+    "decoupled_ppo_loglinear_proximal": INTERPOLATED,
+    "proximal_logp_approximation": INTERPOLATED,
 }
 """Algorithms that the library does not have, with the reason."""
 
