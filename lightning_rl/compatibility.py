@@ -125,7 +125,7 @@ def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
         ValueError: naming both, the policy, and what to use instead.
     """
     weights = corrections.contributors("token_weight")
-    factors = [(_as_written("loss", loss, LOSSES), loss.ratio, None)]
+    factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
     factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
     for number, (name, ratio, alternative) in enumerate(factors):
         for other, other_ratio, _ in factors[:number]:
@@ -170,7 +170,7 @@ def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: b
     Raises:
         ValueError: naming both sides and the fix.
     """
-    chosen = _as_written("advantages", estimator, ESTIMATORS)
+    chosen = _script_name("advantages", estimator, ESTIMATORS)
     for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
@@ -521,12 +521,12 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
 def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
     """Who reads which fields."""
     reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
-    reading.append((_as_written("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
-    reading.append((_as_written("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
+    reading.append((_script_name("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
+    reading.append((_script_name("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
     return reading
 
 
-def _as_written(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
+def _script_name(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
     """An option as a script has it: with the name that it was given by, if it was."""
     names = [name for name, one in known.items() if one is chosen]
     return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
