@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_rl.arguments import check_counts, check_numbers
 
+CANDIDATES = 1024  # likeliest tokens that top-p looks at before it sorts a vocabulary
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -91,6 +93,8 @@ class RowFilters:
         self.top_k = torch.tensor([row.top_k for row in rows], device=device)[:, None]
         self.top_p = torch.tensor([row.top_p for row in rows], device=device)[:, None]
         self.min_p = torch.tensor([row.min_p for row in rows], device=device)[:, None]
+        self.largest_k = max(row.top_k for row in rows)
+        self.with_top_p = any(row.top_p < 1 for row in rows)
 
     def mask(self, logprobs: Float[Tensor, "L V"], rows: Int[Tensor, " L"]) -> Bool[Tensor, "L V"]:
         """The tokens that some rows may draw from their distributions, always the likeliest one.
@@ -100,12 +104,37 @@ class RowFilters:
             >>> filters.mask(torch.tensor([[0.5, 0.3, 0.2]] * 2).log(), torch.tensor([0, 1])).tolist()
             [[True, True, False], [True, False, False]]
         """
-        top_k, top_p = self.top_k[rows], self.top_p[rows]
-        ascending, order = logprobs.sort(-1)
-        kth = torch.where(top_k > 0, logprobs.shape[-1] - top_k, 0).clamp(min=0)
-        floor = torch.maximum(ascending.gather(1, kth), ascending[:, -1:] + self.min_p[rows].log())
-        dropped = ascending < floor
-        mass = ascending.masked_fill(dropped, -torch.inf).softmax(-1).cumsum(-1)
-        dropped |= (mass <= 1 - top_p) & (top_p < 1)
-        dropped[:, -1] = False
-        return torch.zeros_like(dropped).scatter(1, order, ~dropped)
+        floor = logprobs.amax(-1, keepdim=True) + self.min_p[rows].log()
+        if self.largest_k:
+            top_k = self.top_k[rows]
+            largest = logprobs.topk(min(self.largest_k, logprobs.shape[-1]), -1).values
+            kth = largest.gather(1, (top_k - 1).clamp(0, largest.shape[-1] - 1))
+            floor = torch.where(top_k > 0, torch.maximum(floor, kth), floor)
+        kept = logprobs >= floor
+        return _nucleus(logprobs.masked_fill(~kept, -torch.inf), self.top_p[rows]) if self.with_top_p else kept
+
+
+def _nucleus(scores: Float[Tensor, "L V"], top_p: Float[Tensor, "L 1"]) -> Bool[Tensor, "L V"]:
+    """The fewest tokens, likeliest first, that have a share of the mass; where it is 1, all that have any.
+
+    Only rows whose share is not within the likeliest tokens are sorted whole, each by itself, so that what a row keeps
+    depends on no other row.
+    """
+    limited = top_p < 1
+    mass = scores.softmax(-1)
+    likeliest, order = mass.topk(min(CANDIDATES, mass.shape[-1]), -1)
+    kept = _until(likeliest, order, top_p, mass.shape[-1])
+    beyond = ((likeliest.sum(-1, keepdim=True) < top_p) & limited)[:, 0].nonzero()[:, 0]
+    if len(beyond) and likeliest.shape[-1] < mass.shape[-1]:
+        kept[beyond] = _until(*mass[beyond].sort(-1, descending=True), top_p[beyond], mass.shape[-1])
+    return torch.where(limited, kept, scores > -torch.inf)
+
+
+def _until(
+    mass: Float[Tensor, "L K"], order: Int[Tensor, "L K"], share: Float[Tensor, "L 1"], vocabulary: int
+) -> Tensor:
+    """Tokens of descending mass, as long as those before have less than a share; the first always."""
+    before = mass.cumsum(-1) - mass
+    kept = (before < share) & (mass > 0)
+    kept[:, 0] = True
+    return torch.zeros(len(mass), vocabulary, dtype=torch.bool, device=mass.device).scatter_(1, order, kept)

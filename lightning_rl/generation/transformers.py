@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.arguments import check_counts
+from lightning_rl.generation.cache import KVCache
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.extras import DecodeExtras
 from lightning_rl.generation.sampling import RowFilters
@@ -128,7 +129,7 @@ class _Live:
 
     rows: Int[Tensor, " L"]  # numbers within the batch
     alive: Bool[Tensor, " L"]
-    cache: DynamicCache
+    cache: KVCache
     logits: Float[Tensor, "L V"]
     mask: Int[Tensor, "L S"] | None  # None if no prompt was padded
     position: Int[Tensor, " L"]
@@ -155,7 +156,11 @@ class _Decode:
         self.lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self.finish = torch.full_like(self.lengths, Finish.LENGTH)
         self.limits = torch.tensor([sampling.max_new_tokens for sampling in samplings], device=device)
-        self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=exact, device=device)
+        temperatures = [sampling.temperature for sampling in samplings]
+        hot = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=exact, device=device)
+        self.temperatures = None if all(temperature in (0, 1) for temperature in temperatures) else hot
+        greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=device)
+        self.greedy = greedy if 0 in temperatures else None
         self.uniforms = torch.stack([_uniforms(request, max_tokens, exact) for request in requests]).to(device)
         eos = [torch.tensor(request.eos_token_ids, dtype=torch.int64) for request in requests]
         self.eos_ids = nn.utils.rnn.pad_sequence(eos, batch_first=True, padding_value=-1).to(device)
@@ -195,7 +200,7 @@ class _Decode:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         real = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
         mask = None if bool(real.all()) else real
-        cache = DynamicCache(config=self.model.config)
+        cache = KVCache(self.model.config, width + self.tokens.shape[1])
         logits = self._forward(ids, mask, (real.cumsum(-1) - 1).clamp(min=0), cache)
         index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
         self.extras.add_prompts(real.bool(), index)
@@ -204,7 +209,7 @@ class _Decode:
         alive = torch.ones_like(rows, dtype=torch.bool)
         return _Live(rows, alive, cache, logits[index], None if mask is None else mask[index], lengths[index])
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
         """Logits after the last of some tokens, which the cache holds afterwards."""
         output = self.model(
             input_ids=ids,
@@ -218,21 +223,23 @@ class _Decode:
 
     def _sample(self, live: _Live, step: int) -> Tensor:
         """Draws a token for every row of the cache and keeps those of the live ones."""
-        temperature = self.temperatures[live.rows, None]
-        greedy = temperature == 0
-        exact = live.logits.to(self.logprobs.dtype)
-        scores = (exact / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
-        scores = self._filter(scores, live, step)
-        mass = scores.exp().cumsum(-1)
+        scores = self._filter(self._scores(live), live, step)
+        mass = scores.exp().cumsum_(-1)  # in place: a vocabulary is large
         target = self.uniforms[live.rows, step, None] * mass[:, -1:]
         target = torch.minimum(target, mass[:, -1:].nextafter(torch.zeros_like(target)))
-        drawn = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)  # never of probability 0
-        chosen = torch.where(greedy, exact.argmax(-1, keepdim=True), drawn)
+        chosen = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)  # never of probability 0
+        if self.greedy is not None:
+            chosen = torch.where(self.greedy[live.rows, None], live.logits.argmax(-1, keepdim=True), chosen)
         rows = live.rows[live.alive]
         self.tokens[rows, step] = chosen[live.alive, 0]
         self.logprobs[rows, step] = scores.gather(1, chosen)[live.alive, 0]
         self.lengths[rows] = step + 1
         return chosen[:, 0]
+
+    def _scores(self, live: _Live) -> Tensor:
+        """Log-probabilities at the rows' temperatures; greedy rows have theirs at 1."""
+        exact = live.logits.to(self.logprobs.dtype)
+        return (exact if self.temperatures is None else exact / self.temperatures[live.rows, None]).log_softmax(-1)
 
     def _filter(self, scores: Tensor, live: _Live, step: int) -> Tensor:
         """Log-probabilities over the tokens that the rows may draw."""

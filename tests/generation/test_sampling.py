@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_rl.generation.sampling import RowFilters, Sampling
 
@@ -49,6 +50,35 @@ def test_any_filter_keeps_the_likeliest_ones(seed: int, top_k: int, top_p: float
     assert kept.any() and keep.filters == (keep != Sampling())
     assert kept.all() or scores[0, kept].min() >= scores[0, ~kept].max()
     assert top_k == 0 or int(kept.sum()) <= top_k
+
+
+def sorted_mask(scores: Tensor, keep: Sampling) -> Tensor:
+    """What one row keeps, by a sort of all tokens in float64."""
+    values, order = scores.double().softmax(-1).sort(descending=True, stable=True)
+    kept = values >= keep.min_p * values[0]
+    if keep.top_k:
+        kept &= values >= values[min(keep.top_k, len(values)) - 1]
+    mass = torch.where(kept, values, 0.0) / values[kept].sum()
+    if keep.top_p < 1:
+        kept &= mass.cumsum(0) - mass < keep.top_p
+    return torch.zeros_like(kept).scatter(0, order, kept)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+def test_a_large_vocabulary_keeps_what_a_sort_of_it_keeps(spread: float) -> None:
+    keeps = [
+        Sampling(top_k=50),
+        Sampling(top_p=0.9),
+        Sampling(min_p=0.05),
+        Sampling(top_k=2000, top_p=0.83),
+        Sampling(top_p=0.5, min_p=0.01),
+        Sampling(),
+    ]
+    scores = (spread * torch.randn(len(keeps), 20_000, generator=torch.Generator().manual_seed(3))).log_softmax(-1)
+    kept = RowFilters(keeps, scores.device).mask(scores, torch.arange(len(keeps)))
+    for row, keep in enumerate(keeps):
+        assert (kept[row] != sorted_mask(scores[row], keep)).sum() <= 1  # a token at the border of float32
+        assert torch.equal(kept[row], RowFilters([keep], scores.device).mask(scores[[row]], torch.tensor([0]))[0])
 
 
 def test_rows_have_filters_of_their_own() -> None:
