@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.environments import ConversationRow
-from lightning_rl.policy.sampling_mask import holds
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS, Finish, Rollout, pad_rows
+from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, Finish, Rollout, pad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +55,6 @@ def lay_out(
         dtype=dtype,
     )
     extras = {name: _pad(talks, name, _token_extra) for name in sorted(recorded)}
-    masks = extras.get(SAMPLING_MASK)
-    if masks is not None and not (holds(masks, rollout.response_ids) | ~rollout.action_mask).all():
-        raise ValueError("expected an engine to keep every token that it draws, got one it did not")
     if turns:
         extras[TURNS] = pad_rows([torch.tensor(row) for row in numbers], torch.int64)[0]
         extras[TURN_REWARDS] = pad_rows([_turn_rewards(talk) for talk in talks], dtype)[0]

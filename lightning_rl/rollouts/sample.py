@@ -23,10 +23,11 @@ from lightning_rl.environments.failures import FOLDER, EnvironmentSummary, check
 from lightning_rl.environments.outcome import Outcome, metrics_of, reward_columns
 from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
 from lightning_rl.generation.answers import Answers, TurnAnswers
+from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.isolation import Submitted
-from lightning_rl.rollout import GREEDY_SCORE, Finish, Rollout, concatenate
+from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Finish, Rollout, concatenate
 from lightning_rl.rollouts.lay_out import DrawnRow, lay_out
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
@@ -325,7 +326,12 @@ class Sampler:
 
     def _lay_out(self, drawn: Sequence[DrawnRow]) -> Rollout:
         logprobs, turns = self.engine.capabilities.returns_logprobs, self.environments is not None
-        return lay_out(drawn, dtype=self.dtype, recorded=self.engine.extras, logprobs=logprobs, turns=turns)
+        rows = lay_out(drawn, dtype=self.dtype, recorded=self.engine.extras, logprobs=logprobs, turns=turns)
+        masks = rows.token_extras.get(SAMPLING_MASK)
+        if masks is not None and not (holds(masks, rows.response_ids) | ~rows.action_mask).all():
+            name = type(self.engine).__name__
+            raise ValueError(f"expected {name} to keep every token that it draws, got one it did not")
+        return rows
 
     def _begin_rewards(self, samples: Samples) -> Samples:
         return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
