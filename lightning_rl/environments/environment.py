@@ -157,7 +157,8 @@ class TokenStep:
 class TokenEnvironment(Protocol):
     """A partner for one conversation that speaks in token ids: for tests, toys, and to build others on.
 
-    It may have a ``reward()`` too, as :meth:`Environment.reward`.
+    It may have a ``reward()`` too, as :meth:`Environment.reward`, which may return a :class:`TokenStep` that is done,
+    for figures and messages beside the reward.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:

@@ -27,7 +27,14 @@ import numpy as np
 import torch
 
 from lightning_rl.environments.conversation import close_quietly
-from lightning_rl.environments.environment import Environment, TokenEnvironment, check_figures, check_reset, check_step
+from lightning_rl.environments.environment import (
+    Environment,
+    TokenEnvironment,
+    TokenStep,
+    check_figures,
+    check_reset,
+    check_step,
+)
 from lightning_rl.environments.environments import environment_of
 from lightning_rl.environments.failure import words_of
 from lightning_rl.environments.tools import schemas_of
@@ -154,13 +161,14 @@ class Host:
     def step(self, *answer: Any) -> Mapping[str, Any]:
         """Takes an answer; the fields of what the environment says to it."""
         made: Any = self._made
-        said = check_step(made, made.step(*answer))
-        return {field.name: getattr(said, field.name) for field in dataclasses.fields(said)}
+        return _fields_of(check_step(made, made.step(*answer)))
 
-    def reward(self) -> float | None:
+    def reward(self) -> float | Mapping[str, Any] | None:
         """What a conversation is worth that a limit ends."""
         made = self._made
         score = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
+        if isinstance(score, TokenStep):
+            return _fields_of(score)
         check_figures(score, {})
         return score
 
@@ -175,6 +183,10 @@ class Host:
     @property
     def _name(self) -> str:
         return type(self._made).__name__
+
+
+def _fields_of(step: Any) -> Mapping[str, Any]:
+    return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
 
 
 def plain(value: Any) -> Any:

@@ -502,9 +502,10 @@ class RemoteTokenEnvironment:
         """Takes what was drawn in a turn."""
         return TokenStep(**self._link.ask("step", (tuple(token_ids), finish)))
 
-    def reward(self) -> float | None:
+    def reward(self) -> float | TokenStep | None:
         """What a conversation is worth that a limit ends."""
-        return self._link.ask("reward", ())
+        said = self._link.ask("reward", ())
+        return TokenStep(**said) if isinstance(said, Mapping) else said
 
     def close(self) -> None:
         """Ends the conversation."""

@@ -1,0 +1,156 @@
+"""Program: whoever asks for answers as an environment; prefixes go on from what was drawn, or the row fails."""
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.programs import Ask, ScriptedProgram
+
+from lightning_rl import Finish, Sampling
+from lightning_rl.environments import Conversation, Limits, Opening, Transcript, play
+from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
+from lightning_rl.environments.adapters.verifiers import Verifiers
+from lightning_rl.generation import Completion, Request, turn_seed
+
+EOS = 9
+FIRST = Request(prefix_ids=(1, 2), sample_id=5, seed=77, sampling=Sampling(max_new_tokens=12, eos_token_ids=[EOS]))
+
+
+def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits: Any) -> tuple[Transcript, Any]:
+    """What becomes of a conversation in which turn k draws (20 + k, EOS)."""
+    programs: list[ScriptedProgram] = []
+
+    def make() -> ProgramEnvironment:
+        programs.append(ScriptedProgram(script, seconds))
+        return ProgramEnvironment(programs[-1])
+
+    asked: list[Request] = []
+
+    def draw(requests: Any) -> list[Completion]:
+        asked.extend(requests)
+        return [
+            Completion(token_ids=(20 + request.turn, EOS), logprobs=torch.zeros(2), finish=Finish.STOP, version=0)
+            for request in requests
+        ]
+
+    conversation = Conversation(None, FIRST, Limits(**limits), "env", make)
+    (transcript,) = play([Opening(conversation, {"prompt": "?"}, 3)], draw)
+    assert all(program.closed == 1 for program in programs)
+    return transcript, (programs, asked)
+
+
+def talk(ask: Ask) -> ProgramResult:
+    """Three turns; each reply begins with a newline."""
+    prefix = [7, 7]
+    for turn in range(3):
+        status, body = ask(*prefix, stop=[EOS])
+        if status != 200:
+            return ProgramResult(reward=0.25, metrics={"cut": 1.0})
+        prefix += [*body["choices"][0]["token_ids"], 50 + turn, 60]
+    return ProgramResult(reward=0.75, metrics={"turns": 3.0, "asked": 3.0})
+
+
+def test_the_row_is_what_was_asked_and_drawn_and_the_seeds_are_ours() -> None:
+    transcript, (_, asked) = held(talk)
+    row = transcript.row
+    assert (row.prompt_ids, row.response_ids) == ((7, 7), (20, EOS, 50, 60, 21, EOS, 51, 60, 22, EOS))
+    assert row.turn_numbers == (1, 1, 0, 0, 2, 2, 0, 0, 3, 3)
+    assert [(request.sample_id, request.turn, request.seed) for request in asked] == [
+        (5, 0, 77),
+        (5, 1, turn_seed(77, 1)),
+        (5, 2, turn_seed(77, 2)),
+    ]
+    outcome = transcript.outcome
+    assert (transcript.finish, outcome.reward, outcome.failure) == (Finish.STOP, 0.75, None)
+    assert outcome.metrics["asked"] == 3 and outcome.metrics["program_turns"] == 3 and outcome.metrics["turns"] == 3
+
+
+def test_a_limit_of_the_run_stops_the_program_and_what_it_scores_counts() -> None:
+    transcript, ((program,), _) = held(talk, turns=2)
+    assert (transcript.finish, transcript.outcome.reward, program.stopped) == (Finish.TURNS, 0.25, 1)
+    assert transcript.outcome.metrics["cut"] == 1 and transcript.row.turns[-1].reward == 0.25
+    assert transcript.row.response_ids == (20, EOS, 50, 60, 21, EOS)
+
+
+def rewrite(ask: Ask) -> ProgramResult:
+    ask(7, 7)
+    ask(7, 7, 21, EOS, 50)
+    return ProgramResult(reward=1.0)
+
+
+def drop(ask: Ask) -> ProgramResult:
+    ask(7, 7)
+    ask(7, 7, 20, EOS)
+    return ProgramResult(reward=1.0)
+
+
+def change_agent(ask: Ask) -> ProgramResult:
+    ask(7, 7)
+    ask(7, 7, 20, EOS, 50, session="two")
+    return ProgramResult(reward=1.0)
+
+
+def go_on_behind_an_end(ask: Ask) -> ProgramResult:
+    ask(7, 7, stop=[20])
+    return ProgramResult(reward=1.0)
+
+
+def ask_nothing(ask: Ask) -> ProgramResult:
+    return ProgramResult(reward=1.0)
+
+
+def fail(ask: Ask) -> ProgramResult:
+    ask(7, 7)
+    raise KeyError("gone")
+
+
+def give_nan(ask: Ask) -> ProgramResult:
+    ask(7, 7)
+    return ProgramResult(reward=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (rewrite, "ValueError: expected question 2 to go on from the 4 ids .* got other ids from place 2"),
+        (drop, "ValueError: expected question 2 to go on from the 4 ids .* got 4 ids"),
+        (change_agent, "ValueError: expected one agent that asks the policy in a conversation, got a second one"),
+        (go_on_behind_an_end, r"ValueError: expected answers to end at token ids \[20\].* got 20 in the midst"),
+        (ask_nothing, "ValueError: expected a program that asks the policy, got one that ended without a question"),
+        (fail, "KeyError: 'gone'"),
+        (give_nan, "ValueError: expected reward to be a number or None, got nan"),
+    ],
+    ids=lambda value: getattr(value, "__name__", "cause"),
+)
+def test_what_is_no_row_fails_with_its_reason_and_is_never_worth_0(
+    script: Callable[[Ask], ProgramResult], cause: str
+) -> None:
+    transcript, (programs, _) = held(script)
+    outcome = transcript.outcome
+    assert (transcript.finish, outcome.reward) == (Finish.FAILED, None)
+    assert outcome.failure is not None and re.match(cause, outcome.failure)
+    assert len(programs) == 2 and outcome.metrics["retries"] == 1
+
+
+def test_a_program_that_hangs_costs_its_time_twice_and_its_row() -> None:
+    def hang(ask: Ask) -> ProgramResult:
+        ask(7, 7)
+        threading.Event().wait(3)
+        return ProgramResult()
+
+    transcript, _ = held(hang, seconds=0.2)
+    assert transcript.finish == Finish.FAILED and transcript.outcome.metrics["timeouts"] == 2
+    assert transcript.outcome.failure == "timeout: the program took longer than 0.2 s for a conversation (timeout)"
+
+
+def test_the_extra_is_named_where_verifiers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("verifiers", "verifiers.v1"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"pip install 'lightning-rl\[verifiers\]', in an environment without"
+    ):
+        Verifiers({"taskset": {"id": "any"}}, "policy", {"name": "qwen3"})
