@@ -207,7 +207,7 @@ def test_samples_turns_and_seeds_are_those_of_the_run(make: Any) -> None:
 
 CAUSES = {
     "raises": "HarnessError: .*OSError: the connection is gone",
-    "hangs": "timeout: the program took longer than 3 s for a conversation",
+    "hangs": "timeout: the program took longer than 10 s for a conversation",
     "rewrites": "ValueError: expected question 2 to go on from the .* it was rendered anew or rewritten",
     "asks twice": "ValueError: expected (one request at a time|question 3 to go on)",
     "reward raises": "TaskError: .*OSError: no scorer",
@@ -222,7 +222,7 @@ def failures_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_whatever_task_or_harness_do_wrong_costs_their_own_rows_and_is_never_worth_0(make: Any, tmp_path: Path) -> None:
-    maker = make(timeout=3)
+    maker = make(timeout=10)
     faulty = {maker.tasks[row["task"]].data.fault: row for row in maker.rows()}
     rows = [maker.rows()[2], *[faulty[fault] for fault in CAUSES]]
     options = {"group_size": 2, "max_failed_environments": None}
