@@ -32,6 +32,7 @@ from lightning_rl.corrections import (
     LossView,
 )
 from lightning_rl.distributed import parallel_of
+from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import LOSSES, PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
@@ -293,6 +294,19 @@ def _check_tuner(callback: Callback) -> None:
             "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size, and there is none: "
             "token_budget= of RLLightningModule bounds the memory of the update without changing a result, "
             "max_rows= of the engine that of generation"
+        )
+
+
+def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
+    """Refuses a reward of environments where there is none.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if not environments and any(isinstance(function, EnvironmentReward) for function in functions):
+        raise ValueError(
+            "expected environment= or tools= for EnvironmentReward, got neither: pass what the policy talks to, or "
+            "another reward"
         )
 
 

@@ -235,6 +235,7 @@ class RLLightningModule(LightningModule):
         self.limits = Limits(turns=max_turns, turn_tokens=max_turn_tokens)
         self.tool_parser = check_source(import_by_name(tool_parser=tool_parser))
         self._parse: AnswerParser | None = None
+        self.spoken_environments: frozenset[str] = frozenset()
         self.environment_workers = WorkerPool.of(
             self.environments,
             environment_workers=environment_workers,
@@ -246,6 +247,7 @@ class RLLightningModule(LightningModule):
         self.max_idle_rollouts = max_idle_rollouts
         self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
         self.rewards = Rewards(rewards, seconds=reward_seconds)
+        compatibility.check_rewards(self.rewards.functions.values(), environments=bool(self.environments))
         self.estimator, self.loss = (
             resolve_advantages(import_by_name(advantages=advantages)),
             resolve_loss(import_by_name(loss=loss)),
@@ -444,7 +446,8 @@ class RLLightningModule(LightningModule):
             for evaluation in self.evaluations
         )
         if (environments := self._conversations) is not None:
-            self._parse = environments.check(self.tool_parser)
+            first = self.prompt_stream.first() if self._has_data else None
+            self._parse, self.spoken_environments = environments.check(self.tool_parser, first)
         for sampling in (self.run.sampling, *(questions.sampling for questions in self._questions)):
             compatibility.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
 

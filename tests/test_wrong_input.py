@@ -64,7 +64,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.data.form import PromptForm
-from lightning_rl.environments import ToolEnvironment
+from lightning_rl.environments import EnvironmentReward, ToolEnvironment
 from lightning_rl.environments.adapters import Verifiers
 from lightning_rl.losses import LOSSES
 from lightning_rl.recording import RolloutRecorder
@@ -218,6 +218,10 @@ NUMBERS: dict[str, Case] = {
     ),
     "environment_timeout": (made(environment_timeout=0), "expected environment_timeout > 0, got 0"),
     "conversation_timeout": (made(conversation_timeout=9), "expected conversation_timeout >= 60, got 9"),
+    "EnvironmentReward alone": (
+        made(rewards=EnvironmentReward()),
+        "expected environment= or tools= for EnvironmentReward, got neither: pass what the policy talks to",
+    ),
     "environment a lock": (
         made(environment=partial(print, Lock()), environment_workers=1),
         "expected a factory that can be sent to another process for environment environment, got functools.partial",

@@ -40,11 +40,13 @@ from lightning_rl.audit.forwards import (
     token_gradients,
 )
 from lightning_rl.audit.hooks import suspects
+from lightning_rl.audit.moves import MoveWatch
 from lightning_rl.audit.prompts import PromptWatch
 from lightning_rl.audit.rates import StepRates
 from lightning_rl.audit.replies import RewardWatch
 from lightning_rl.audit.rows import RowWatch
 from lightning_rl.audit.saved import save
+from lightning_rl.audit.spoken import SpokenWatch
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.turns import in_turn, is_full
@@ -261,6 +263,7 @@ class _RunWatch:
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards = RewardWatch(module.rewards.functions)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
+        self._spoken, self._moves = SpokenWatch(module), MoveWatch(module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Those that look at this audit; all of them if they were named."""
@@ -309,7 +312,7 @@ class _RunWatch:
             stream_prompts=self._prompts.of_stream(rollout),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self.calls, samples),
-            held_out=self._prompts.held_out(rollout),
+            held_out=self._prompts.held_out(rollout, self.calls, samples),
             text=module.sampler.text,
             numbers=module.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.bends}
@@ -317,7 +320,10 @@ class _RunWatch:
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
             reference_weights=(weights if self._reference is None else self._reference, weights),
+            spoken=self._spoken.turns(self.batches, self.calls, samples, self._number),
+            moves=self._moves.moves,
         )
+        self._moves.before(rollout)
         self._reference = weights
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
         self._rewards.ask(self.calls, samples)
@@ -334,7 +340,9 @@ class _RunWatch:
         if evidence is None:
             return
         self.fields.look()
-        evidence = replace(evidence, algorithm=repeatable(module.algorithm, self._corrections))
+        algorithm, last = repeatable(module.algorithm, self._corrections), trace.step == module.steps_per_rollout - 1
+        moves = self._moves.after(trace.rollout_number) if last else self._moves.moves
+        evidence = replace(evidence, algorithm=algorithm, moves=moves)
         collectives, rank = module.parallel.collectives, module.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
         self._passes[trace.step] = step.rows.sample_ids

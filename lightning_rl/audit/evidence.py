@@ -13,8 +13,10 @@ from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.audit.moves import Move
 from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.replies import RewardReply
+from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.audit.step import RecomputedStep, StepEvidence
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
 from lightning_rl.finding import Finding
@@ -113,6 +115,8 @@ class Evidence:
         step: one optimizer step as it was made; None before the first.
         numbers: that each correction keeps, by its name and theirs, for each rank.
         edits: of fields of the rollout, by whatever way, with who made them.
+        spoken: the turns of conversations in messages.
+        moves: how far what environments say, and what the policy drew, moved in the steps of audited rollouts.
     """
 
     algorithm: Algorithm
@@ -141,6 +145,8 @@ class Evidence:
     step: StepEvidence | None = None
     numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()
+    spoken: Sequence[SpokenTurn] = ()
+    moves: Sequence[Move] = ()
 
     @property
     def names(self) -> dict[str, str]:

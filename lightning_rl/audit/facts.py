@@ -30,6 +30,8 @@ class RunFacts:
         packing: whether microbatches are free of padding.
         engine: name of the engine's class.
         reward_weights: what each reward function is multiplied with, by name.
+        seed: of the run; None if unknown.
+        environments: names of what samples talk to; none for answers that nobody answers.
     """
 
     temperature: float = 1.0
@@ -46,6 +48,8 @@ class RunFacts:
     packing: bool = True
     engine: str = "none"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    seed: int | None = None
+    environments: tuple[str, ...] = ()
 
     @staticmethod
     def of(module: RLLightningModule) -> "RunFacts":
@@ -67,4 +71,6 @@ class RunFacts:
             packing=module.packing,
             engine=type(module.engine).__name__,
             reward_weights=module.rewards.weights,
+            seed=module.seed,
+            environments=tuple(sorted(module.environments)),
         )

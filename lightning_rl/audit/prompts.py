@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
@@ -104,16 +105,30 @@ class PromptWatch:
             return tuple(tokenizer(content)["input_ids"])  # pyright: ignore[reportArgumentType]
         return Encoder.of(self._data.prompts.form, None, tokenizer, None, None).encode([content], ["a prompt"])[0]
 
-    def held_out(self, rollout: Rollout) -> HeldOut | None:
+    def held_out(
+        self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
+    ) -> HeldOut | None:
         """What a rollout trains of the validation set or of the evaluation that shares most with the training data;
         None without any, or where they are the training set on purpose.
+
+        Rows of environments are told by all that they hold: what a conversation begins with is not the data's.
+
+        Args:
+            rollout: of this rank.
+            calls: of rewards.
+            samples: that each of them was about.
         """
-        sets = [self._held_out_of(name, prompts, rollout) for name, prompts in self._held_out_prompts().items()]
+        own = _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
+        sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts().items()]
         return max(sets, key=lambda one: (one.longest, one.shared / one.number, one.trained / one.number), default=None)
 
-    def _held_out_of(self, name: str, held_out: frozenset[Ids], rollout: Rollout) -> HeldOut:
-        rows, samples = self._rows, list[int]()
-        trained = [(sample, prompt) for sample, prompt in _prompts_of(rollout) if prompt in held_out]
+    @property
+    def _talks(self) -> bool:
+        return bool(self._module.environments)
+
+    def _held_out_of(self, name: str, held_out: frozenset[Ids], own: Mapping[int, Ids]) -> HeldOut:
+        rows = self._identities if self._talks else self._rows
+        trained = [(sample, prompt) for sample, prompt in own.items() if prompt in held_out]
         self._trained.update(prompt for _, prompt in trained)
         samples = [sample for sample, _ in trained]
         longest, shared = max((len(prompt) for _, prompt in trained), default=0), len(held_out & rows.keys())
@@ -131,7 +146,12 @@ class PromptWatch:
         """The token ids of every set that is held out, by name."""
         if self._held_out is None:
             first = slice(MAX_HELD_OUT)
-            sets = {} if _is_on_purpose(self._data) else {"": frozenset(_first_prompts(self._data))}
+            known = self._identities if self._talks else self._rows
+            sets = (
+                {}
+                if _is_on_purpose(self._data)
+                else {"": frozenset(map(self._row_identity, _first_prompts(self._data)))}
+            )
             for evaluation in self._module.evaluations:
                 encoded = encode_prompts(
                     evaluation.prompts,
@@ -139,9 +159,18 @@ class PromptWatch:
                     self._module.required_policy.model,
                     self._module.run.sampling.max_new_tokens,
                 )
-                sets[evaluation.name] = frozenset(prompt.token_ids for prompt in encoded[first])
-            self._held_out = {name: one for name, one in sets.items() if one and one != self._rows.keys()}
+                sets[evaluation.name] = frozenset(map(self._row_identity, encoded[first]))
+            self._held_out = {name: one for name, one in sets.items() if one and one != known.keys()}
         return self._held_out
+
+    def _row_identity(self, prompt: Prompt) -> Ids:
+        """What a row is told by."""
+        return _identity(prompt.content, prompt.columns) if self._talks else prompt.token_ids
+
+    @cached_property
+    def _identities(self) -> Counter[Ids]:
+        """The same rows by all that they hold."""
+        return Counter(_identity(row.content, row.columns) for row in self._read())
 
     @property
     def _rows(self) -> Counter[Ids]:
@@ -161,7 +190,7 @@ class PromptWatch:
     def _watch(self, *, talks: bool) -> CursorWatch:
         """What counts the rows that are drawn: by their prompts, or for environments by all that they hold."""
         if self._cursor is None:
-            rows = Counter(_identity(row.content, row.columns) for row in self._read()) if talks else self._rows
+            rows = self._identities if talks else self._rows
             self._cursor = CursorWatch(rows, self._data.pass_length or rows.total(), self._data.prompts_per_rollout)
         return self._cursor
 
@@ -230,12 +259,9 @@ def _chance_of_overlap(shared: int, held_out: int, rows: Counter[Ids]) -> float:
     return math.exp(-every * (part * math.log(part / expected) + rest))
 
 
-def _first_prompts(data: PromptDataModule) -> Mapping[Ids, None]:
+def _first_prompts(data: PromptDataModule) -> Sequence[Prompt]:
     validation = data.validation
-    if validation is None:
-        return {}
-    prompts = validation.prompts(range(min(len(validation), MAX_HELD_OUT)))
-    return dict.fromkeys(prompt.token_ids for prompt in prompts)
+    return [] if validation is None else validation.prompts(range(min(len(validation), MAX_HELD_OUT)))
 
 
 def _is_on_purpose(data: PromptDataModule) -> bool:

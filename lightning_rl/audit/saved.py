@@ -14,9 +14,11 @@ from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
+from lightning_rl.audit.moves import Move
 from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.rates import Stepping
 from lightning_rl.audit.replies import RewardReply
+from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.corrections import ParameterTrace, RLCallback
 from lightning_rl.finding import Finding
@@ -27,7 +29,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
-SAMPLED = ("draws", "earlier", "replies")
+SAMPLED = ("draws", "earlier", "replies", "spoken", "moves")
 
 
 def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
@@ -114,7 +116,7 @@ def recheck(
 
 
 def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
-    facts = {**state["facts"], "eos_ids": tuple(state["facts"]["eos_ids"])}
+    facts = {**state["facts"], **{name: tuple(state["facts"][name]) for name in ("eos_ids", "environments")}}
     rollouts: dict[str, Any] = {name: Rollout.from_state(state[name]) for name in ROLLOUTS}
     outputs: dict[str, Any] = {name: None if state[name] is None else Outputs(*state[name]) for name in OUTPUTS}
     return Evidence(
@@ -127,6 +129,8 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         calls=[RewardCall(*call) for call in state["calls"]],
         draws=[Draw(*draw) for draw in state["draws"]],
         earlier=[Earlier(*earlier) for earlier in state["earlier"]],
+        spoken=[SpokenTurn(*turn) for turn in state["spoken"]],
+        moves=[Move(*move) for move in state["moves"]],
         stream_prompts=state["stream_prompts"],
         reward_prompts=state["reward_prompts"],
         numbers=state["numbers"],

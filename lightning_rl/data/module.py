@@ -183,6 +183,10 @@ class PromptDataModule(LightningDataModule):
             return [replace(prompt, index=place) for prompt, place in zip(prompts, places, strict=True)]
         return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in drawn], places)
 
+    def first(self) -> Prompt | None:
+        """The prompt at the first place; None if the rows come from a stream, of which nothing is read."""
+        return None if self.pass_length is None else self.at([0])[0]
+
     @property
     def _overfit_span(self) -> int | None:
         """The prompts that the stream goes over again and again under Trainer(overfit_batches=): those of its first

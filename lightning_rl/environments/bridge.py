@@ -53,7 +53,7 @@ class Bridge:
                 "expected ids that end an answer, got none: pass sampling=Sampling(eos_token_ids=[...]) with the "
                 "token that the chat template writes behind an answer"
             )
-        object.__setattr__(self, "_control", _control_tokens(self.tokenizer))
+        object.__setattr__(self, "_control", control_tokens(self.tokenizer))
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """The prompt of a conversation that begins with messages, in which no text of theirs is a control token.
@@ -82,15 +82,20 @@ class Bridge:
         harmless = self.tail([{**message, "content": "x"} for message in messages])
         if self._count(ids) > self._count(harmless):
             raise BridgeError("the environment's text became control tokens, which could end its turn")
-        if not drawn or drawn[-1] not in self.close:
+        if not drawn or drawn[-1] not in self.ends:
             return ids
-        return ids[1:] if drawn[-1] == ids[0] or not self._is_head(ids) else ids
+        return ids[1:] if drawn[-1] == ids[0] or not self.closes_as_head(ids) else ids
+
+    @property
+    def ends(self) -> Collection[int]:
+        """The ids that close an answer as a template does: control tokens, unless words alone end responses."""
+        return frozenset(self.close) & self._control.keys() or self.close
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(token in self._control for token in ids)
 
-    def _is_head(self, ids: Sequence[int]) -> bool:
-        """Whether the token that closes an answer begins the next message too, as where a speaker's name does both."""
+    def closes_as_head(self, ids: Sequence[int]) -> bool:
+        """Of a tail, whether what closes an answer begins the next message too, as where a speaker's name does both."""
         special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         end = next((place for place in range(1, len(ids)) if ids[place] in special), len(ids))
         return bool(str(self.tokenizer.decode(list(ids[1:end]))).strip())
@@ -111,7 +116,7 @@ class Bridge:
             raise BridgeError(f"the template writes an answer {'twice' if found else 'never'} that was given once")
         closing = self._closing(self.tokenizer(before, add_special_tokens=False)["input_ids"])
         ids = self._ids([*talk, *new])
-        places = [place for place, token in enumerate(ids) if token in self.close]
+        places = [place for place, token in enumerate(ids) if token in self.ends]
         if len(places) <= closing:
             raise BridgeError(
                 f"the template ends an answer by none of the ids {sorted(self.close)} that end a response"
@@ -119,7 +124,7 @@ class Bridge:
         return tuple(ids[places[closing] :])
 
     def _closing(self, ids: Sequence[int]) -> int:
-        return sum(token in self.close for token in ids)
+        return sum(token in self.ends for token in ids)
 
     def _text(self, messages: Sequence[Message]) -> str:
         return str(self._render(messages, tokenize=False))
@@ -179,7 +184,7 @@ class Bridge:
 SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """What only a template may write: special tokens, and added ones that it names; blanks may stand in any text."""
     template = str(tokenizer.chat_template)
     return {

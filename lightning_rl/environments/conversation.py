@@ -25,7 +25,7 @@ from lightning_rl.environments.environment import (
     check_step,
 )
 from lightning_rl.environments.failure import TIMEOUT, Failure
-from lightning_rl.environments.generators import refuse_draws
+from lightning_rl.environments.generators import name_of, refuse_draws
 from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.rollout import Finish
@@ -167,7 +167,8 @@ class Conversation:
         self._start = row, seed
         try:
             if self._environment is None:
-                self._environment = self._open()
+                with self._clock():
+                    self._environment = self._open()
             environment = self._environment
             with self._clock():
                 said = environment.reset(copy_plain(dict(row)), seed)
@@ -237,7 +238,7 @@ class Conversation:
         """Counts the seconds that the environment takes, and looks at the generators that are none of its business."""
         begun = time.perf_counter()
         try:
-            with refuse_draws(self._partner):
+            with refuse_draws(f"environment {self._name}" if self._environment is None else name_of(self._environment)):
                 yield
         finally:
             self._seconds += time.perf_counter() - begun
@@ -322,7 +323,8 @@ class Conversation:
         if self._again is None:
             self._end(Finish.FAILED, failure)
             return
-        close_quietly(self._environment)
+        with self._clock():
+            close_quietly(self._environment)
         self._environment = self._again = None
         self._retries += 1
         self._forget()

@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
+from lightning_rl.data.form import is_token_ids
 from lightning_rl.environments.bridge import KINDS, Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, Limits, close_quietly
 from lightning_rl.environments.environment import Environment, Message, TokenEnvironment
@@ -25,6 +26,18 @@ Factory = Callable[[], Any]
 
 EnvironmentSource = Factory | Mapping[str, Factory]
 STARTS = 2**61  # where the seeds of environments begin, far from those of samples
+
+
+class CheckedEnvironments(NamedTuple):
+    """What is known of environments once one of each was made.
+
+    Attributes:
+        parse: what tells tool calls apart, if some environment has tools or a parser was asked for.
+        spoken: names of those that speak in messages.
+    """
+
+    parse: AnswerParser | None
+    spoken: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,33 +116,42 @@ class Environments:
             raise BridgeError(f"expected a tokenizer for environment {name}, which speaks in messages, got none")
         return Bridge(self.tokenizer, self.close, self.template_options)
 
-    def check(self, tool_parser: ParserSource | None = None) -> AnswerParser | None:
+    def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> CheckedEnvironments:
         """Refuses what cannot work before anything is generated.
 
         Args:
             tool_parser: of the run's options.
+            prompt: one of the data; None if unknown.
 
         Returns:
-            What tells tool calls apart, if some environment has tools or one was asked for.
+            What reads their answers, and which of them speak in messages.
 
         Raises:
             BridgeError: naming the environment, the kind of message, and what is wrong with its bridge.
             ParserError: if nobody reads the tool calls that the chat template writes.
+            ValueError: if an environment in messages begins with the row's own prompt, and that is token ids.
         """
-        calls = tool_parser is not None
+        calls, spoken = tool_parser is not None, set[str]()
         for name, factory in self.factories.items():
             made = environment_of(factory() if self.workers is None else self.workers.open(name, self.workers.budget()))
             close_quietly(made)  # it may have nothing to close: nobody has reset it
             if not isinstance(made, Environment):
                 continue
+            spoken.add(name)
+            if prompt is not None and is_token_ids(prompt.content) and not begins_itself(made):
+                raise ValueError(
+                    f"expected prompts of text or of chat messages for environment {name}, which speaks in messages "
+                    "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
+                    "from its reset, or use an environment in token ids"
+                )
             bridge = self._bridge(name)
             for kind in KINDS if _schemas(made) else ("user",):
                 if wrong := bridge.check(kind):
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
             calls = calls or bool(_schemas(made))
         if not calls or self.tokenizer is None:
-            return None
-        return parser_for(self.tokenizer, tool_parser, self.template_options)
+            return CheckedEnvironments(None, frozenset(spoken))
+        return CheckedEnvironments(parser_for(self.tokenizer, tool_parser, self.template_options), frozenset(spoken))
 
 
 def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool]) -> dict[str, Factory]:
@@ -180,6 +202,13 @@ def environment_of(made: Any) -> Environment | TokenEnvironment:
     if isinstance(made, TokenEnvironment) and len(inspect.signature(made.step).parameters) == 2:
         return made
     return ObjectEnvironment(made)
+
+
+def begins_itself(environment: Environment) -> bool:
+    """Whether an environment may begin with messages of its own, and not with the row's prompt."""
+    if isinstance(environment, RemoteEnvironment):
+        return environment.begins_itself
+    return type(environment).reset is not Environment.reset and not isinstance(environment, ObjectEnvironment)
 
 
 def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,13 +18,13 @@ class GeneratorError(RunEndError):
 
 
 @contextmanager
-def refuse_draws(environment: TokenEnvironment) -> Iterator[None]:
-    """Compares the global generators before and after an environment is called, in the main thread.
+def refuse_draws(name: str) -> Iterator[None]:
+    """Compares the global generators before and after an environment is made or called, in the main thread.
 
     In other threads nobody can tell who drew.
 
     Args:
-        environment: that is called.
+        name: of the environment.
 
     Raises:
         GeneratorError: naming the environment and the generators that it drew from or seeded.
@@ -33,15 +33,28 @@ def refuse_draws(environment: TokenEnvironment) -> Iterator[None]:
         yield
         return
     before = _states()
-    yield
-    moved = [name for name, state in _states().items() if state != before.get(name, state)]
+    try:
+        yield
+    except Exception:  # its row may fail, and the others go on with the generators
+        _compare(before, name)
+        raise
+    _compare(before, name)
+
+
+def _compare(before: Mapping[str, object], name: str) -> None:
+    moved = [generator for generator, state in _states().items() if state != before.get(generator, state)]
     if moved:
-        called = environment.environment if isinstance(environment, MessageEnvironment) else environment
         raise GeneratorError(
-            f"expected {type(called).__name__} to draw from generators of its own, got draws from "
-            f"{' and '.join(moved)}, which changes what the run trains: use random.Random(seed) with the seed that "
-            "reset gets, or run it in processes of its own with environment_workers="
+            f"expected {name} to draw from generators of its own, got draws from {' and '.join(moved)}, which changes "
+            "what the run trains: use random.Random(seed) with the seed that reset gets, or run it in processes of its "
+            "own with environment_workers="
         )
+
+
+def name_of(environment: TokenEnvironment) -> str:
+    """What errors call an environment: its own class, whatever speaks for it in token ids."""
+    called = environment.environment if isinstance(environment, MessageEnvironment) else environment
+    return type(called).__name__
 
 
 def _states() -> dict[str, object]:

@@ -41,6 +41,11 @@ class MessageEnvironment:
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """The prompt of the messages that the conversation begins with: the environment's, or those of the row."""
         said = check_reset(self.environment, self.environment.reset(row, seed))
+        if not (said or self._prompt):
+            raise ValueError(
+                f"expected {type(self.environment).__name__}.reset to return messages for a prompt of token ids, got "
+                "none: write the prompts as text, or return messages"
+            )
         self._opening = tuple(copy_plain(dict(message)) for message in said or self._prompt)
         self._prefix = list(self._bridge.encode(self._opening, self._schemas))
         return self._prefix

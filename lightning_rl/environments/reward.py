@@ -11,7 +11,7 @@ class EnvironmentReward:
 
     Args:
         nothing: of a conversation whose environment gave no reward, such as one that a limit ended; None for no reward,
-            so that it enters no statistic.
+            so that it enters no statistic. One in which the policy said nothing, for want of room, never has any.
 
     Example:
         >>> EnvironmentReward()(["?"], ["4"], environment_reward=[1.0])
@@ -27,6 +27,7 @@ class EnvironmentReward:
         prompts: Sequence[Any],  # noqa: ARG002  the signature of a reward
         completions: Sequence[Any],  # noqa: ARG002  as above
         *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
         environment_reward: Sequence[float | None] | None = None,
         **columns: Any,  # noqa: ARG002  as above
     ) -> list[float | None]:
@@ -37,4 +38,10 @@ class EnvironmentReward:
         """
         if environment_reward is None:
             raise ValueError("expected an environment for EnvironmentReward, got none: pass environment=")
-        return [self.nothing if reward is None else reward for reward in environment_reward]
+        spoken = (
+            [True] * len(environment_reward) if completion_ids is None else [len(ids) > 0 for ids in completion_ids]
+        )
+        default = [self.nothing if said else None for said in spoken]
+        return [
+            nothing if reward is None else reward for reward, nothing in zip(environment_reward, default, strict=True)
+        ]

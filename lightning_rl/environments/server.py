@@ -35,7 +35,7 @@ from lightning_rl.environments.environment import (
     check_reset,
     check_step,
 )
-from lightning_rl.environments.environments import environment_of
+from lightning_rl.environments.environments import begins_itself, environment_of
 from lightning_rl.environments.failure import words_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rewards.worker import Log, adopt_orphans, children, reap, split
@@ -58,10 +58,10 @@ def main(descriptor: int) -> None:
         try:
             factories[name] = cloudpickle.loads(payload)
         except BaseException:  # noqa: BLE001  the boundary to foreign code
-            control.send(f"environment {name} could not be loaded in a process:\n{traceback.format_exc()}")
+            tell(control, f"environment {name} could not be loaded in a process:\n{traceback.format_exc()}")
             return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guards
-    control.send("")
+    tell(control, "")
     while True:
         try:
             tasks, life = (reduction.recv_handle(control) for _ in range(2))
@@ -72,6 +72,14 @@ def main(descriptor: int) -> None:
             become_worker(tasks, life, factories)
         os.close(tasks)
         os.close(life)
+
+
+def tell(control: Connection, message: str) -> None:
+    """Says whether the environments are there, to whoever is there to hear it."""
+    try:
+        control.send(message)
+    except OSError:
+        os._exit(0)  # the trainer was told to stop meanwhile
 
 
 def become_worker(tasks: int, life: int, factories: Mapping[str, Any]) -> None:
@@ -148,7 +156,8 @@ class Host:
         words = isinstance(made, Environment)
         schemas = schemas_of(made.tools) if isinstance(made, Environment) else []
         close_quietly(made)
-        return {"words": words, "schemas": schemas}
+        opens = not isinstance(made, Environment) or begins_itself(made)
+        return {"words": words, "schemas": schemas, "begins_itself": opens}
 
     def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:
         """Makes an environment and begins a conversation, with the global generators of this process seeded."""

@@ -52,10 +52,12 @@ class Description(NamedTuple):
     Attributes:
         words: whether they speak in messages; else in token ids.
         schemas: of their tools.
+        begins_itself: whether they may begin with messages of their own.
     """
 
     words: bool
     schemas: Sequence[Mapping[str, Any]]
+    begins_itself: bool = True
 
 
 @dataclass(slots=True)
@@ -157,7 +159,9 @@ class WorkerPool:
             budget: of the sample.
         """
         description, link = self.describe(name), Link(self, name, budget)
-        return RemoteEnvironment(link, description.schemas) if description.words else RemoteTokenEnvironment(link)
+        if not description.words:
+            return RemoteTokenEnvironment(link)
+        return RemoteEnvironment(link, description.schemas, begins_itself=description.begins_itself)
 
     def budget(self) -> Budget:
         """What the environment of one sample has."""
@@ -462,10 +466,11 @@ class RemoteEnvironment(Environment):
     Args:
         link: to the worker.
         schemas: of its tools.
+        begins_itself: whether it may begin with messages of its own.
     """
 
-    def __init__(self, link: Link, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._link, self.schemas = link, schemas
+    def __init__(self, link: Link, schemas: Sequence[Mapping[str, Any]], *, begins_itself: bool = True) -> None:
+        self._link, self.schemas, self.begins_itself = link, schemas, begins_itself
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:

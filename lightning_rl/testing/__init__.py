@@ -1,4 +1,5 @@
-"""The audit's checks for your own code: rewards, advantages, losses and corrections on generated ragged batches.
+"""The audit's checks for your own code: rewards, advantages, losses and corrections on generated ragged batches,
+and for environments in conversations with odd answers.
 
 Each function raises a :class:`PropertyError`, which is an AssertionError, with the property that is broken, the
 smallest batch that shows it and what to do. Needs hypothesis: ``pip install 'lightning-rl[testing]'``.
@@ -10,8 +11,18 @@ except ImportError as error:
     raise ImportError("lightning_rl.testing needs hypothesis: pip install 'lightning-rl[testing]'") from error
 
 from lightning_rl.testing.batches import Row, rollout_of_rows
+from lightning_rl.testing.environments import check_environment
 from lightning_rl.testing.rewards import check_reward
 from lightning_rl.testing.signals import check_advantage, check_callback, check_loss
 from lightning_rl.testing.smallest import PropertyError
 
-__all__ = ["PropertyError", "Row", "check_advantage", "check_callback", "check_loss", "check_reward", "rollout_of_rows"]
+__all__ = [
+    "PropertyError",
+    "Row",
+    "check_advantage",
+    "check_callback",
+    "check_environment",
+    "check_loss",
+    "check_reward",
+    "rollout_of_rows",
+]

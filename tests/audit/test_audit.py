@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faults import __main__ as faults
-from kit.support import an_algorithm, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.optim import AdamW
 from typing_extensions import override
@@ -19,19 +18,15 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
-    Finish,
     KLCov,
     Normalized,
     RLCallback,
     RLLightningModule,
     Rollout,
-    Sampling,
     presets,
     warmup_then_linear,
 )
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.facts import RunFacts
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -51,7 +46,6 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.corrections import Corrections
 from lightning_rl.edits import EditError
-from lightning_rl.generation import Completion, Request
 
 RECIPES = {
     "grpo": presets.grpo,
@@ -267,34 +261,6 @@ def test_who_edits_a_rollout_while_looking_at_it_is_named_by_the_core(tmp_path: 
     audit, message = SignalAudit(1, checks=["raw_fields"]), "observe of edit_in_observe wrote in place to advantages"
     with pytest.raises(EditError, match=message):
         fit(tiny_module(minibatches=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
-
-
-def test_tokens_that_came_back_from_a_tool_are_none_of_the_engine() -> None:
-    rollout = Rollout.of_samples([[2]], [[5, 6, 7]], groups=[0], actions=[[True, False, True]])
-    rollout = rollout.replace(rollout_logprobs=torch.tensor([[-1.0, 0.0, -2.0]]))
-    asked = Request(prefix_ids=(2,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=()))
-    again = replace(asked, prefix_ids=(2, 5, 6))
-    cases: list[tuple[list[tuple[Request, tuple[int, ...], list[float]]], list[str]]] = [
-        ([(asked, (5,), [-1.0]), (again, (7,), [-2.0])], []),
-        ([(asked, (5,), [-1.0]), (again, (8,), [-2.0])], ["the token ids"]),
-        ([(asked, (5,), [-1.0]), (replace(again, prefix_ids=(2, 5, 4)), (7,), [-2.0])], ["the prefix of each turn"]),
-        ([(asked, (5, 6, 7), [-1.0, -3.0, -2.0])], ["the sampled tokens as actions"]),
-    ]
-    for turns, findings in cases:
-        completions = [
-            Completion(token_ids=ids, logprobs=torch.tensor(logprobs), finish=Finish.STOP, version=0)
-            for _, ids, logprobs in turns
-        ]
-        evidence = Evidence(
-            algorithm=an_algorithm(),
-            facts=RunFacts(),
-            rollout=rollout,
-            groups=rollout,
-            rows=rollout,
-            batches=[[(turn[0], drawn)] for turn, drawn in zip(turns, completions, strict=True)],
-        )
-        expected = [f"{what} that the engine returned" for what in findings]
-        assert [finding.expected for finding in CHECKS["trained_tokens"](evidence)] == expected
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,18 @@ def test_rows_of_conversations_are_told_by_what_they_hold(environment: Any, kind
     assert sorted({finding.culprit for finding in audit.findings}) == found
 
 
+@pytest.mark.parametrize(("place", "found"), [(3, ["the data, prompts of the validation set"]), (99, [])])
+def test_held_out_rows_of_conversations_are_told_by_what_they_hold(place: int, found: list[str]) -> None:
+    """All conversations begin alike and all prompts are equal; rows differ in a column, which the environment reads."""
+    audit = SignalAudit(1, checks=["held_out_prompts"])
+    rows = [{"prompt": [5, 6], "place": number} for number in range(16)]
+    data = PromptDataModule(rows, 4, validation=[{"prompt": [5, 6], "place": place}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(talking_module(environment=FixedOpening), callbacks=[audit], data=data, limit_val_batches=0)
+    assert sorted({finding.culprit for finding in audit.findings}) == found
+
+
 class Stuck(PromptDataModule):
     """Has the first prompts at every place."""
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from environments.templates import tokenizer_of
+from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.conversations import talking_module
 from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
@@ -21,6 +22,7 @@ from lightning_rl.callbacks import OPSM, ReferenceKL
 from lightning_rl.cli.doctor import versions as windows
 from lightning_rl.cli.doctor.command import examine
 from lightning_rl.cli.doctor.memory import GIB, MemoryPlan, memory_plan, too_much
+from lightning_rl.cli.doctor.templates import bridges
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.finding import Finding
@@ -221,6 +223,24 @@ def test_a_template_that_ends_answers_with_the_eos_is_fine() -> None:
 
 def facts(findings: list[Finding], check: str) -> list[str]:
     return [one.observed for one in findings if one.check == check and one.severity == "fact"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_bridges_of_each_family_of_templates_are_told(name: str) -> None:
+    """Thinking models among them: what rewrites earlier answers is no matter, and no warning."""
+    close, family = sorted(close_of(name)), FAMILIES[name]
+    run = SimpleNamespace(sampling=SimpleNamespace(eos_token_ids=close))
+    stream = SimpleNamespace(template_options={})
+    module: Any = SimpleNamespace(tokenizer=tokenizer_of(name), run=run, prompt_stream=stream)
+    kinds = {"user": family.user, "tool": family.tool, "two tools": family.two_tools}
+    findings = list(bridges(module))
+    right = ", ".join(kind for kind, wrong in kinds.items() if not wrong) or "nothing"
+    first, *others = facts(findings, "template")
+    assert first == f"in several turns, what can follow an answer: {right}"
+    assert [other.split(" messages: ")[0] for other in others] == [
+        f"no bridge over {kind}" for kind, wrong in kinds.items() if wrong
+    ]
+    assert problems(findings) == []
 
 
 def test_a_template_that_rewrites_earlier_answers_still_lets_messages_follow() -> None:

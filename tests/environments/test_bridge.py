@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_rl import Finish, Sampling
 from lightning_rl.environments import Answer, Bridge, BridgeError, Conversation, Environment, Limits, Message, Step
 from lightning_rl.environments import bridge as module
+from lightning_rl.environments.bridge import MARK
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
@@ -147,6 +148,14 @@ def test_the_token_that_ended_an_answer_is_not_written_again(name: str, drawn: s
     tokenizer = tokenizer_of(name)
     ids = bridge_of(name).after([tokenizer.convert_tokens_to_ids(drawn)], NEW[kind])
     assert tokenizer.decode(list(ids)).startswith(begins)
+
+
+def test_an_answer_may_end_with_any_token_of_text_too() -> None:
+    """Whatever ids end answers, a bridge begins with what the template writes behind one, not within its own mark."""
+    tokenizer, close = tokenizer_of("qwen2.5"), close_of("qwen2.5")
+    wide = Bridge(tokenizer, close | set(ids_of("qwen2.5", MARK)) | set(range(20, 200)))
+    for new in NEW.values():
+        assert wide.tail(new) == Bridge(tokenizer, close).tail(new)
 
 
 def templated(template: str) -> Any:

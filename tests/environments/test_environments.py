@@ -1,17 +1,19 @@
 """Environments: what cannot work is refused before anything is generated, and what can goes through a whole fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 from environments.templates import FAMILIES, close_of, tokenizer_of
-from kit.support import fit, recorder, tiny_module, tiny_policy
+from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
 from lightning_rl import Finish, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.environments import Answer, BridgeError, Environment, ParserError, Step, ToolCall
+from lightning_rl.environments import Answer, BridgeError, Environment, Message, ParserError, Step, ToolCall
+from lightning_rl.environments.failures import FailedEnvironmentsError
+from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.rollout import TURNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
@@ -125,3 +127,45 @@ def test_an_environment_without_tools_needs_no_parser() -> None:
     assert FAMILIES["gemma-3"].tool
     module = module_of("gemma-3", environment=Asking, max_turns=1)
     assert (rollouts_of(module)[0].finish != Finish.FAILED).all()
+
+
+class Opening(Asking):
+    """Begins with words of its own."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        return [{"role": "user", "content": "one"}]
+
+
+class Silent(Asking):
+    """Begins with none."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        return ()
+
+
+@pytest.mark.parametrize("options", [{"environment": Asking}, {"environment": Counter, "tool_parser": call_once}])
+def test_prompts_of_token_ids_are_refused_for_an_environment_that_answers_their_words(options: dict[str, Any]) -> None:
+    message = "expected prompts of text or of chat messages for environment environment, .*got token ids: write"
+    with pytest.raises(ValueError, match=message):
+        fit(module_of(**options), data=tiny_prompts(), limit_train_batches=1)
+
+
+def test_prompts_of_token_ids_are_columns_like_others_for_an_environment_that_begins_itself() -> None:
+    module = module_of(environment=Opening, max_turns=1)
+    seen: list[Rollout] = []
+    fit(module, data=tiny_prompts(), callbacks=[recorder(seen)("seen")], limit_train_batches=1)
+    assert (seen[0].finish != Finish.FAILED).all()
+    message = r"ValueError: expected Silent.reset to return messages for a prompt of token ids, got none"
+    with pytest.raises(FailedEnvironmentsError, match=message), pytest.warns(match=message):
+        fit(module_of(environment=Silent), data=tiny_prompts(), limit_train_batches=1)
+
+
+@pytest.mark.slow
+def test_an_environment_in_a_process_of_its_own_says_how_it_begins() -> None:
+    pool = WorkerPool({"asking": Asking, "opening": Opening}, workers=1)
+    try:
+        assert [pool.describe(name).begins_itself for name in ("asking", "opening")] == [False, True]
+    finally:
+        pool.close()

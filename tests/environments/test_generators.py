@@ -70,3 +70,41 @@ def test_who_draws_from_a_generator_of_the_trainer_is_named(draw: Any, name: str
 def test_generators_of_its_own_are_its_own_business() -> None:
     own = random.Random(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
     talk(own[0].random, lambda: (own[1].random(), torch.rand((), generator=own[2])))
+
+
+class Seeding(Drawing):
+    """Seeds a generator when it is made, as some packages of environments do."""
+
+    def __init__(self) -> None:
+        random.seed(3)
+
+
+def test_who_seeds_a_generator_when_it_is_made_is_named() -> None:
+    message = "expected environment shop to draw from generators of its own, got draws from Python's generator"
+    with keep_generators(torch.device("cpu")), pytest.raises(GeneratorError, match=message):
+        Conversation(None, FIRST, Limits(), "shop", Seeding).begin({}, 0)
+
+
+def test_who_draws_and_then_fails_is_named() -> None:
+    """Its row would fail alone, but those that follow would train on other draws."""
+
+    def draw_and_raise() -> None:
+        random.random()
+        raise OSError("gone")
+
+    with pytest.raises(GeneratorError, match="expected Drawing to draw from generators of its own"):
+        talk(draw_and_raise, lambda: None)
+
+
+def test_who_draws_when_it_is_closed_after_a_failure_is_named() -> None:
+    class Closing(Drawing):
+        @override
+        def close(self) -> None:
+            random.random()
+
+    def fails() -> None:
+        raise OSError("gone")
+
+    conversation = Conversation(None, FIRST, Limits(), again=lambda: Closing(fails, fails))
+    with keep_generators(torch.device("cpu")), pytest.raises(GeneratorError, match="expected Closing to draw"):
+        conversation.begin({}, 0)

@@ -1,7 +1,9 @@
 """Workers: environments that hang, die, flood, fork or talk nonsense cost their own conversation, and leave nothing."""
 
 import ctypes
+import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from lightning_rl.environments import (
     play,
 )
 from lightning_rl.environments.failure import EnvironmentFailureError
-from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.environments.workers import BOOT, WorkerPool
 from lightning_rl.generation import Completion, Request
 
 pytestmark = pytest.mark.slow
@@ -352,6 +355,18 @@ def test_a_trainer_that_is_killed_leaves_no_process(tmp_path: Path, pool: Worker
     trainer.kill()
     trainer.wait()
     assert nothing_is_left(*pool.pids())
+
+
+def test_a_trainer_that_is_gone_before_the_environments_are_loaded_is_no_error() -> None:
+    ours, theirs = Pipe()
+    command = [sys.executable, "-P", "-c", f"{BOOT}main({theirs.fileno()})", "environments", json.dumps(sys.path)]
+    payload = pickle.dumps({"bad": cloudpickle.dumps(Bad)})
+    server = subprocess.Popen(
+        command, pass_fds=(theirs.fileno(),), stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    theirs.close()
+    ours.close()
+    assert server.communicate(payload, timeout=100) == (None, b"") and server.returncode == 0
 
 
 FIT = """

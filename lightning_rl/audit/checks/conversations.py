@@ -1,20 +1,25 @@
-"""Checks of conversations: turns have seeds of their own, and their rewards lie where they were earned."""
+"""Checks of conversations: turns and their seeds, what stands between them, and where their rewards lie."""
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from math import isclose
+
+import torch
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.rewards import samples_of_calls
 from lightning_rl.audit.draws import turns_of
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Skip
+from lightning_rl.audit.finding import Skip, differences
+from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.finding import Finding
-from lightning_rl.generation import turn_seed
+from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TURN_REWARDS, TURNS
 
 ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
+LEAST_MOVES, SHARE = 6, 1 / 4  # rollouts; of how far the policy's tokens moved
 
 
 @check(
@@ -22,16 +27,19 @@ ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
     cure="make the seed of a turn with turn_seed from that of the first one, and count turns from 0",
 )
 def turn_order(evidence: Evidence) -> Iterator[Finding]:
-    """The turns of a conversation are numbered from 0 on, and each is drawn with the seed of its (sample, turn), so
-    that no driver and no order of environments changes a token.
+    """The turns of a conversation are numbered from 0 on, and each is drawn with the seed of its (rollout, sample,
+    turn), so that no driver and no order of environments changes a token; that of the first turn is the one of an
+    answer that nobody answers.
     """
-    wrong = defaultdict[str, list[int]](list)
+    wrong, seed = defaultdict[str, list[int]](list), evidence.facts.seed
     for sample, turns in turns_of(evidence.batches).items():
         first = turns[0][0].seed
         if [request.turn for request, _ in turns] != list(range(len(turns))):
             wrong["turns 0, 1, 2, ... of each sample"].append(sample)
         elif any(request.seed != turn_seed(first, request.turn) for request, _ in turns):
             wrong["the seed of its sample and turn at every request"].append(sample)
+        elif seed is not None and first != request_seed(seed, evidence.number, sample):
+            wrong["the seed of its run, rollout and sample at every first request"].append(sample)
     for expected, samples in wrong.items():
         yield Finding(expected=expected, observed=f"{len(samples)} others", samples=samples[:4])
 
@@ -81,3 +89,103 @@ def _environment_rewards(evidence: Evidence) -> dict[int, float]:
         values = call.columns.get(ENVIRONMENT_REWARD, ())
         given |= {sample: 0.0 if value is None else value for sample, value in zip(samples, values, strict=False)}
     return given
+
+
+@check(
+    culprit="stage draw, what is written between two answers",
+    cure="put the closing token behind an answer once, and encode what an environment says without control tokens",
+)
+def bridges(evidence: Evidence) -> Iterator[Finding]:
+    """Between two answers stand the control tokens that the chat template writes around harmless words: the token that
+    closes the answer once, drawn or added, and none that the environment's text brought along.
+    """
+    wrong = defaultdict[tuple[str, str], list[int]](list)
+    for spoken in evidence.spoken:
+        if spoken.harmless and spoken.written not in _bridges_of(spoken):
+            wrong[_wrong_bridge(spoken)].append(spoken.sample)
+    for (expected, observed), samples in wrong.items():
+        yield Finding(expected=expected, observed=f"{observed} in {len(samples)} turns", samples=samples[:4])
+
+
+def _bridges_of(spoken: SpokenTurn) -> list[tuple[int, ...]]:
+    """What may be written behind an answer: the closing token unless it was drawn.
+
+    Where a speaker's head closes an answer, the right one may follow a wrong one.
+    """
+    whole, rest = spoken.harmless, spoken.harmless[1:]
+    if spoken.closed < 0:
+        return [whole]
+    return [rest, whole] if spoken.head and spoken.closed != whole[0] else [rest]
+
+
+def _wrong_bridge(spoken: SpokenTurn) -> tuple[str, str]:
+    """What should stand behind an answer, and what does."""
+    whole = spoken.harmless
+    if spoken.written == (whole if spoken.closed >= 0 else (whole[0], *whole)):
+        return f"one token {whole[0]} that closes it behind an answer", "two"
+    if spoken.closed < 0 and spoken.written == whole[1:]:
+        return f"one token {whole[0]} that closes it behind an answer", "none"
+    return "the control tokens of harmless words behind an answer", "others"
+
+
+@check(
+    culprit="stage draw, the answers that the environment was given",
+    expected="no tool call of an answer that was cut off",
+    cure="parse nothing in an answer that ended for its length: half a call is no call",
+)
+def cut_calls(evidence: Evidence) -> Iterator[Finding]:
+    """No tool call is read in an answer that a limit of tokens cut off, so none is made."""
+    cut = [spoken.sample for spoken in evidence.spoken if spoken.cut_off and spoken.calls]
+    if cut:
+        yield Finding(observed=f"some in {len(cut)} answers", samples=cut[:4])
+
+
+@check(
+    culprit="estimator {estimator}",
+    expected="statistics over samples, each counted once",
+    cure="compare samples by their whole reward: neither turns nor further rows of a sample are samples",
+)
+def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Statistics of a group count a sample once, whatever its turns or rows: with all of its tokens in one turn, and
+    without its further rows, a row has the same advantage, unless turns or tokens are the steps of the estimator.
+    """
+    groups, estimator = evidence.groups, evidence.algorithm.advantages
+    if TURNS not in groups.token_extras:
+        return
+    if estimator.per_token:
+        yield Skip("the estimator's steps are turns or tokens")
+        return
+    turns = groups.token_extras[TURNS]
+    one = groups.replace(token_extras={**groups.token_extras, TURNS: (turns > 0).to(turns.dtype)})
+    changed = differences(evidence.advantages_of(one), evidence.advantages, groups.sample_ids)
+    yield from (replace(finding, observed="others where turns are joined") for finding in changed)
+    ids = groups.sample_ids.tolist()
+    first = torch.tensor([place for place, sample in enumerate(ids) if sample not in ids[:place]], dtype=torch.int64)
+    if len(first) < len(ids):
+        alone, kept = evidence.advantages_of(groups.select(first)), evidence.advantages[first]
+        changed = differences(alone, kept, groups.sample_ids[first])
+        yield from (replace(finding, observed="others where a sample has one row") for finding in changed)
+
+
+@check(
+    culprit="stage update, or whoever else trains what environments say",
+    expected="words of environments that get no likelier by themselves",
+    cure="train the tokens of action_mask alone, in every loss and every forward",
+    of_step=True,
+)
+def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What environments say is read and not trained: over the last audited rollouts the updates do not make it
+    likelier, beyond what the policy draws, by a quarter of how far that moves.
+    """
+    if TURNS not in evidence.rollout.token_extras:
+        return
+    moves = evidence.moves
+    if len(moves) < LEAST_MOVES:
+        yield Skip(f"{len(moves)} rollouts of {LEAST_MOVES} with words of environments were looked at")
+        return
+    risen, size = sum(move.said - max(move.drawn, 0.0) for move in moves), sum(move.size for move in moves)
+    if risen > SHARE * size:
+        yield Finding(
+            observed=f"{risen:.3g} nats more for each of their tokens in {len(moves)} rollouts, in which tokens of the "
+            f"policy moved by {size:.3g}"
+        )

@@ -20,16 +20,21 @@ DRAW = "stage draw"
     culprit=DRAW, cure="join completions and rows by sample id, and write what an environment says behind the answer"
 )
 def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
-    """The tokens, log-probabilities and finish reasons that train are those that the engine returned, row by row and
-    turn by turn; each turn continues the row as it stands, and what the engine did not draw does not train.
+    """The tokens, log-probabilities, versions and finish reasons that train are those that the engine returned, row by
+    row and turn by turn; each turn continues the row as it stands, and what the engine did not draw does not train.
     """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
+    silent = torch.ones_like(rollout.action_mask) if rollout.rollout_logprobs is None else rollout.rollout_logprobs == 0
     for row, sample in enumerate(rollout.sample_ids.tolist()):
         if not (turns := samples.get(sample)):
             continue
         if what := _wrong_tokens(rollout, row, turns):
             wrong[what].append(sample)
+        elif rollout.policy_version[row][rollout.action_mask[row]].tolist() != _versions_of(turns):
+            wrong["versions"].append(sample)
+        elif not bool((rollout.action_mask[row] | silent[row]).all()):
+            wrong["log-probabilities alone"].append(sample)
         elif all(completion.logprobs is not None for _, completion in turns):
             rows.append(row)
             logprobs += [completion.logprobs for _, completion in turns if completion.logprobs is not None]
@@ -53,7 +58,7 @@ def _wrong_tokens(rollout: Rollout, row: int, turns: Sequence[Pair]) -> str:
     """What of a row is not as the engine drew it, turn by turn; empty if all is."""
     prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
     ids = [*rollout.prompt_ids[row, :prompt].tolist(), *rollout.response_ids[row, :length].tolist()]
-    drawn = [False] * len(ids)
+    drawn, end = [False] * len(ids), prompt
     numbers = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else None
     for number, (request, completion) in enumerate(turns, 1):
         begin, end = len(request.prefix_ids), len(request.prefix_ids) + len(completion.token_ids)
@@ -66,12 +71,24 @@ def _wrong_tokens(rollout: Rollout, row: int, turns: Sequence[Pair]) -> str:
         if numbers is not None and any(said != number for said in numbers[begin - prompt : end - prompt]):
             return "turn of each token"
     same = rollout.action_mask[row, :length].tolist() == drawn[prompt:] and not rollout.action_mask[row, length:].any()
-    return "" if same else "sampled tokens as actions"
+    if not same:
+        return "sampled tokens as actions"
+    return "" if len(ids) == end else "last token at the end of the row"
+
+
+def _versions_of(turns: Sequence[Pair]) -> list[int]:
+    """Of every token that was drawn for a sample, the weights that drew it."""
+    return [
+        version
+        for _, completion in turns
+        for version in completion.versions or (completion.version,) * len(completion.token_ids)
+    ]
 
 
 def _may_end(row: Finish, last: Finish, *, talks: bool) -> bool:
     """Whether a row may end like that if its last turn did so; a limit or the environment may end a conversation."""
-    return row == last or (talks and row in (Finish.LENGTH, Finish.TURNS, Finish.FAILED))
+    limits = () if last is Finish.ABORT else (Finish.LENGTH, Finish.TURNS)
+    return row == last or (talks and row in (*limits, Finish.FAILED))
 
 
 @check(
@@ -167,6 +184,7 @@ def masks(evidence: Evidence) -> Iterator[Finding]:
         ("trained", "no row that the engine or the environment gave up", rollout.failures & rollout.trained),
         ("valid_tokens", "the sampled tokens of trained rows", (rollout.valid_tokens != sampled).any(-1)),
         ("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed),
+        ("rewarded", "no row that the engine or the environment gave up", rollout.failures & rollout.rewarded),
     ]
     for mask, expected, rows in cases:
         if rows.any():
