@@ -18,7 +18,7 @@ ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: of the whole vocabulary before a token, by the old policy
-TURNS = "turns"  # in ``token_extras``: which turn of a conversation drew a token, from 1; 0 for the environment's
+TURNS = "turns"  # in ``token_extras``: which turn drew a token, from 1; 0 for the environment's; :func:`context_starts`
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: what the environment gave for a turn, at its last drawn token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
@@ -245,6 +245,18 @@ class Rollout:
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[dict[str, Tensor]]]:
         """Pickles and copies through :meth:`state`; the read-only mappings do neither by themselves."""
         return (type(self).from_state, (self.state(),))
+
+
+def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
+    """Where a response goes on with a context that its environment has rewritten, shape [B, T].
+
+    What comes from there on has read nothing of what is before. Such a context is a prompt within the response: its
+    tokens have minus the number of the turn behind which they follow in ``token_extras["turns"]``.
+    """
+    if TURNS not in rollout.token_extras:
+        return torch.zeros_like(rollout.action_mask)
+    turns = rollout.token_extras[TURNS]
+    return (turns < 0) & (turns != torch.nn.functional.pad(turns, (1, 0))[:, :-1])
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:

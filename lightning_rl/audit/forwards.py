@@ -16,7 +16,7 @@ from lightning_rl.policy import Outputs
 from lightning_rl.policy.lora import adapters_off
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import SAMPLING_MASK, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
 SILENT_ROWS, SILENT = 4, 8  # rows and parameters that are tried, where a backward pass reached none
@@ -137,22 +137,24 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
     layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.packing)
     layout = layout.to(rows.groups.device).step(0)[0].layout
-    ids = _whole_ids(rows)
+    contexts = _contexts(rows)
 
     def by_the_run(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         logprobs = functional_call(policy, dict(weights), (layout,)).logprobs
         return ((logprobs * signs[:, : logprobs.shape[1]]).sum(),)
 
     def plainly(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        inputs = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True), "use_cache": False}
+        padded = nn.utils.rnn.pad_sequence([one.ids for one in contexts], batch_first=True)
+        inputs = {"input_ids": padded, "use_cache": False}
         named = {name.removeprefix("model."): weight for name, weight in weights.items()}
         logits, totals = functional_call(policy.model, named, (), inputs).logits, torch.zeros(2)
-        for row, (prompt, response) in enumerate(_lengths(rows)):
-            scores = logits[row, prompt - 1 : prompt - 1 + response].float() / temperature
+        for number, one in enumerate(contexts):
+            scores = logits[number, one.read - 1 : len(one.ids) - 1].float() / temperature
             if SAMPLING_MASK in rows.token_extras:
-                mask = from_bits(rows.token_extras[SAMPLING_MASK][row, :response], scores.shape[-1])
+                mask = from_bits(rows.token_extras[SAMPLING_MASK][one.row, one.columns], scores.shape[-1])
                 scores = scores.masked_fill(~mask, -torch.inf)
-            before, weight = scores.gather(1, ids[row][prompt:, None])[:, 0], signs[row, :response]
+            before = scores.gather(1, one.ids[one.read :, None])[:, 0]
+            weight = signs[one.row, one.columns]
             chosen = before - scores.logsumexp(-1)
             parts = [torch.where(weight != 0, part, 0.0) for part in (chosen, before)]
             totals = totals.to(before.device) + torch.stack([(parts[0] * weight).sum(), parts[1].sum()])
@@ -168,17 +170,38 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     return tuple(gradients)
 
 
-def _lengths(rows: Rollout) -> list[tuple[int, int]]:
-    """Tokens of the prompt and of the response of each row."""
-    return list(zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True))
+class _Context(NamedTuple):
+    """What a model reads at once of a row.
+
+    Attributes:
+        row: of which it is.
+        ids: its tokens.
+        read: number of those at its begin that nothing predicts: the prompt, or the first one of a rewritten context.
+        columns: where in the response the others are.
+    """
+
+    row: int
+    ids: Tensor
+    read: int
+    columns: slice
 
 
-def _whole_ids(rows: Rollout) -> list[Tensor]:
-    """Prompt and response of each row behind each other."""
-    return [
-        torch.cat([rows.prompt_ids[row, :prompt], rows.response_ids[row, :response]])
-        for row, (prompt, response) in enumerate(_lengths(rows))
-    ]
+def _contexts(rows: Rollout) -> list[_Context]:
+    """Prompt and response of each row behind each other; what follows where a context is rewritten, on its own."""
+    found = list[_Context]()
+    turns = rows.token_extras[TURNS].tolist() if TURNS in rows.token_extras else None
+    for row, (prompt, length) in enumerate(
+        zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True)
+    ):
+        response, numbers = rows.response_ids[row], [0] * length if turns is None else turns[row]
+        cuts = [at for at in range(length) if numbers[at] < 0 and (at == 0 or numbers[at] != numbers[at - 1])]
+        first, *ends = [*cuts, length]
+        whole = torch.cat([rows.prompt_ids[row, :prompt], response[:first]])
+        found.append(_Context(row, whole, prompt, slice(0, first)))
+        found += [
+            _Context(row, response[begin:end], 1, slice(begin + 1, end)) for begin, end in zip(cuts, ends, strict=True)
+        ]
+    return found
 
 
 def reference_weights(module: RLLightningModule) -> Tensor:
@@ -215,15 +238,20 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
-    lengths, ids = _lengths(rows), _whole_ids(rows)
+    contexts = {one.row: one for one in _contexts(rows)[::-1]}  # of a row its first one,
+    contexts |= {one.row: one for one in _contexts(rows) if one.row % 2}  # or its last one: both ends are looked at
+    few = [contexts[row] for row in range(len(rows))]
     with adapters_off(model) if name == "reference" else nullcontext():  # those of a policy that is its own reference
-        logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+        padded = nn.utils.rnn.pad_sequence([one.ids for one in few], batch_first=True)
+        logits = model(input_ids=padded, use_cache=False).logits
     stretches = []
-    for row, (prompt, response) in enumerate(lengths):
-        begin = max(response - PLAIN_TOKENS, 0) if row % 2 else 0  # both ends of responses are looked at
-        end = min(begin + PLAIN_TOKENS, response)
-        targets = ids[row][prompt + begin : prompt + end, None]
-        scores = logits[row, prompt + begin - 1 : prompt + end - 1].double()
+    for row, one in enumerate(few):
+        first, last = one.columns.start, one.columns.stop
+        begin = max(last - PLAIN_TOKENS, first) if row % 2 else first
+        end = min(begin + PLAIN_TOKENS, last)
+        place = one.read + begin - first
+        targets = one.ids[place : place + end - begin, None]
+        scores = logits[row, place - 1 : place - 1 + end - begin].double()
         if SAMPLING_MASK in rows.token_extras:
             mask = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
             scores = scores.masked_fill(~mask, -torch.inf)

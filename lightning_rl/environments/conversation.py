@@ -2,7 +2,7 @@
 
 Whoever drives asks an engine for :attr:`Conversation.request` and gives the completion back; seeds belong to (sample,
 turn), so the order in which conversations move on changes nothing. Token in, token out: the prefix of a turn is that of
-the turn before, what was drawn, and what the environment said, by concatenation.
+the turn before, what was drawn, and what the environment said, by concatenation, unless the environment rewrites it.
 """
 
 import math
@@ -58,18 +58,22 @@ class Turn:
         request: what was asked of the engine.
         completion: what it drew.
         reply: what the environment said, in token ids that follow the answer; nothing after the last answer of a row.
+        rewrites: whether the reply is the whole prefix of the next turn.
         reward: of the turn; None if the environment said nothing of it.
     """
 
     request: Request
     completion: Completion
     reply: tuple[int, ...] = ()
+    rewrites: bool = False
     reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationRow:
-    """Turns whose prefixes continue each other: a row of a rollout, with holes where the environment speaks.
+    """Turns behind each other: a row of a rollout, with holes where the environment speaks.
+
+    One sample is one row, whatever becomes of its context: where a prefix is rewritten, the row goes on with all of it.
 
     Args:
         prompt_ids: what the first turn continues.
@@ -86,12 +90,15 @@ class ConversationRow:
 
     @property
     def turn_numbers(self) -> tuple[int, ...]:
-        """For each token of the response, which turn drew it, from 1; 0 for what the environment said."""
-        return tuple(
-            number
-            for turn in self.turns
-            for number in (*[turn.request.turn + 1] * len(turn.completion.token_ids), *[0] * len(turn.reply))
-        )
+        """For each token of the response, which turn drew it, from 1; 0 for what the environment said, and minus the
+        turn before for a prefix that it has rewritten.
+        """
+        numbers: list[int] = []
+        for turn in self.turns:
+            number = turn.request.turn + 1
+            numbers += [number] * len(turn.completion.token_ids)
+            numbers += [-number if turn.rewrites else 0] * len(turn.reply)
+        return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,10 +261,11 @@ class Conversation:
             self._add(turn)
             self._stop(Finish.TURNS)
         else:
-            reply = tuple(step.token_ids)
-            prefix = (*turn.request.prefix_ids, *turn.completion.token_ids, *reply)
+            rewrites = bool(step.rewritten)
+            reply = tuple(step.rewritten if rewrites else step.token_ids)
+            prefix = reply if rewrites else (*turn.request.prefix_ids, *turn.completion.token_ids, *reply)
             fits = self._room(prefix) > 0  # what no answer can follow is not said
-            self._add(replace(turn, reply=reply) if fits else turn)
+            self._add(replace(turn, reply=reply, rewrites=rewrites) if fits else turn)
             self._ask(prefix)
 
     def _note(self, step: TokenStep) -> None:
@@ -357,6 +365,7 @@ class Conversation:
         return {
             "turns": float(self._turns),
             "tokens": float(sum(len(turn.reply) for turn in self._row.turns)),
+            "rewritten": float(sum(turn.rewrites for turn in self._row.turns)),
             "failed": float(finish == Finish.FAILED),
             "retries": float(self._retries),
             "timeouts": float(self._timeouts),

@@ -14,7 +14,18 @@ ROLES = ("user", "tool")
 """Who may answer a policy."""
 
 COUNTED = frozenset(
-    {"turns", "tokens", "failed", "retries", "timeouts", "cut_by_turns", "cut_by_tokens", "reward", "logprob"}
+    {
+        "turns",
+        "tokens",
+        "rewritten",
+        "failed",
+        "retries",
+        "timeouts",
+        "cut_by_turns",
+        "cut_by_tokens",
+        "reward",
+        "logprob",
+    }
 )
 """Figures of every conversation, whose names no environment can give to its own."""
 
@@ -72,7 +83,9 @@ class Step:
     """What an environment says to an answer.
 
     Args:
-        messages: of users or tools, which the policy answers next; none only if the conversation is done.
+        messages: of users or tools, which the policy answers next; none only if the conversation is done, or rewritten.
+        rewritten: instead of ``messages``, all that the policy reads from here on, in the place of everything that was
+            said: a summary, or a history that has become shorter.
         reward: of this turn; None for nothing to say. The sum over turns is the reward of the sample.
         done: whether the conversation ends here.
         metrics: figures to log; those of a conversation's turns are added up.
@@ -82,13 +95,14 @@ class Step:
     """
 
     messages: Sequence[Message] = ()
+    rewritten: Sequence[Message] = ()
     reward: float | None = None
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks that it is clear how the conversation goes on."""
-        _check_step("messages", self.messages, done=self.done)
+        _check_step("messages", self.messages, self.rewritten, done=self.done)
         check_figures(self.reward, self.metrics)
 
 
@@ -134,7 +148,8 @@ class TokenStep:
     """The same as :class:`Step` in token ids.
 
     Args:
-        token_ids: what comes after the answer, up to where the next one begins; none only if done.
+        token_ids: what comes after the answer, up to where the next one begins; none only if done, or rewritten.
+        rewritten: instead of ``token_ids``, the whole prefix of the next answer.
         reward: of this turn.
         done: whether the conversation ends here.
         metrics: figures to log.
@@ -142,6 +157,7 @@ class TokenStep:
     """
 
     token_ids: Sequence[int] = ()
+    rewritten: Sequence[int] = ()
     reward: float | None = None
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -149,7 +165,7 @@ class TokenStep:
 
     def __post_init__(self) -> None:
         """Checks that it is clear how the conversation goes on."""
-        _check_step("token_ids", self.token_ids, done=self.done)
+        _check_step("token_ids", self.token_ids, self.rewritten, done=self.done)
         check_figures(self.reward, self.metrics)
 
 
@@ -174,12 +190,18 @@ class TokenEnvironment(Protocol):
         ...
 
 
-def _check_step(name: str, said: Sequence[Any], *, done: bool) -> None:
-    if isinstance(said, (str, Mapping)):
-        raise ValueError(f"expected {name} to be a list, got {type(said).__name__} {said!r}")
+def _check_step(name: str, said: Sequence[Any], rewritten: Sequence[Any], *, done: bool) -> None:
+    for what, items in ((name, said), ("rewritten", rewritten)):
+        if isinstance(items, (str, Mapping)):
+            raise ValueError(f"expected {what} to be a list, got {type(items).__name__} {items!r}")
     if not isinstance(done, (bool, np.bool_)):
         raise ValueError(f"expected done to be True or False, got {done!r:.200}")
-    if not done and not said:
+    if rewritten and (said or done):
+        raise ValueError(
+            f"expected rewritten alone, got {name if said else 'done=True'} too: put all that the policy is to read "
+            "into rewritten"
+        )
+    if not done and not said and not rewritten:
         raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
 
 
@@ -203,6 +225,7 @@ def check_step(environment: Environment | TokenEnvironment, said: Any) -> Any:
     if not isinstance(said, kind):
         raise TypeError(f"expected {type(environment).__name__}.step to return a {kind.__name__}, got {said!r:.200}")
     _check_items(environment, "step", said.messages if isinstance(said, Step) else said.token_ids)
+    _check_items(environment, "step", said.rewritten)
     where = f"{type(environment).__name__}.step"
     for message in said.messages:
         if not isinstance(message, Mapping):

@@ -60,12 +60,14 @@ class MessageEnvironment:
         self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
         said: Step = check_step(self.environment, self.environment.step(answer))
         self._turn += 1
-        messages = [copy_plain(dict(message)) for message in said.messages]
-        ids = () if said.done else self._bridge.after(token_ids, messages)
+        messages = [copy_plain(dict(message)) for message in said.rewritten or said.messages]
+        rewritten = self._bridge.encode(messages, self._schemas) if said.rewritten else ()
+        ids = () if said.done or rewritten else self._bridge.after(token_ids, messages)
         heard, self.unanswered = self.unanswered, ()
-        self._prefix = [*self._prefix, *token_ids, *ids]
+        self._prefix = list(rewritten) or [*self._prefix, *token_ids, *ids]
         return TokenStep(
             token_ids=ids,
+            rewritten=rewritten,
             reward=said.reward,
             done=said.done,
             metrics={**_counts(answer), **said.metrics},

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.packing import join_sequences
+from lightning_rl.policy.packing import join_sequences, sequences_of
 from lightning_rl.rollout import ROUTES, Rollout
 
 CARRIER = "expert_routes"  # the keyword argument that takes routes through the model
@@ -112,10 +112,12 @@ class MicrobatchRoutes:
             raise ValueError(
                 f"expected routes [b, S, {len(layers)}, k] for {len(layers)} routers, got {list(padded.shape)}"
             )
-        real = (inside & rows.real[:, None])[:, :, None, None]
+        row_of = sequences_of(rows).row
+        real = (inside & rows.real[row_of, None])[:, :, None, None]
         missing = (real & (padded <= 0)).nonzero()
         if len(missing):
-            row, position, number, _ = missing[0].tolist()
+            sequence, position, number, _ = missing[0].tolist()
+            row = int(row_of[sequence])
             raise ValueError(
                 f"expected a route for every token, got none at {layers[number]} for token {position} of row {row} "
                 f"(sample {int(rows.sample_ids[row])})"

@@ -1,9 +1,10 @@
 """Layouts: rows of a rollout joined into model inputs without padding, and attention that keeps the sequences apart.
 
-Prompt and response are contiguous in each sequence, so causality alone separates the past from the future. Packed, all
-sequences of a microbatch form one row: linear layers run on real tokens only, and the attention registered here runs
-on one sequence at a time (or, on a GPU, through flash-attention's variable-length kernel), never on a block-diagonal
-mask. The last token of a sequence predicts nothing and is left out.
+A row is a sequence of prompt and response, or several where its environment has rewritten the context: each begins with
+what the policy read then. The tokens of a sequence are contiguous, so causality alone separates the past from the
+future. Packed, all sequences of a microbatch form one row: linear layers run on real tokens only, and the attention
+registered here runs on one sequence at a time (or, on a GPU, through flash-attention's variable-length kernel), never
+on a block-diagonal mask. The last token of a sequence predicts nothing and is left out.
 """
 
 import importlib.util
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int, Shaped, UInt8
@@ -23,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_rl.rollout import SAMPLING_MASK, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
 
 PACKED_ATTENTION = "lightning_rl_packed"
 HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
@@ -34,7 +35,8 @@ class Layout:
     """Model inputs for some rows of a rollout, and where the prediction of each valid token stands in the output.
 
     A token's prediction stands one position before it. With N packed positions the inputs are [1, N]; padded, they are
-    [b, S] with padding on the right, which needs no attention mask because no loss is taken there.
+    [s, S], a line for each sequence, with padding on the right, which needs no attention mask because no loss is taken
+    there.
     """
 
     input_ids: Int[Tensor, "R N"]
@@ -59,18 +61,26 @@ class Layout:
 
 
 def pack(rows: Rollout, *, packed: bool = True) -> Layout:
-    """Joins prompt and response of every row and finds the prediction of every valid token."""
+    """Joins prompt and response of every row and finds the prediction of every valid token.
+
+    Raises:
+        ValueError: if a rewritten context begins with a token that is to be scored.
+    """
+    sequences = sequences_of(rows)
     tokens, inside = join_sequences(rows, rows.prompt_ids, rows.response_ids)
     lengths = inside.sum(-1)
-    packed = packed and bool((lengths != lengths[0]).any())  # rows of one length need no padding anyway
-    position = torch.arange(tokens.shape[1], device=lengths.device).expand(len(rows), -1)
+    packed = packed and bool((lengths != lengths[0]).any())  # sequences of one length need no padding anyway
+    position = torch.arange(tokens.shape[1], device=lengths.device).expand(len(lengths), -1)
     row, column = rows.valid_tokens.nonzero(as_tuple=True)
+    if (rows.valid_tokens & sequences.starts).any():
+        raise ValueError("expected a rewritten context to begin with what is read, got a token there that was drawn")
+    sequence = row + sequences.starts.flatten().cumsum(0)[row * rows.width + column]
     ends = lengths.cumsum(0)
-    starts = ends - lengths if packed else torch.arange(len(rows), device=lengths.device) * position.shape[1]
+    starts = ends - lengths if packed else torch.arange(len(lengths), device=lengths.device) * position.shape[1]
     return Layout(
         input_ids=tokens[inside][None] if packed else torch.where(inside, tokens, 0),
         position_ids=position[inside][None] if packed else position,
-        source=starts[row] + rows.prompt_lengths[row] + column - 1,
+        source=starts[sequence] + rows.prompt_lengths[row] + column - sequences.begin[sequence] - 1,
         targets=rows.response_ids[row, column],
         rows=row,
         columns=column,
@@ -81,20 +91,48 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     )
 
 
+class Sequences(NamedTuple):
+    """What the model reads at once of some rows: a row each, and one more for each context that was rewritten.
+
+    Attributes:
+        row: that each sequence is of.
+        begin: its first token, counted from the begin of the row's prompt.
+        lengths: its number of tokens.
+        starts: where the response of a row goes on with the next sequence.
+    """
+
+    row: Int[Tensor, " s"]
+    begin: Int[Tensor, " s"]
+    lengths: Int[Tensor, " s"]
+    starts: Bool[Tensor, "b T"]
+
+
+def sequences_of(rows: Rollout) -> Sequences:
+    """The sequences of rows, in their order."""
+    starts = context_starts(rows)
+    row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)
+    begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
+    ends = (rows.prompt_lengths + rows.response_lengths)[row]
+    follows = functional.pad(row[1:] == row[:-1], (0, 1))  # by another sequence of its row
+    return Sequences(row, begin, torch.where(follows, begin.roll(-1), ends) - begin, starts)
+
+
 def join_sequences(
     rows: Rollout, prompt: Shaped[Tensor, "b P ..."], response: Shaped[Tensor, "b T ..."]
-) -> tuple[Shaped[Tensor, "b S ..."], Bool[Tensor, "b S"]]:
+) -> tuple[Shaped[Tensor, "s S ..."], Bool[Tensor, "s S"]]:
     """A field of the prompts and the same of the responses side by side, as the model reads them, padded on the right.
 
-    The last token is not among its inputs. The second result says what is no padding, at least one place in each row.
+    The last token of a sequence is not among its inputs. The second result says what is no padding, at least one place
+    in each sequence.
     """
-    number = rows.prompt_lengths[:, None]
-    lengths = (number[:, 0] + rows.response_lengths - 1).clamp(min=1)
-    position, row = (torch.arange(size, device=number.device) for size in (int(lengths.max()), len(rows)))
-    from_prompt = prompt[row[:, None], position.clamp(max=prompt.shape[1] - 1)]
-    from_response = response[row[:, None], (position - number).clamp(0, response.shape[1] - 1)]
-    in_prompt = (position < number).reshape(len(rows), -1, *[1] * (prompt.dim() - 2))
-    return torch.where(in_prompt, from_prompt, from_response), position < lengths[:, None]
+    sequences = sequences_of(rows)
+    lengths, row = (sequences.lengths - 1).clamp(min=1), sequences.row[:, None]
+    place = torch.arange(int(lengths.max()), device=lengths.device)
+    position, number = sequences.begin[:, None] + place, rows.prompt_lengths[row]
+    from_prompt = prompt[row, position.clamp(max=prompt.shape[1] - 1)]
+    from_response = response[row, (position - number).clamp(0, response.shape[1] - 1)]
+    in_prompt = (position < number).reshape(len(row), -1, *[1] * (prompt.dim() - 2))
+    return torch.where(in_prompt, from_prompt, from_response), place < lengths[:, None]
 
 
 _PACKED_NOW: ContextVar[bool] = ContextVar("packed_now", default=False)

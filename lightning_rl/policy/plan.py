@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rl.policy.packing import Layout, pack
+from lightning_rl.policy.packing import Layout, pack, sequences_of
 from lightning_rl.rollout import Rollout
 
 RowLists = list[list[list[int]]]
@@ -119,14 +119,20 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
 
 def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
     lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows]
+    sequences = sequences_of(rollout.select(rows))
+    numbers = sequences.row.bincount(minlength=len(rows))
+    longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)
     microbatches: list[list[int]] = []
-    max_length, total = 0, 0
+    max_length, total, number = 0, 0, 0
     for place in lengths.argsort(descending=True, stable=True).tolist():
         length = int(lengths[place])
-        filled = total + length if packed else max_length * (len(microbatches[-1]) + 1) if microbatches else 0
+        filled = total + length
+        if not packed:
+            filled = max(max_length, int(longest[place])) * (number + int(numbers[place]))
         if not microbatches or filled > budget:
             microbatches.append([])
-            max_length, total = length, 0
+            max_length, total, number = 0, 0, 0
         microbatches[-1].append(int(rows[place]))
-        total += length
+        max_length, total = max(max_length, int(longest[place])), total + length
+        number += int(numbers[place])
     return microbatches

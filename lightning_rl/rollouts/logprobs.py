@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.policy import Plan, PolicyModel, Scorer
 from lightning_rl.policy.model import check_finite
-from lightning_rl.rollout import SUM_PI_SQUARED, Rollout
+from lightning_rl.rollout import SUM_PI_SQUARED, TURNS, Rollout
 
 
 @torch.no_grad()
@@ -67,6 +67,7 @@ def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable
     chosen = [rollout.groups.tolist().index(group) for group in dict.fromkeys(rollout.groups.tolist())]
     rows = rollout.select(torch.tensor(chosen, dtype=torch.int64))
     said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & ~rows.action_mask
+    said &= rows.token_extras[TURNS] == 0  # a context that is rewritten is a prompt, and says what was said before
     rows, logprobs = rows.replace(valid_tokens=said, trained=rows.real), torch.zeros(said.shape)
     device = next(policy.parameters()).device
     for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():

@@ -1,6 +1,7 @@
 """Environments for tests, in the vocabulary of the tiny policy: quick, and without a random number."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,35 @@ class Echo(TokenEnvironment):
     @override
     def close(self) -> None:
         pass
+
+
+class Rewriting(Echo):
+    """Says the same, and has the policy read all of it anew: its context is rewritten as what it was."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        self.context = list(row["prompt"])
+        return super().reset(row, seed)
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        said = super().step(token_ids, finish)
+        if said.done:
+            return said
+        self.context = self.rewrite([*self.context, *token_ids, *said.token_ids])
+        return replace(said, token_ids=(), rewritten=self.context)
+
+    def rewrite(self, context: list[int]) -> list[int]:
+        """What the policy reads instead."""
+        return context
+
+
+class Forgetful(Rewriting):
+    """Has the policy read the first token and the last three alone, after every second turn."""
+
+    @override
+    def rewrite(self, context: list[int]) -> list[int]:
+        return context if self.turn % 2 else [context[0], *context[-3:]]
 
 
 TURN_ENDS = (EOS, 5, 6, 7, 8)

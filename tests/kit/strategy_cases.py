@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
-from kit.conversations import CONVERSATIONS, TURN_ENDS
+from kit.conversations import CONVERSATIONS, TURN_ENDS, Forgetful
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from lightning_rl import FakeEngine, RLCallback, Sampling
@@ -77,6 +77,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one microbatch": {"token_budget": 10_000},
     "checkpointing": {"activation_checkpointing": True},
     "conversations": {**CONVERSATIONS, "sampling": Sampling(max_new_tokens=9, eos_token_ids=TURN_ENDS)},
+    "contexts": {
+        **CONVERSATIONS,
+        "environment": Forgetful,
+        "sampling": Sampling(max_new_tokens=9, eos_token_ids=TURN_ENDS),
+    },
 }
 
 
@@ -109,6 +114,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
 
 CASES: tuple[str, ...] = (
     "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing", "conversations",
+    "contexts",
 )  # fmt: skip
 EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
 

@@ -56,7 +56,7 @@ def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
      for name in STRATEGIES],
 )  # fmt: skip
 def test_conversations_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 2, [strategy], ["conversations"])
+    runs(tmp_path, 2, [strategy], ["conversations", "contexts"])
 
 
 @pytest.mark.parametrize(

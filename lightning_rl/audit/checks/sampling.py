@@ -21,7 +21,8 @@ DRAW = "stage draw"
 )
 def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     """The tokens, log-probabilities, versions and finish reasons that train are those that the engine returned, row by
-    row and turn by turn; each turn continues the row as it stands, and what the engine did not draw does not train.
+    row and turn by turn; each turn continues the row as it stands, or from where its context was rewritten, and what
+    the engine did not draw does not train.
     """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
@@ -58,12 +59,16 @@ def _wrong_tokens(rollout: Rollout, row: int, turns: Sequence[Pair]) -> str:
     """What of a row is not as the engine drew it, turn by turn; empty if all is."""
     prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
     ids = [*rollout.prompt_ids[row, :prompt].tolist(), *rollout.response_ids[row, :length].tolist()]
-    drawn, end = [False] * len(ids), prompt
+    drawn = [False] * len(ids)
     numbers = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else None
+    context, end = 0, prompt  # where what the policy read in this turn begins, and where it ends
     for number, (request, completion) in enumerate(turns, 1):
-        begin, end = len(request.prefix_ids), len(request.prefix_ids) + len(completion.token_ids)
+        if numbers is not None and number > 1 and end - prompt < length and numbers[end - prompt] == 1 - number:
+            context = end
+        begin = context + len(request.prefix_ids)
+        end = begin + len(completion.token_ids)
         drawn[begin:end] = [True] * (end - begin)
-        if number > 1 and list(request.prefix_ids) != ids[:begin]:
+        if number > 1 and list(request.prefix_ids) != ids[context:begin]:
             return "prefix of each turn"
         trains = len(ids) >= end and bool(rollout.action_mask[row, begin - prompt : end - prompt].all())
         if trains and ids[begin:end] != list(completion.token_ids):

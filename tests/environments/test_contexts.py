@@ -1,0 +1,216 @@
+"""Contexts that an environment rewrites: the row of a sample goes on, and the model reads each context on its own."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.conversations import Echo, Forgetful, Rewriting, talking_module
+from kit.strategy_cases import Watch
+from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.optim import SGD
+from torch.testing import assert_close
+from typing_extensions import override
+
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout
+from lightning_rl.advantages import GAE, GAEOverTurns
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
+from lightning_rl.recording import Recording, RolloutRecorder, replay
+from lightning_rl.recording.differences import replay_differences
+from lightning_rl.rollout import TURNS, context_starts
+from lightning_rl.rollouts.lay_out import lay_out
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
+)
+EXPLAINED = {"env/tokens", "env/rewritten", "env/logprob"}  # figures that a rewritten context has others of
+
+
+def data(number: int = 8, per_rollout: int = 4) -> PromptDataModule:
+    rows = [{"prompt": [2 + place % 11, 3 + place % 7, 4][: 1 + place % 3], "place": place} for place in range(number)]
+    return PromptDataModule(rows, per_rollout, shuffle=False)
+
+
+def module_of(environment: type[Echo], **options: Any) -> RLLightningModule:
+    policy = partial(tiny_policy, dtype=torch.float64)
+    return talking_module(
+        **{"policy": policy, "optimizer": partial(SGD, lr=0.5), "minibatches": 2, "environment": environment, **options}
+    )
+
+
+def run_of(
+    environment: type[Echo], *callbacks: Any, folder: Path | None = None, **options: Any
+) -> tuple[list[Rollout], list[dict[str, float]], dict[str, Tensor]]:
+    """The rollouts of a run, its figures and its weights."""
+    seen, watch, module = list[Rollout](), Watch(), module_of(environment, **options)
+    fit(module, data=data(), callbacks=[recorder(seen)("seen"), watch, *callbacks], default_root_dir=folder)
+    return seen, watch.rows, weights_of(module)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "token_mean", "token_budget": 40},
+        {"reduction": "sequence_mean", "packing": False},
+        {"reduction": "sequence_sum_norm", "packing": False, "token_budget": 40},
+        {"reduction": "prompt_mean", "group_size": 3},
+        {"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"},
+        {"advantages": "reinforce_plus_plus", "minibatches": 4},
+        {"advantages": GAE(lam=0.9), "critic": "shared"},
+        {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_context_that_is_rewritten_as_it_was_changes_nothing(options: dict[str, Any]) -> None:
+    corrections = (NoEOSMask, partial(OverlongPenalty, max_length=9, cache=4), TruncatedIS)  # which wants old ones
+    (ours, our_rows, our_weights), (theirs, their_rows, their_weights) = (
+        run_of(environment, *(make() for make in corrections), **options) for environment in (Rewriting, Echo)
+    )
+    assert len(ours) == len(theirs) == 2 and len(our_rows) == len(their_rows)
+    for one, other in zip(ours, theirs, strict=True):
+        assert context_starts(one).any() and not context_starts(other).any()
+        assert one.sample_ids.tolist() == other.sample_ids.tolist() and len(one) == len(other)
+        for name in ("rewards", "finish", "drawn_lengths", "trained", "rewarded"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert torch.equal(one.response_ids[one.action_mask], other.response_ids[other.action_mask])
+        for name in ("advantages", "old_logprobs", "rollout_logprobs"):
+            drawn = [rollout.require(name)[rollout.action_mask] for rollout in (one, other)]
+            assert drawn[0].any()
+            assert_close(*drawn, atol=1e-12 if one is ours[0] else 1e-5, rtol=0)
+    for row, other in zip(our_rows, their_rows, strict=True):
+        assert row.keys() | EXPLAINED == other.keys()
+        assert all(row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5) for name in row.keys() - EXPLAINED)
+        assert row["env/rewritten"] > 0 and other["env/rewritten"] == 0 and row["optim/grad_norm"] > 0
+    for name, weight in their_weights.items():
+        assert_close(our_weights[name], weight, atol=1e-6, rtol=0)  # its norms round gradients to float32
+
+
+def test_the_model_reads_each_context_on_its_own() -> None:
+    asked: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    class Looking(RLCallback):
+        name = "looking"
+
+        @override
+        def observe_generated(self, pairs: Any) -> None:
+            asked.update({(request.sample_id, request.turn): (request, completion) for request, completion in pairs})
+
+    module, seen = module_of(Forgetful), list[Rollout]()
+    fit(module, data=data(), callbacks=[recorder(seen)("seen"), Looking()], max_steps=1, num_sanity_val_steps=0)
+    rollout, policy = seen[0], tiny_policy(dtype=torch.float64)
+    old, turns, found = rollout.require("old_logprobs"), rollout.token_extras[TURNS], 0
+    for row, sample in enumerate(rollout.sample_ids.tolist()):
+        for turn in range(int(turns[row].max())):
+            request, completion = asked[sample, turn]
+            ids = torch.tensor([*request.prefix_ids, *completion.token_ids])
+            logits = policy(input_ids=ids[None], use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert_close(old[row][turns[row] == turn + 1], expected.detach(), atol=1e-12, rtol=0)
+            found += turn > 0 and len(request.prefix_ids) == 4
+    assert found > 4, "prefixes of four tokens, whatever was said before"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 2, "token_budget": 30},
+        {"packing": False, "reduction": "sequence_mean"},
+        {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
+    ],
+    ids=["small", "padded", "critic"],
+)
+def test_the_audit_has_nothing_to_say(options: dict[str, Any]) -> None:
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    seen, *_ = run_of(Forgetful, audit, NoEOSMask(), policy=tiny_policy, **options)
+    assert audit.findings == [] and all(context_starts(rollout).any() for rollout in seen)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"token_budget": 24}, {"token_budget": 24, "packing": False}, {"packing": False}],
+    ids=["small", "small and padded", "padded"],
+)
+def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
+    (*_, first), (*_, second) = (run_of(Forgetful, **given) for given in ({}, options))
+    assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_resume_is_bitwise(tmp_path: Path, max_staleness: int) -> None:
+    def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
+        module = module_of(Forgetful, max_staleness=max_staleness)
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
+        fit(module, data=data(16), callbacks=[saving, TruncatedIS()], default_root_dir=folder, **options)
+        return module
+
+    whole = weights_of(run(tmp_path / "whole"))
+    for step in (1, 4):
+        resumed = weights_of(run(tmp_path / f"from-{step}", tmp_path / "whole" / f"step={step}.ckpt"))
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_groups_are_filtered_by_samples() -> None:
+    seen, rows, _ = run_of(Forgetful, DynamicSampling(max_rounds=4))
+    for rollout in seen:
+        assert rollout.groups.unique(return_counts=True)[1].tolist() == [4] * 4
+        assert all(rollout.rewards[rollout.groups == group].unique().numel() > 1 for group in rollout.groups.unique())
+    assert rows[-1]["groups/zero_variance"] == 0
+
+
+def test_routes_of_experts_are_those_of_each_context() -> None:
+    seen, *_ = run_of(Forgetful, RouterReplay(), policy=partial(tiny_model, "qwen3_moe"))
+    rollout = seen[0]
+    found, drawn = rollout.require("old_logprobs"), rollout.action_mask
+    assert context_starts(rollout).any()
+    assert_close(found[drawn], rollout.require("rollout_logprobs")[drawn].double(), atol=1e-5, rtol=0)
+
+
+def test_a_recording_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    run_of(Forgetful, RolloutRecorder(tmp_path), NoEOSMask(), policy=tiny_policy)
+    recordings = [Recording.load(path) for path in sorted(tmp_path.glob("*.json"))]
+    assert len(recordings) == 2
+    for recording in recordings:
+        (found,) = replay([recording], [recording.algorithm()])
+        assert context_starts(recording.rollout).any() and any(bool(gradient.any()) for gradient in found.gradients)
+        assert all(one is None for _, one in replay_differences(recording, found))
+
+
+def lose_marks(rows: Any, **options: Any) -> Rollout:
+    rollout = lay_out(rows, **options)
+    extras = rollout.token_extras
+    return rollout.replace(token_extras={**extras, TURNS: extras[TURNS].clamp(min=0)})
+
+
+def mark_too_late(rows: Any, **options: Any) -> Rollout:
+    rollout = lay_out(rows, **options)
+    turns = rollout.token_extras[TURNS]
+    later = torch.where(context_starts(rollout), 0, turns)
+    return rollout.replace(token_extras={**rollout.token_extras, TURNS: later})
+
+
+def read_on(rollout: Rollout) -> Tensor:
+    return torch.zeros_like(rollout.action_mask)
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "check"),
+    [
+        ("lightning_rl.rollouts.sample.lay_out", lose_marks, "trained_tokens"),
+        ("lightning_rl.rollouts.sample.lay_out", mark_too_late, "trained_tokens"),
+        ("lightning_rl.policy.packing.context_starts", read_on, "logprob_alignment"),
+    ],
+    ids=["marks that are lost", "marks one too late", "contexts that read on"],
+)
+def test_the_audit_finds_contexts_that_are_not_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, fault: Any, check: str
+) -> None:
+    monkeypatch.setattr(place, fault)
+    audit = SignalAudit(every_n_rollouts=2, mode="warn")
+    with pytest.warns(UserWarning, match=f"the audit of rollout 0 found\n(.*\n)*{check}"):
+        run_of(Forgetful, audit, policy=tiny_policy, folder=tmp_path)
+    assert check in {finding.check for finding in audit.findings}
