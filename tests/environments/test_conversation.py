@@ -82,6 +82,34 @@ def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
     assert environment.closed == 1
 
 
+def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the_next_turn_reads() -> None:
+    environment = Scripted(
+        TokenStep(rewritten=(7, 8), reward=0.25), TokenStep(token_ids=(4,)), TokenStep(done=True, reward=0.5)
+    )
+    talk = conversation(environment, length=9)
+    talk.receive(drawn(3, EOS))
+    assert talk.request is not None
+    assert (talk.request.prefix_ids, talk.request.turn, talk.request.seed) == ((7, 8), 1, turn_seed(77, 1))
+    assert talk.request.sampling.max_new_tokens == 4, "of 6 for the whole conversation"
+    talk.receive(drawn(6, EOS))
+    assert talk.request.prefix_ids == (7, 8, 6, EOS, 4)
+    talk.receive(drawn(5, EOS))
+    transcript = talk.transcript
+    assert transcript is not None and transcript.finish == Finish.STOP
+    row = transcript.row
+    assert (row.prompt_ids, row.response_ids) == ((1, 2), (3, EOS, 7, 8, 6, EOS, 4, 5, EOS))
+    assert row.turn_numbers == (1, 1, -1, -1, 2, 2, 0, 3, 3)
+    counts = transcript.outcome.metrics
+    assert (transcript.outcome.reward, counts["turns"], counts["tokens"], counts["rewritten"]) == (0.75, 3, 3, 1)
+
+
+def test_a_rewritten_prefix_that_leaves_no_room_is_not_said() -> None:
+    talk = conversation(Scripted(TokenStep(rewritten=(7,) * 9)), length=9)
+    talk.receive(drawn(3, EOS))
+    assert talk.transcript is not None and talk.transcript.finish == Finish.LENGTH
+    assert talk.transcript.row.response_ids == (3, EOS) and talk.transcript.outcome.metrics["rewritten"] == 0
+
+
 def test_an_environment_may_have_a_prompt_of_its_own() -> None:
     talk = conversation(Scripted(TokenStep(done=True), prompt=(7, 8)))
     assert talk.request is not None and talk.request.prefix_ids == (7, 8)
@@ -141,6 +169,9 @@ def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
     [
         ({}, "expected token_ids for the policy to answer, or done=True, got neither"),
         ({"token_ids": "ab"}, "expected token_ids to be a list, got str 'ab'"),
+        ({"rewritten": "ab"}, "expected rewritten to be a list, got str 'ab'"),
+        ({"rewritten": [1], "token_ids": [2]}, "expected rewritten alone, got token_ids too: put all that the policy"),
+        ({"rewritten": [1], "done": True}, "expected rewritten alone, got done=True too: put all that the policy"),
     ],
 )
 def test_a_step_says_how_it_goes_on(options: Any, message: str) -> None:

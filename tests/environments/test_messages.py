@@ -60,6 +60,43 @@ def test_a_conversation_says_what_the_row_says_up_to_the_answer_that_nobody_answ
     assert places == sorted(places)
 
 
+class Summing(Reusing):
+    """Sums up what was said before its second question."""
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        self.turn += 1
+        if self.turn == 2:
+            return Step(done=True)
+        summary = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"so far: {answer.text}"}]
+        return Step(rewritten=summary)
+
+
+def test_a_rewritten_context_is_rendered_as_a_first_prompt() -> None:
+    bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
+    sampling = Sampling(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
+    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
+    talk = Conversation(MessageEnvironment(Summing(), bridge, plain_text(TOKENIZER)), first, Limits())
+    talk.begin({}, 0)
+    prefixes: list[str] = []
+    while talk.request is not None:
+        prefixes.append(TOKENIZER.decode(talk.request.prefix_ids))
+        ids = tuple(ids_of("abc<|im_end|>"))
+        talk.receive(Completion(token_ids=ids, logprobs=None, finish=Finish.STOP, version=0))
+    assert prefixes[1] == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nso far: abc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert talk.transcript is not None
+    said = [(message["role"], message["content"]) for message in talk.transcript.outcome.messages]
+    assert said == [
+        ("user", "0"),
+        ("assistant", "abc"),
+        ("system", "be brief"),
+        ("user", "so far: abc"),
+        ("assistant", "abc"),
+    ]
+
+
 class Unclosable(Reusing):
     """Has something to close only once it was reset; can be made once."""
 

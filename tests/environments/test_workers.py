@@ -161,6 +161,8 @@ class Speaks(Environment):
     @override
     def step(self, answer: Answer) -> Step:
         drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
+        if answer.turn:
+            return Step(rewritten=({"role": "user", "content": answer.text},))
         return Step(messages=({"role": "user", "content": f"{answer.text} {drawn}"},), metrics={"drawn": FIGURE})
 
 
@@ -280,6 +282,7 @@ def test_an_environment_in_messages_speaks_plainly_and_draws_by_its_own_seed(poo
     def speak(seed: int) -> list[Any]:
         environment: Any = pool.open("speaks", pool.budget())
         said = [environment.reset({"question": "?"}, seed), environment.step(Answer(text="!"))]
+        assert environment.step(Answer(text="!", turn=1)) == Step(rewritten=[{"role": "user", "content": "!"}])
         environment.close()
         return said
 

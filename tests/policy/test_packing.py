@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lightning_rl import Rollout
 from lightning_rl.policy import Layout, PolicyModel, pack, packing
 from lightning_rl.policy.model import check_scoring
-from lightning_rl.rollout import concatenate
+from lightning_rl.rollout import TURNS, concatenate, pad_rows
 
 exactly = torch.testing.assert_close
 each_family = pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma3_text", "qwen3_moe"])
@@ -97,6 +97,62 @@ def test_scores_and_gradient_are_those_of_every_sequence_alone(
     found = together(policy_of(model, packed=packed), rows, packed=packed)
     exactly(found, expected, rtol=0, atol=1e-10)
     assert expected.logprobs[rows.valid_tokens].std() > 0.5, "a nearly uniform policy would hide a mistake"
+
+
+PROMPTS, RESPONSES = [[2, 3], [4], [5, 6]], [[7, 8, 9, 2, 3, 10, 4, 11, 12], [13, 14], [3, 5, 6, 3, 7, 9]]
+NUMBERS = [[1, 1, -1, -1, -1, 2, -2, 3, 3], [1, 1], [1, -1, -1, -1, 0, 2]]  # turns
+
+
+def with_contexts() -> Rollout:
+    """Rows of three sequences, one, and one whose context is rewritten as it was."""
+    turns = pad_rows([torch.tensor(row) for row in NUMBERS], torch.int64)[0]
+    actions = [[number > 0 for number in row] for row in NUMBERS]
+    rows = Rollout.of_samples(PROMPTS, RESPONSES, groups=range(3), actions=actions, dtype=torch.float64)
+    return rows.replace(token_extras={TURNS: turns})
+
+
+APART = Rollout.of_samples(
+    [[2, 3], [9, 2, 3], [4], [4], [5, 6], [5, 6, 3]],
+    [[7, 8], [10], [11, 12], [13, 14], [3], [7, 9]],
+    groups=range(6),
+    actions=[[True] * 2, [True], [True] * 2, [True] * 2, [True], [False, True]],
+    dtype=torch.float64,
+)
+"""The same with a row for each sequence."""
+
+
+@each_family
+@forms
+def test_a_rewritten_context_is_read_on_its_own(family: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # as above
+    model, rows = tiny_model(family), with_contexts()
+    expected, found = policy_of(model, packed=False), policy_of(model, packed=packed)
+    wanted, given = expected(pack(APART, packed=False)), found(pack(rows, packed=packed))
+    slopes = torch.linspace(-1, 2, int(rows.valid_tokens.sum()), dtype=torch.float64)
+    for policy, outputs, valid in ((expected, wanted, APART.valid_tokens), (found, given, rows.valid_tokens)):
+        sum((part[valid] @ slopes.roll(place)) for place, part in enumerate(outputs[:3])).backward()
+        assert policy.value_head is not None
+    for ours, theirs in zip(given[:3], wanted[:3], strict=True):
+        exactly(ours[rows.valid_tokens], theirs[APART.valid_tokens], rtol=0, atol=1e-10)
+        assert not ours[~rows.valid_tokens].any() and ours[rows.valid_tokens].all()
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        exactly(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+
+
+def test_a_sequence_of_a_row_begins_at_position_0_and_ends_before_its_last_token() -> None:
+    layout = pack(with_contexts())
+    assert layout.lengths == (3, 3, 2, 2, 2, 4)
+    assert layout.input_ids.tolist() == [[2, 3, 7, 9, 2, 3, 4, 11, 4, 13, 5, 6, 5, 6, 3, 7]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 1, 2, 3]]
+    assert layout.source.tolist() == [1, 2, 5, 6, 7, 8, 9, 11, 15]
+    assert layout.shape == (3, 9), "a sample stays one row"
+    assert pack(with_contexts(), packed=False).input_ids.shape == (6, 4)
+
+
+def test_a_context_that_begins_with_a_drawn_token_is_refused() -> None:
+    rows = with_contexts()
+    with pytest.raises(ValueError, match="expected a rewritten context to begin with what is read, got a token there"):
+        pack(rows.replace(valid_tokens=torch.ones_like(rows.valid_tokens)))
 
 
 @forms

@@ -12,6 +12,7 @@ from kit.support import ragged_rollout
 from lightning_rl import Rollout
 from lightning_rl.policy import Microbatch, Plan, make_plan
 from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.rollout import TURNS
 
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 
@@ -52,6 +53,21 @@ def test_every_trained_row_once_in_whole_groups_within_the_budget(packed: bool, 
     rollout = exclude_rows(ragged_rollout(24), [0, 7, 9, 10, 11])
     plan = make_plan(rollout, minibatches=minibatches, token_budget=budget, packed=packed)
     check(rollout, plan, minibatches=minibatches, budget=budget, packed=packed)
+
+
+def test_a_row_of_several_sequences_counts_each_of_them() -> None:
+    turns = [[1, -1, -1, 2], [1, 1, 1, 1], [1, 1, 1, 1]]  # sequences of 2 and 3 tokens, and twice of 5
+    actions = [[number > 0 for number in row] for row in turns]
+    rollout = Rollout.of_samples([[2]] * 3, [[3, 4, 5, 6]] * 3, groups=range(3), actions=actions)
+    rollout = rollout.replace(token_extras={TURNS: torch.tensor(turns)})
+    for packed, budget, expected in (
+        (True, 15, [[0, 1, 2]]),
+        (False, 15, [[0, 1], [2]]),  # three lines of five tokens each
+        (False, 14, [[0], [1, 2]]),
+        (False, 20, [[0, 1, 2]]),
+    ):
+        (steps,) = make_plan(rollout, minibatches=1, token_budget=budget, packed=packed).rows()
+        assert steps == expected
 
 
 @settings(deadline=None)
