@@ -33,7 +33,7 @@ class RewardSignal:
         shaped: token rewards, plus the score at the last valid token, shape [B, T].
         values: of the critic, shape [B, T]; None without one.
         greedy: score of the greedy answer to the row's prompt, shape [B]; None unless the estimator asks for it.
-        turns: which turn drew each token, from 1, and 0 for the environment's, shape [B, T]; None without turns.
+        turns: which turn drew each token, from 1, at most 0 for the environment's, shape [B, T]; None without turns.
         old_logprobs: of the policy before the update, shape [B, T]; None where nobody reads them.
         rollout_logprobs: as the engine said, shape [B, T]; None if it says none.
         sum_pi_squared: sum of the squared probabilities of the whole vocabulary before each token, under the policy

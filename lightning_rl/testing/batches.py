@@ -96,7 +96,11 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
 
 
 def _of_conversations(sampled: Tensor, old: Tensor) -> dict[str, Tensor]:
-    """A turn for each run of sampled tokens, and a spread of probabilities that fits the log-probability of each."""
+    """A turn for each run of sampled tokens, and a spread of probabilities that fits the log-probability of each.
+
+    What follows a turn with an odd number is a context that was rewritten.
+    """
     starts = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
-    turns = torch.where(sampled, starts.cumsum(-1), 0)
+    number = starts.cumsum(-1)
+    turns = torch.where(sampled, number, torch.where(number % 2 == 1, -number, 0))
     return {TURNS: turns, SUM_PI_SQUARED: torch.where(old != 0, (2 * old).exp() * 1.25, 0.0)}

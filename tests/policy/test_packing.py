@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kit.support import ragged_rollout, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -137,6 +139,42 @@ def test_a_rewritten_context_is_read_on_its_own(family: str, packed: bool, monke
         assert not ours[~rows.valid_tokens].any() and ours[rows.valid_tokens].all()
     for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         exactly(ours.grad, theirs.grad, rtol=0, atol=1e-10)
+
+
+TURN = st.tuples(st.integers(1, 3), st.integers(0, 3), st.booleans())  # drawn, said, whether it rewrites
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 3), st.lists(TURN, max_size=4)), min_size=1, max_size=4), st.booleans())
+def test_every_prediction_reads_its_own_context_and_nothing_else(
+    rows: list[tuple[int, list[tuple[int, int, bool]]]], packed: bool
+) -> None:
+    token, prompts, numbers, read = 0, list[list[int]](), list[list[int]](), dict[int, list[int]]()
+    for prompt, turns in rows:
+        prompts.append(list(range(token, token + prompt)))
+        token, numbers, context = token + prompt, [*numbers, []], list(prompts[-1])
+        for turn, (drawn, said, rewrites) in enumerate(turns, 1):
+            for number in [turn] * drawn + [-turn if rewrites else 0] * said:
+                if number == -turn and numbers[-1][-1] == turn:
+                    context = []
+                if number > 0:
+                    read[token] = list(context)
+                numbers[-1].append(number)
+                context.append(token)
+                token += 1
+    responses = [
+        list(range(first[-1] + 1, first[-1] + 1 + len(row))) for first, row in zip(prompts, numbers, strict=True)
+    ]
+    actions = [[number > 0 for number in row] for row in numbers]
+    rollout = Rollout.of_samples(prompts, responses, groups=range(len(rows)), actions=actions)
+    turns_of_tokens = pad_rows([torch.tensor(row) for row in numbers], torch.int64)[0]
+    layout = pack(rollout.replace(token_extras={TURNS: turns_of_tokens}), packed=packed)
+    ids, positions = layout.input_ids.flatten(), layout.position_ids.flatten()
+    found = {
+        int(target): ids[int(place) - int(positions[place]) : int(place) + 1].tolist()
+        for target, place in zip(layout.targets, layout.source, strict=True)
+    }
+    assert found == read
 
 
 def test_a_sequence_of_a_row_begins_at_position_0_and_ends_before_its_last_token() -> None:
