@@ -10,6 +10,9 @@ from lightning_rl.environments.environment import Answer, Environment, Message, 
 from lightning_rl.environments.parsing import AnswerParser, plain_text
 from lightning_rl.rollout import Finish
 
+REWRITTEN = "rewritten"
+"""What each message of a rewritten context is marked with, where a conversation is told: nobody said it there."""
+
 
 class MessageEnvironment:
     """A conversation in messages as one in token ids.
@@ -65,13 +68,14 @@ class MessageEnvironment:
         ids = () if said.done or rewritten else self._bridge.after(token_ids, messages)
         heard, self.unanswered = self.unanswered, ()
         self._prefix = list(rewritten) or [*self._prefix, *token_ids, *ids]
+        marked = [{**message, REWRITTEN: True} for message in messages] if rewritten else messages
         return TokenStep(
             token_ids=ids,
             rewritten=rewritten,
             reward=said.reward,
             done=said.done,
             metrics={**_counts(answer), **said.metrics},
-            messages=(*heard, *messages),
+            messages=(*heard, *marked),
         )
 
     def reward(self) -> float | None:

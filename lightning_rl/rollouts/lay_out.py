@@ -104,13 +104,20 @@ def _turn_rewards(talk: ConversationRow) -> Tensor:
 
 
 def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:
-    """What is known about each token of the response: of the environment's, what the next turn says of its prompt."""
+    """What is known about each token of the response: of the environment's, what the next turn says of its prompt.
+
+    The last token of an answer is read in the next turn too, unless the context is rewritten.
+    """
     parts: list[Tensor] = []
     for turn, following in zip(talk.turns, [*talk.turns[1:], None], strict=True):
         drawn = _extra(turn.completion.token_extras, name, len(turn.completion.token_ids))
         reply = drawn.new_zeros(len(turn.reply), *drawn.shape[1:])
         if following is not None and name in following.completion.prompt_extras:
-            reply = following.completion.prompt_extras[name][len(following.request.prefix_ids) - len(turn.reply) :]
+            read = following.completion.prompt_extras[name]
+            begin = len(following.request.prefix_ids) - len(turn.reply)
+            reply = read[begin:]
+            if not turn.rewrites and len(drawn):
+                drawn = torch.cat([drawn[:-1], read[begin - 1 : begin]])
         parts += [drawn, reply]
     return torch.cat(parts) if parts else None
 

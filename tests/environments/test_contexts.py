@@ -30,6 +30,10 @@ pytestmark = pytest.mark.filterwarnings(
 EXPLAINED = {"env/tokens", "env/rewritten", "env/logprob"}  # figures that a rewritten context has others of
 
 
+def slow(options: dict[str, Any]) -> Any:
+    return pytest.param(options, marks=pytest.mark.slow)
+
+
 def data(number: int = 8, per_rollout: int = 4) -> PromptDataModule:
     rows = [{"prompt": [2 + place % 11, 3 + place % 7, 4][: 1 + place % 3], "place": place} for place in range(number)]
     return PromptDataModule(rows, per_rollout, shuffle=False)
@@ -55,12 +59,12 @@ def run_of(
     "options",
     [
         {"reduction": "token_mean", "token_budget": 40},
-        {"reduction": "sequence_mean", "packing": False},
-        {"reduction": "sequence_sum_norm", "packing": False, "token_budget": 40},
+        slow({"reduction": "sequence_mean", "packing": False}),
+        slow({"reduction": "sequence_sum_norm", "packing": False, "token_budget": 40}),
         {"reduction": "prompt_mean", "group_size": 3},
-        {"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"},
-        {"advantages": "reinforce_plus_plus", "minibatches": 4},
-        {"advantages": GAE(lam=0.9), "critic": "shared"},
+        slow({"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"}),
+        slow({"advantages": "reinforce_plus_plus", "minibatches": 4}),
+        slow({"advantages": GAE(lam=0.9), "critic": "shared"}),
         {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -117,9 +121,9 @@ def test_the_model_reads_each_context_on_its_own() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"group_size": 2, "token_budget": 30},
+        slow({"group_size": 2, "token_budget": 30}),
         {"packing": False, "reduction": "sequence_mean"},
-        {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
+        slow({"advantages": GAEOverTurns(lam=0.9), "critic": "shared"}),
     ],
     ids=["small", "padded", "critic"],
 )
@@ -131,7 +135,7 @@ def test_the_audit_has_nothing_to_say(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"token_budget": 24}, {"token_budget": 24, "packing": False}, {"packing": False}],
+    [slow({"token_budget": 24}), {"token_budget": 24, "packing": False}, slow({"packing": False})],
     ids=["small", "small and padded", "padded"],
 )
 def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
@@ -139,6 +143,7 @@ def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
     assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_resume_is_bitwise(tmp_path: Path, max_staleness: int) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
@@ -162,11 +167,12 @@ def test_groups_are_filtered_by_samples() -> None:
     assert rows[-1]["groups/zero_variance"] == 0
 
 
-def test_routes_of_experts_are_those_of_each_context() -> None:
-    seen, *_ = run_of(Forgetful, RouterReplay(), policy=partial(tiny_model, "qwen3_moe"))
+@pytest.mark.parametrize("environment", [Echo, Forgetful])
+def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) -> None:
+    seen, *_ = run_of(environment, RouterReplay(), policy=partial(tiny_model, "qwen3_moe"))
     rollout = seen[0]
     found, drawn = rollout.require("old_logprobs"), rollout.action_mask
-    assert context_starts(rollout).any()
+    assert bool(context_starts(rollout).any()) == (environment is Forgetful)
     assert_close(found[drawn], rollout.require("rollout_logprobs")[drawn].double(), atol=1e-5, rtol=0)
 
 

@@ -87,14 +87,13 @@ def test_a_rewritten_context_is_rendered_as_a_first_prompt() -> None:
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nso far: abc<|im_end|>\n<|im_start|>assistant\n"
     )
     assert talk.transcript is not None
-    said = [(message["role"], message["content"]) for message in talk.transcript.outcome.messages]
-    assert said == [
-        ("user", "0"),
-        ("assistant", "abc"),
-        ("system", "be brief"),
-        ("user", "so far: abc"),
-        ("assistant", "abc"),
-    ]
+    assert talk.transcript.outcome.messages == (
+        {"role": "user", "content": "0"},
+        {"role": "assistant", "content": "abc"},
+        {"role": "system", "content": "be brief", "rewritten": True},
+        {"role": "user", "content": "so far: abc", "rewritten": True},
+        {"role": "assistant", "content": "abc"},
+    )
 
 
 class Unclosable(Reusing):

@@ -56,20 +56,23 @@ class Rewriting(Echo):
         said = super().step(token_ids, finish)
         if said.done:
             return said
-        self.context = self.rewrite([*self.context, *token_ids, *said.token_ids])
-        return replace(said, token_ids=(), rewritten=self.context)
+        self.context += [*token_ids, *said.token_ids]
+        return self.rewrite(said)
 
-    def rewrite(self, context: list[int]) -> list[int]:
-        """What the policy reads instead."""
-        return context
+    def rewrite(self, said: TokenStep) -> TokenStep:
+        """The same with what the policy reads instead."""
+        return replace(said, token_ids=(), rewritten=self.context)
 
 
 class Forgetful(Rewriting):
-    """Has the policy read the first token and the last three alone, after every second turn."""
+    """After every second turn it has the policy read the first token and the last three alone."""
 
     @override
-    def rewrite(self, context: list[int]) -> list[int]:
-        return context if self.turn % 2 else [context[0], *context[-3:]]
+    def rewrite(self, said: TokenStep) -> TokenStep:
+        if self.turn % 2:
+            return said
+        self.context = [self.context[0], *self.context[-3:]]
+        return super().rewrite(said)
 
 
 TURN_ENDS = (EOS, 5, 6, 7, 8)
