@@ -73,6 +73,7 @@ def _size(moved: Tensor) -> float:
 def _rows_of(rollout: Rollout) -> Rollout:
     """The first rows in which an environment speaks, from all over the rollout, with all of their tokens."""
     inside = torch.arange(rollout.width, device=rollout.groups.device) < rollout.response_lengths[:, None]
+    inside &= rollout.token_extras[TURNS] >= 0  # a context that is rewritten follows no token of the row
     said = (inside & (rollout.token_extras[TURNS] == 0)).any(-1) & rollout.trained
     rows = said.nonzero()[:, 0].tolist()
     rows = rows[:: max(len(rows) // MAX_ROWS, 1)][:MAX_ROWS]

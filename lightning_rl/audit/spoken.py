@@ -98,7 +98,8 @@ class SpokenWatch:
         self, sample: int, turns: Sequence[Pair], messages: Sequence[Message], *, looks: bool
     ) -> Iterator[SpokenTurn]:
         """The turns of a conversation, whose answers are the last messages of the policy."""
-        places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"][-len(turns) :]
+        answers = [message.get("role") == "assistant" and not message.get("rewritten") for message in messages]
+        places = [place for place, is_answer in enumerate(answers) if is_answer][-len(turns) :]
         if len(places) < len(turns):
             return
         bridge, between = self._bridge, [*pairwise(places), None]
