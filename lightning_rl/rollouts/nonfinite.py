@@ -58,9 +58,11 @@ def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tup
 
 def _nonfinite_rows(rollout: Rollout) -> list[int]:
     bad = torch.zeros(len(rollout), dtype=torch.bool, device=rollout.response_ids.device)
-    for _, tensor in rollout.tensors():
+    for name, tensor in rollout.tensors():
         if not tensor.is_floating_point() or tensor.shape[0] != len(rollout):
             continue
+        if name.startswith("task_rewards/"):  # NaN: the function does not apply to the row
+            tensor = tensor.nan_to_num(0.0, torch.inf, -torch.inf)
         bad |= _wrong(tensor, rollout.valid_tokens)
     return bad.nonzero()[:, 0].tolist()
 

@@ -12,8 +12,13 @@ from lightning_rl.advantages.base import RowEstimator
 from lightning_rl.audit import CHECKS
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
+from lightning_rl.audit.figures import kl_values, population
 from lightning_rl.audit.finding import differences, rounding
+from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_rows
+from lightning_rl.corrections import Stat
+from lightning_rl.policy import Outputs
+from lightning_rl.signal.kl import k3
 
 SIGNAL = ("reward_shift", "row_order", "group_isolation", "excluded_rows", "masked_values", "reward_conservation")
 
@@ -63,3 +68,24 @@ def test_a_mean_that_is_not_subtracted_whole_is_found_at_every_scale(scale: floa
     rewards = torch.rand(16, generator=torch.Generator().manual_seed(0)) * scale
     (finding,) = CHECKS["reward_shift"](evidence_of(rewards, advantages=MostOfTheMean()))
     assert finding.culprit == "estimator MostOfTheMean"
+
+
+@pytest.mark.parametrize(("logged", "alarms"), [("k3", []), ("k1", ["metric kl/rollout"])])
+def test_the_kl_of_a_policy_that_is_sure_of_every_token_is_judged_by_the_other_policy(
+    logged: str, alarms: list[str]
+) -> None:
+    rows = ragged_rollout(8).sanitize()
+    sure, other = torch.zeros_like(rows.require("old_logprobs")), torch.zeros_like(rows.require("old_logprobs"))
+    other[rows.valid_tokens] = -torch.linspace(1e-5, 2e-5, int(rows.valid_tokens.sum()))
+    rows = rows.replace(rollout_logprobs=other, old_logprobs=sure, ref_logprobs=None)
+    values = k3(other, sure) if logged == "k3" else sure - other
+    step = StepEvidence(
+        rows=rows,
+        outputs=Outputs(sure, sure, None),
+        gradient=sure,
+        masks=(),
+        logged={"kl/rollout": [Stat.of(values, rows.valid_tokens).moments]},
+        figures={"kl/rollout": (population(kl_values(rows, sure)["kl/rollout"][rows.valid_tokens]).moments, "mean")},
+    )
+    evidence = Evidence(algorithm=an_algorithm(), facts=RunFacts(), rollout=rows, groups=rows, rows=rows, step=step)
+    assert [finding.culprit for finding in CHECKS["logged_metrics"](evidence)] == alarms

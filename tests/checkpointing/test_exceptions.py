@@ -330,8 +330,13 @@ def test_gradients_that_are_not_finite_end_the_run_with_the_rollout_in_a_file(tm
             bad = (view.groups == 5) & (view.sample_ids % 4 == 2)
             return torch.where(bad[:, None], torch.inf, 1.0).expand(view.logprobs.shape)
 
+    def rare(prompts: Any, completions: Any, **_: Any) -> list[float | None]:
+        """Applies to a few rows, so that the others have no number, which is nothing wrong."""
+        return [None if row % 4 == 1 else 1.0 for row in range(len(completions))]
+
+    rewards = {"alternating": alternating, "rare": (rare, 0.0)}
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row") as raised:
-        fit(tiny_module(epochs=4, rewards=alternating), callbacks=[Poison()], data=tiny_prompts(8, 4),
+        fit(tiny_module(epochs=4, rewards=rewards), callbacks=[Poison()], data=tiny_prompts(8, 4),
             default_root_dir=tmp_path)  # fmt: skip
     path = tmp_path / "nonfinite" / "rollout-1-rank-0.pt"
     assert str(path) in str(raised.value) and "of rollout 1 rows" in str(raised.value)

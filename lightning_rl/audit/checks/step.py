@@ -381,9 +381,7 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Skip(UNSEEN)
         return
     samples, culprit, wrong = evidence.rollout.sample_ids[:2].tolist(), step.blamed.get("metrics"), set[str]()
-    largest = (
-        float(torch.where(step.rows.valid_tokens, step.outputs.logprobs, 0.0).abs().amax()) if len(step.rows) else 0
-    )
+    largest = _largest_logprob(step)
     for name, stat in _stats(step.figures).items():
         if name not in step.logged or not float(stat.moments[0]):
             continue
@@ -410,6 +408,14 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
                     observed=f"{row[name]:.6g}",
                     samples=samples,
                 )
+
+
+def _largest_logprob(step: StepEvidence) -> float:
+    """The size of the largest log-probability that a metric of the step is made of, of whichever policy."""
+    rows = step.rows
+    policies = (step.outputs.logprobs, rows.rollout_logprobs, rows.old_logprobs, rows.ref_logprobs)
+    sizes = [said[rows.valid_tokens].abs() for said in policies if said is not None]
+    return float(torch.cat(sizes).nan_to_num(0.0).max()) if rows.valid_tokens.any() else 0.0
 
 
 def _stats(figures: Mapping[str, tuple[Tensor, str]]) -> dict[str, Stat]:
