@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl.checkpointing.atomic import is_local, reason_of
+from lightning_rl.checkpointing.farewells import clear_farewells, first_farewell, leave_farewell, way_on
 from lightning_rl.checkpointing.folder import RunFolder, release
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import RunEndError, failing_together, meet, process_maximum
@@ -103,6 +104,8 @@ class Interrupts(Callback):
                 folder = RunFolder(Path(path))
                 folder.claim(self._run(pl_module))
                 self._folders.append(folder)
+            if trainer.is_global_zero:
+                clear_farewells(_folder_of(trainer))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -177,15 +180,19 @@ class Interrupts(Callback):
         """Saves after the last optimizer step, if every rank can; the exception keeps its place in any case."""
         if isinstance(exception, torch.OutOfMemoryError):  # what is alive in its frames is needed to save
             traceback.clear_frames(exception.__traceback__)
+        folder = _folder_of(trainer)
+        if trainer.world_size > 1:
+            leave_farewell(folder, trainer.global_rank, exception)
         reason = self._settle(pl_module, exception)
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
-            reason = f"the other ranks did not fail as well within {MEETING:g} s, and a checkpoint takes all of them"
+            reason = _absence(folder, trainer.global_rank)
         elif len(set(places)) > 1:
             reason = f"the ranks stopped at different places: {places}"
         if reason is not None:
-            _tell(exception, f"no {INTERRUPTED} was written: {reason}; go on from the last checkpoint")
+            _tell(exception, f"no {INTERRUPTED} was written: {reason}; {way_on(folder)}")
             return
+        clear_farewells(folder)
         for note in getattr(exception, "__notes__", ()):
             rank_zero_info(note)
         try:
@@ -242,6 +249,19 @@ class FirstToHear(Callback):
         self._interrupts.rescue(trainer, pl_module, exception)
 
 
+def _absence(folder: str | Path, rank: int) -> str:
+    """Why a checkpoint of all ranks cannot be had from this one: whose end was the first."""
+    farewell = first_farewell(folder)
+    if farewell is None or farewell.rank == rank:
+        return f"the other ranks did not fail as well within {MEETING:g} s, and a checkpoint takes all of them"
+    return f"rank {farewell.rank} failed alone, with {farewell.error}, and a checkpoint takes all ranks"
+
+
+def _folder_of(trainer: Trainer) -> str | Path:
+    """Where the checkpoint goes."""
+    return getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+
+
 def _callbacks_of(trainer: Trainer) -> list[Callback]:
     return vars(trainer)["callbacks"]
 
@@ -260,8 +280,7 @@ def _end(received: int) -> NoReturn:
 
 def _save(trainer: Trainer, why: str, path: Path | None = None) -> None:
     """Saves beside the other checkpoints, or at a path. Every rank takes part."""
-    folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-    path = Path(folder) / INTERRUPTED if path is None else path
+    path = Path(_folder_of(trainer)) / INTERRUPTED if path is None else path
     trainer.save_checkpoint(path)
     rank_zero_info(f"{why} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 Anything = TypeVar("Anything")
 
+SAID = 500  # characters of an error that other ranks repeat
 PATIENCE = timedelta(hours=6)  # longer than every wait of ours; a process that dies is noticed at once
 
 
@@ -151,14 +152,15 @@ def failing_together(what: str, kind: type[RuntimeError] = RuntimeError) -> Iter
         yield
     except Exception as error:  # noqa: BLE001  raised again once every rank knows
         failure = error
-    kinds = process_objects(None if failure is None else isinstance(failure, kind))
-    failed = [rank for rank, other in enumerate(kinds) if other is not None]
-    alike = all(kinds[rank] for rank in failed)
+    said = None if failure is None else (isinstance(failure, kind), f"{type(failure).__name__}: {failure}"[:SAID])
+    failures = {rank: other for rank, other in enumerate(process_objects(said)) if other is not None}
+    alike = all(of_kind for of_kind, _ in failures.values())
     if failure is not None and (alike or not isinstance(failure, kind)):
         raise failure
-    if failed:
-        raised = kind if alike else RuntimeError
-        raise raised(f"expected {what} on every rank, but it failed on {failed}: see their errors") from failure
+    if failures:
+        raised, (rank, (_, error)) = kind if alike else RuntimeError, next(iter(failures.items()))
+        where = f"it failed on {list(failures)}: see their errors, on rank {rank} {error}"
+        raise raised(f"expected {what} on every rank, but {where}") from failure
 
 
 def end_at_exit() -> None:

@@ -172,6 +172,7 @@ class Sampler:
 
         Raises:
             RewardError: on every rank, if rewards fail on too many rows.
+            RuntimeError: on the ranks where nothing is wrong, if a correction or a reward's arguments are on another.
         """
         parts: list[Rollout] = []
         calls: list[RewardCall] = []
@@ -185,13 +186,14 @@ class Sampler:
             if round_number:
                 prompts = deal(take(sum(wanted)), wanted)[rank]
                 samples = self.generate_together(self.requests(prompts, number))
-            self.corrections.observe_generated(samples.pairs)
-            part, new, failing = self.score(samples)
+            with self._failing_together("rewards and masks of them"):
+                self.corrections.observe_generated(samples.pairs)
+                part, new, failing = self.score(samples)
+                self.corrections.observe_rewards(part, new)
+                part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
+                keep = self.corrections.keep_groups(part)
             calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
             aborted += int((part.finish == Finish.ABORT).sum())
-            self.corrections.observe_rewards(part, new)
-            part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
-            keep = self.corrections.keep_groups(part)
             parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
@@ -204,6 +206,11 @@ class Sampler:
         counts |= {"rollout/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: Stat.single(count).sum() for name, count in counts.items()}
         return ScoredGroups(concatenate(parts), stats, noted)
+
+    def _failing_together(self, what: str) -> AbstractContextManager[object]:
+        """If one rank fails inside, all do, and can save; but ranks that split a layer wait for each other in there."""
+        together = self.collectives.ranks > 1 and self.collectives.layers is None
+        return failing_together(what) if together else nullcontext()
 
     def _count_failures(self, calls: Sequence[RewardCall], failed: Tensor) -> dict[str, int]:
         counts = {"reward/failed": int(failed.sum()), **{f"reward/{name}/failed": 0 for name in self.rewards.functions}}

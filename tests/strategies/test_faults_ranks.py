@@ -70,6 +70,22 @@ class Raises(RLCallback):
             raise ValueError("the second rollout is wrong")
 
 
+class Masks(RLCallback):
+    """Raises in the second rollout, on the first rank alone, while rewards are masked, if there is something wrong."""
+
+    name, wrong = "masks", False
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    @override
+    def reward_mask(self, rollout: Rollout) -> torch.Tensor:
+        self.seen += 1
+        if self.seen == 2 and first() and type(self).wrong:
+            raise ValueError("the second rollout is wrong")
+        return rollout.rewarded
+
+
 class Saves(Callback):
     """A checkpoint of every step in one place."""
 
@@ -117,14 +133,29 @@ def both_fail(folder: Path) -> None:
 
 
 def one_fails(folder: Path) -> None:
-    """Both end; nothing is saved, because a checkpoint takes both, and the message says so."""
-    begin = time.monotonic()
+    """Both end; nothing is saved, because a checkpoint takes both, and the messages say who failed and what is left."""
+    begin, path = time.monotonic(), folder / "kept.ckpt"
     with pytest.raises((ValueError, RuntimeError)) as raised:
-        run(folder, STRATEGIES["ddp"](), Raises(alone=True))
-    if first():
-        assert "the other ranks did not fail as well" in raised.value.__notes__[-1]
-        assert not (folder / INTERRUPTED).exists()
+        run(folder, STRATEGIES["ddp"](), Raises(alone=True), Saves(path))
+    said = raised.value.__notes__[-1]
+    assert said.endswith(f"go on with ckpt_path={str(path)!r}"), said
+    alone = "rank 0 failed alone, with ValueError: the second rollout is wrong, and a checkpoint takes all ranks"
+    assert ("the other ranks did not fail as well" if first() else alone) in said, said
+    assert not (folder / INTERRUPTED).exists()
     assert time.monotonic() - begin < 60
+
+
+def one_fails_at_rewards(folder: Path) -> None:
+    """Both fail and save, and the run goes on bit for bit."""
+    whole, Masks.wrong = run(folder / "whole", STRATEGIES["ddp"](), Masks()), True
+    match = "the second rollout is wrong" if first() else r"it failed on \[0\].*ValueError: the second rollout is wrong"
+    with pytest.raises(ValueError if first() else RuntimeError, match=match):
+        run(folder, STRATEGIES["ddp"](), Masks())
+    assert not list(folder.glob("failed-rank-*"))
+    Masks.wrong = False
+    resumed = run(folder, STRATEGIES["ddp"](), Masks(), ckpt_path=folder / INTERRUPTED)
+    for name, weight in local_weights(whole).items():
+        assert torch.equal(local_weights(resumed)[name], weight), name
 
 
 def folders(folder: Path) -> None:
@@ -154,6 +185,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "long_waits": long_waits,
     "both_fail": both_fail,
     "one_fails": one_fails,
+    "one_fails_at_rewards": one_fails_at_rewards,
     "folders": folders,
 }
 
@@ -169,8 +201,13 @@ def test_an_error_on_both_ranks_leaves_a_checkpoint_that_goes_on_bit_for_bit(tmp
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_ends_both_and_says_why_nothing_was_saved(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_both_and_says_who_failed_and_where_to_go_on(tmp_path: Path) -> None:
     run_ranks(__file__, 2, "one_fails", tmp_path)
+
+
+@pytest.mark.slow
+def test_an_error_at_the_rewards_of_one_rank_leaves_a_checkpoint_of_both(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, "one_fails_at_rewards", tmp_path)
 
 
 @pytest.mark.slow
