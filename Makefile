@@ -19,13 +19,14 @@ VERIFIERS_INSTALLED := .venv-verifiers/.installed
 VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest tests/environments/adapters/test_endpoint.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or adapters.md'
+ADAPTERS := gem openenv reasoning-gym textarena
 LOCK := requirements.lock
 UV ?= uv==0.13.9
 RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +64,12 @@ test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an e
 
 test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in an environment of its own
 	$(VERIFIERS_TESTS)
+
+test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in an environment of its own
+	for extra in $(ADAPTERS); do \
+		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/environments/adapters/test_$${extra//-/_}.py; \
+		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k adapters.md; \
+	done
 
 test-oldest: build/uv ## Fast tests with the oldest version of everything that pyproject.toml allows
 	$(RESOLVE) --resolution lowest-direct --no-annotate pyproject.toml -o build/oldest.txt
@@ -142,6 +149,14 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 $(VERIFIERS_INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv-verifiers
 	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft]' 'pytest>=8.3' 'hypothesis>=6.100'
+	@touch $@
+
+# What .venv has is seen through a path file: only what an extra adds, or wants in another version, is installed.
+.venv-adapters/%/.installed: $(INSTALLED)
+	$(PYTHON) -m venv --clear $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo $(@D)/lib/python*/site-packages)/below.pth"
+	$(@D)/bin/python -m pip install --quiet '$(TORCH)' -e '.[$*]'
+	$(@D)/bin/python -m pip check
 	@touch $@
 
 $(BIN)/python:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from environments.templates import tokenizer_of
+from kit.chatter import chat_tokenizer, chatter
 from kit.support import fit, tiny_module, tiny_policy, tiny_tokenizer
 
 from lightning_rl.audit import SignalAudit
@@ -39,6 +40,14 @@ SUBSTITUTIONS = {
 
 # Pages that say that their blocks go on from one another; every other block stands alone.
 CONTINUED = {"evaluation.md"}
+
+# What a block needs whose package is an extra that no other test needs: `make test-adapters` runs it.
+NEEDS = {
+    "ReasoningGym": "reasoning_gym",
+    "GemEnvironment": "gem",
+    "TextArenaEnvironment": "textarena",
+    "OpenEnvEnvironment": "openenv",
+}
 
 # What a block says lies beside it.
 FILES = {
@@ -121,6 +130,12 @@ def evidence(folder: Path) -> None:
     found.rename(folder / "audit" / "rollout-40.pt")
 
 
+def chat(folder: Path) -> None:
+    """A policy that speaks ChatML, as conversations need it."""
+    chatter(("1", "2")).save_pretrained(folder / "policy")
+    chat_tokenizer().save_pretrained(folder / "policy")
+
+
 def checkpoint(folder: Path) -> None:
     """That of a run with a policy by its name, as docs/lightning.md loads it."""
     trainer = fit(tiny_module(policy=str(folder / "policy"), tokenizer=str(folder / "policy")), limit_train_batches=1)
@@ -145,6 +160,10 @@ def test_a_block_runs_as_pasted(block: Block, beside: Path) -> None:
     if "verifiers" in block.text.lower():
         pytest.importorskip("verifiers")  # in an environment of its own
         taskset(beside)
+    for name, library in NEEDS.items():
+        if name in block.text:
+            pytest.importorskip(library)
+            chat(beside)
     if "recheck(" in block.text:
         evidence(beside)
     if "load_from_checkpoint(" in block.text:

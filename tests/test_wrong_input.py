@@ -65,7 +65,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.data.form import PromptForm
 from lightning_rl.environments import EnvironmentReward, ToolEnvironment
-from lightning_rl.environments.adapters import Verifiers
+from lightning_rl.environments.adapters import GymEnvironment, ReasoningGymScore, Verifiers
 from lightning_rl.losses import LOSSES
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import SampleTable
@@ -221,6 +221,14 @@ NUMBERS: dict[str, Case] = {
     "EnvironmentReward alone": (
         made(rewards=EnvironmentReward()),
         "expected environment= or tools= for EnvironmentReward, got neither: pass what the policy talks to",
+    ),
+    "GymEnvironment make": (
+        lambda: GymEnvironment("game"),  # pyright: ignore[reportArgumentType]
+        "expected make to be a function that makes an environment, got 'game': write a lambda",
+    ),
+    "ReasoningGymScore questions": (
+        lambda: ReasoningGymScore("chain_sum"),  # pyright: ignore[reportArgumentType]
+        "expected questions to be a ReasoningGym, got 'chain_sum': pass that of the data",
     ),
     "environment a lock": (
         made(environment=partial(print, Lock()), environment_workers=1),

@@ -4,6 +4,7 @@ One loop for the whole process: what a coroutine made in one turn, such as a con
 """
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -44,6 +45,16 @@ def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 def start(coroutine: Coroutine[Any, Any, Value]) -> "Future[Value]":
     """Has a coroutine run in the loop; whoever asks goes on."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+
+def result_of(value: Any) -> Any:
+    """A value, or what an awaitable gives; what it raises is raised here."""
+    if not inspect.isawaitable(value):
+        return value
+    (result,) = gather([value])
+    if isinstance(result, Raised):
+        raise result.error
+    return result
 
 
 async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
 from lightning_rl.arguments import check_counts
-from lightning_rl.environments.coroutines import Raised, gather
+from lightning_rl.environments.coroutines import Raised, gather, result_of
 from lightning_rl.environments.environment import Answer, Environment, Message, Step, ToolCall
 from lightning_rl.environments.failure import words_of
 from lightning_rl.rewards.extras import require
@@ -153,7 +153,7 @@ class ObjectEnvironment(ToolEnvironment):
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         reset: Callable[..., Any] = self.thing.reset  # pyright: ignore[reportAttributeAccessIssue]
-        first = _result_of(reset(**_columns_for(reset, row, seed)))
+        first = result_of(reset(**_columns_for(reset, row, seed)))
         if first is None:
             return ()
         if not isinstance(first, str):
@@ -167,12 +167,12 @@ class ObjectEnvironment(ToolEnvironment):
     @override
     def reward(self) -> float | None:
         score = getattr(self.thing, "get_reward", None)
-        value = None if score is None else _result_of(score())
+        value = None if score is None else result_of(score())
         return None if value is None else float(value)
 
     @override
     def close(self) -> None:
-        _result_of(getattr(self.thing, "close", lambda: None)())
+        result_of(getattr(self.thing, "close", lambda: None)())
 
 
 def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -221,15 +221,6 @@ def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return columns
     return {name: value for name, value in columns.items() if name in parameters}
-
-
-def _result_of(value: Any) -> Any:
-    if not inspect.isawaitable(value):
-        return value
-    (result,) = gather([value])
-    if isinstance(result, Raised):
-        raise result.error
-    return result
 
 
 def _text_of(result: Any) -> str | Raised:
