@@ -113,7 +113,8 @@ def test_a_game_draws_the_same_however_it_is_interleaved() -> None:
     first.step(Answer(text="2"))
     assert first._game.drawn == alone._game.drawn  # noqa: SLF001
     expected = random.Random(3)
-    expected.randint(1, 9), expected.random()
+    expected.randint(1, 9)
+    expected.random()
     assert first._game.drawn[0] == expected.random()  # noqa: SLF001
 
 
