@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from kit.conversations import Echo, talking_module
-from kit.support import fit, recorder, tiny_policy, weights_of
+from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_rl import Finish, PromptDataModule, RLLightningModule, Rollout
-from lightning_rl.audit import SignalAudit
-from lightning_rl.callbacks import DynamicSampling, NoEOSMask, ReferenceKL, TruncatedIS
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.callbacks import DynamicSampling, NoEOSMask, ReferenceKL, RouterReplay, TruncatedIS
 from lightning_rl.environments import TokenStep
 from lightning_rl.environments.failures import FailedEnvironmentsError
-from lightning_rl.rollout import TURN_REWARDS, TURNS
+from lightning_rl.policy.sampling_mask import holds
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",
@@ -107,8 +108,13 @@ def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
     assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
 
 
+@pytest.mark.parametrize(
+    "steps", [(1, 4), pytest.param(range(1, 9), marks=pytest.mark.slow)], ids=["some steps", "every step"]
+)
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_resume_is_bitwise_with_conversations_in_flight(tmp_path: Path, max_staleness: int) -> None:
+def test_a_resume_is_bitwise_with_conversations_in_flight(
+    tmp_path: Path, max_staleness: int, steps: Sequence[int]
+) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
         module = talking_module(minibatches=2, max_staleness=max_staleness)
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -117,9 +123,61 @@ def test_a_resume_is_bitwise_with_conversations_in_flight(tmp_path: Path, max_st
         return module
 
     whole = weights_of(run(tmp_path / "whole"))
-    for step in (1, 4):
+    assert len(list((tmp_path / "whole").glob("step=*.ckpt"))) == 8
+    for step in steps:
         resumed = weights_of(run(tmp_path / f"from-{step}", tmp_path / "whole" / f"step={step}.ckpt"))
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 6},
+        {"policy": partial(tiny_model, "qwen3_moe", dtype=torch.float32)},
+        {"policy": partial(tiny_model, "qwen3_moe", dtype=torch.float32), "top_p": 0.9},
+    ],
+    ids=["all tokens", "filtered tokens", "experts", "filtered tokens and experts"],
+)
+def test_engine_and_trainer_agree_over_six_turns(options: dict[str, Any]) -> None:
+    callbacks: list[Any] = [RouterReplay()] if "policy" in options else []
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    limits = {"max_turns": 6, "max_new_tokens": 14, "environment": Talkative, "minibatches": 2}
+    seen = rollouts_of(talking_module(**limits, **options), callbacks=[*callbacks, audit])
+    assert len(seen) == 4 and max(int(rollout.token_extras[TURNS].max()) for rollout in seen) == 6
+    for rollout in seen:
+        actions = rollout.action_mask
+        inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
+        assert (inside & ~actions).any()
+        differences = rollout.require("rollout_logprobs") - rollout.require("old_logprobs")
+        assert float(differences[actions].abs().max()) <= 1e-5
+        if ROUTES in rollout.token_extras:
+            assert rollout.token_extras[ROUTES][actions][:-1].any() and rollout.prompt_extras[ROUTES].any()
+        if SAMPLING_MASK in rollout.token_extras:
+            assert holds(rollout.token_extras[SAMPLING_MASK], rollout.response_ids)[actions].all()
+    assert (SAMPLING_MASK in seen[0].token_extras) == bool({"top_k", "top_p"} & options.keys())
+    assert (ROUTES in seen[0].token_extras) == ("policy" in options)
+
+
+class Talkative(Echo):
+    """Goes on whatever it is told."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        said = super().step(token_ids, finish)
+        return TokenStep(token_ids=(token_ids[0], 2 + self.turn), reward=said.reward)
+
+
+def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment() -> None:
+    seen: list[Rollout] = []
+    callbacks = [recorder(seen)("seen"), NoEOSMask("drop_tokens"), SignalLedger()]
+    module = talking_module(minibatches=2, max_turns=2)
+    fit(module, data=data(), callbacks=callbacks)
+    figures = module.run.metrics.values()
+    assert figures["ledger/tokens/sampled"] == seen[-1].drawn_lengths.sum() < seen[-1].response_lengths.sum()
+    shares = {name: value for name, value in figures.items() if name.startswith("ledger/tokens/")}
+    del shares["ledger/tokens/sampled"]
+    assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6) and 0 < shares["ledger/tokens/used"] < 1
 
 
 def test_a_filter_of_groups_samples_further_conversations() -> None:

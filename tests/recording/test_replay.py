@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import CONVERSATIONS, TURN_ENDS
 from kit.support import fit, tiny_model, tiny_module, tiny_prompts
 from lightning.pytorch import Callback
 
@@ -51,6 +52,10 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
     "kept_tokens": ({**EPOCHS, "top_k": 6}, [TruncatedIS()]),
     "routes": ({**EPOCHS, "policy": partial(tiny_model, "qwen3_moe")}, [RouterReplay()]),
     "ahead": ({**EPOCHS, "max_staleness": 1}, [TruncatedIS(), NoEOSMask()]),
+    "conversations": (
+        {**EPOCHS, **CONVERSATIONS, "max_new_tokens": 9, "eos_token_ids": TURN_ENDS},
+        [NoEOSMask(), OPSM(1e-3), ReferenceKL(0.1, as_loss=True)],
+    ),
     "one_step": ({"loss": "reinforce", "advantages": "rloo"}, []),
 }
 
