@@ -57,7 +57,8 @@ def add_logprobs(
 def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable[..., Plan]) -> Stat:
     """How likely the policy finds what environments say, in nats, over their tokens in one row of each group.
 
-    It drifts slowly while those tokens are only read, and rises by nats within some rollouts once they train.
+    It drifts slowly while those tokens are only read, and rises by nats within some rollouts once they train. The turns
+    say which they are, not ``action_mask``: its leak is what this is to show.
 
     Args:
         rollout: on the CPU.
@@ -66,8 +67,7 @@ def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable
     """
     chosen = [rollout.groups.tolist().index(group) for group in dict.fromkeys(rollout.groups.tolist())]
     rows = rollout.select(torch.tensor(chosen, dtype=torch.int64))
-    said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & ~rows.action_mask
-    said &= rows.token_extras[TURNS] == 0  # a context that is rewritten is a prompt, and says what was said before
+    said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & (rows.token_extras[TURNS] == 0)  # neither drawn nor rewritten
     rows, logprobs = rows.replace(valid_tokens=said, trained=rows.real), torch.zeros(said.shape)
     device = next(policy.parameters()).device
     for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.conversations import Echo, talking_module
+from kit.conversations import Echo, leak_mask, talking_module
 from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
@@ -19,6 +19,7 @@ from lightning_rl.environments import TokenStep
 from lightning_rl.environments.failures import FailedEnvironmentsError
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS
+from lightning_rl.rollouts.sample import Sampler
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",
@@ -166,6 +167,26 @@ class Talkative(Echo):
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
         said = super().step(token_ids, finish)
         return TokenStep(token_ids=(token_ids[0], 2 + self.turn), reward=said.reward)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_the_log_probability_of_what_environments_say_is_logged_whatever_the_mask_says(
+    leaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out = Sampler._lay_out  # noqa: SLF001
+    if leaks:
+        monkeypatch.setattr(Sampler, "_lay_out", lambda *arguments: leak_mask(lay_out(*arguments)))
+    seen, module, policy = list[Rollout](), talking_module(), tiny_policy()
+    fit(module, data=data(), callbacks=[recorder(seen)("seen")], max_steps=1)
+    logprobs: list[float] = []
+    for row in range(0, 16, 4):  # the first of each group
+        prompt = seen[0].prompt_ids[row, : seen[0].prompt_lengths[row]]
+        ids = torch.cat([prompt, seen[0].response_ids[row, : seen[0].response_lengths[row]]])
+        scores = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        turns = seen[0].token_extras[TURNS][row, : seen[0].response_lengths[row]]
+        logprobs += scores[len(prompt) - 1 :][turns == 0].tolist()
+    assert seen[0].groups[::4].unique().numel() == 4 and len(logprobs) > 4
+    assert module.run.metrics.values()["env/logprob"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-5)
 
 
 def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment() -> None:

@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from kit.support import EOS, tiny_module
-from lightning_rl import Finish, RLLightningModule
+from lightning_rl import Finish, RLLightningModule, Rollout
 from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
 
 
@@ -89,3 +90,10 @@ def talking_module(**options: Any) -> RLLightningModule:
     if (breaks_at := options.pop("breaks_at", None)) is not None:
         options["environment"] = partial(Echo, breaks_at)
     return tiny_module(**{**CONVERSATIONS, "max_new_tokens": 9, "eos_token_ids": TURN_ENDS, **options})
+
+
+def leak_mask(rollout: Rollout) -> Rollout:
+    """As if the policy had drawn what the environment said."""
+    inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
+    versions = rollout.policy_version.clamp(min=0).where(inside, -1)
+    return rollout.replace(action_mask=inside, valid_tokens=inside & rollout.trained[:, None], policy_version=versions)
