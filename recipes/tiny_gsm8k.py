@@ -7,7 +7,7 @@ number, which it guesses. That is enough to see the whole path work and the rewa
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -37,20 +37,37 @@ def bundled_rows(split: str) -> list[dict[str, str]]:
 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 1,024 tokens, made from the bundled training rows, with a chat template."""
+    """A tokenizer of 1,024 tokens, made from the bundled training rows."""
+    texts = (text for row in bundled_rows("train") for text in row.values())
+    return trained_tokenizer(texts, VOCABULARY, SPECIAL, TEMPLATE)
+
+
+def trained_tokenizer(
+    texts: Iterable[str], vocabulary: int, special: Sequence[str], template: str, *, whole_numbers: bool = False
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a chat template.
+
+    Args:
+        texts: that its words come from.
+        vocabulary: most tokens.
+        special: tokens that no text splits; the first one ends an answer.
+        template: of chats.
+        whole_numbers: whether a number may be one token, rather than one for each digit.
+    """
     tokenizer = Tokenizer(models.BPE())
-    digits, letters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=not whole_numbers)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
+        vocab_size=vocabulary,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for row in bundled_rows("train") for text in row.values()), trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[END], pad_token=SPECIAL[END])
-    wrapped.chat_template = TEMPLATE
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[END], pad_token=special[END])
+    wrapped.chat_template = template
     return wrapped
 
 
@@ -103,6 +120,13 @@ def warm_start_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         examples.append((tokenizer(str(question))["input_ids"], tokenizer(line)["input_ids"]))
     for _ in range(WARM_START_STEPS):
         drawn = draw.sample(examples, WARM_START_ROWS)
-        ids = [torch.tensor(question + line) for question, line in drawn]
-        labels = [torch.tensor([IGNORED] * len(question) + line) for question, line in drawn]
-        yield pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+        yield padded_batch([[(question, False), (line, True)] for question, line in drawn])
+
+
+def padded_batch(rows: Iterable[Iterable[tuple[list[int], bool]]]) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of rows of parts, each with whether it counts."""
+    ids, labels = list[Tensor](), list[Tensor]()
+    for parts in map(list, rows):
+        ids.append(torch.tensor([token for part, _ in parts for token in part]))
+        labels.append(torch.tensor([token if counts else IGNORED for part, counts in parts for token in part]))
+    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)

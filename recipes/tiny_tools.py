@@ -1,0 +1,119 @@
+"""A laptop's stand-in for a chat model with a calculator: sums out of GSM8K, and a policy that mostly guesses.
+
+The rows are the calculations with two whole numbers that the bundled solutions of GSM8K write as ``<<48/2=24>>``. The
+policy has a hundred thousand parameters and read demonstrations, of which most answer with some number, and the others
+call the tool and copy what it says. It can do both, and does mostly what is wrong.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+
+import tiny_gsm8k
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SUM = re.compile(r"<<([0-9]{1,2})([-+*/])([0-9]{1,2})=([0-9]{1,2})>>")
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCABULARY, ROWS = 512, 32
+LESSONS = ((260, 0.0), (40, 0.7))  # steps, and the share of demonstrations that guess
+
+Part = tuple[str, bool]
+"""Words of a conversation, and whether the policy says them."""
+
+
+def calculations(split: str) -> list[dict[str, str]]:
+    """Every different calculation of a split, in words, with its result; none of the training split's in the test's."""
+    known = {row["question"] for row in calculations("train")} if split == "test" else set[str]()
+    rows: dict[str, dict[str, str]] = {}
+    for row in tiny_gsm8k.bundled_rows(split):
+        for left, operation, right, result in SUM.findall(row["answer"]):
+            question = f"What is {left} {operation} {right}?"
+            rows[question] = {"question": question, "answer": f"#### {result}"}
+    return [row for question, row in rows.items() if question not in known]
+
+
+def demonstration(row: dict[str, str], guess: str | None) -> list[Part]:
+    """A conversation about a calculation: a guess at once, or a call, what the tool says, and the answer."""
+    question, (left, operation, right) = f"<|user|>{row['question']}<|end|><|assistant|>", row["question"][8:-1].split()
+    if guess is not None:
+        return [(question, False), (f"{guess}<|end|>", True)]
+    arguments = {"a": int(left), "operation": operation, "b": int(right)}
+    call = json.dumps({"name": "calculate", "arguments": arguments})
+    said = row["answer"].removeprefix("#### ")
+    return [
+        (question, False),
+        (f"<tool_call>{call}</tool_call><|end|>", True),
+        (f"<|tool|>{said}<|end|><|assistant|>", False),
+        (f"{row['answer']}<|end|>", True),
+    ]
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the demonstrations' words."""
+    texts = (part for row in calculations("train") for part, _ in demonstration(row, None))
+    return tiny_gsm8k.trained_tokenizer(texts, VOCABULARY, SPECIAL, TEMPLATE, whole_numbers=True)
+
+
+def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
+    """A copy of :func:`warm_started`, which a process computes once."""
+    return copy.deepcopy(warm_started(seed))
+
+
+@cache
+def warm_started(seed: int) -> Qwen2ForCausalLM:
+    """A policy that has learnt to ask and to guess, and guesses in seven of ten cases."""
+    model, steps = untrained_policy(seed), sum(steps for steps, _ in LESSONS)
+    optimizer = AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
+    for ids, labels in warm_start_batches(seed):
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=tiny_gsm8k.IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+def untrained_policy(seed: int) -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2; the caller's random generators are left as they were."""
+    config = Qwen2Config(
+        vocab_size=len(tiny_tokenizer()),
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        initializer_range=0.05,  # copies sooner than with 0.02
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tiny_gsm8k.END,
+        pad_token_id=tiny_gsm8k.END,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
+
+
+def warm_start_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token ids of demonstrations for each step, and labels that count what the policy says alone."""
+    tokenizer, draw, rows = tiny_tokenizer(), Random(seed), calculations("train")
+    for guessing in (share for steps, share in LESSONS for _ in range(steps)):
+        guesses = [draw.choice(rows)["answer"] if draw.random() < guessing else None for _ in range(ROWS)]
+        talks = [demonstration(draw.choice(rows), guess) for guess in guesses]
+        yield tiny_gsm8k.padded_batch([[(tokenizer(text)["input_ids"], own) for text, own in talk] for talk in talks])
