@@ -201,6 +201,20 @@ def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment()
     assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6) and 0 < shares["ledger/tokens/used"] < 1
 
 
+@pytest.mark.slow
+def test_processes_that_answer_in_any_order_train_the_same() -> None:
+    modules = talking_module(minibatches=2), talking_module(minibatches=2, environment_workers=3)
+    firsts, seconds = map(rollouts_of, modules)
+    one, other = map(weights_of, modules)
+    assert len(firsts) == len(seconds) == 4
+    for first, second in zip(firsts, seconds, strict=True):
+        known = dict(second.tensors())
+        differing = {name for name, tensor in first.tensors() if not torch.equal(tensor, known[name])}
+        assert differing <= {"rollout_logprobs"}, "three at a time share other batches, which shows in last bits"
+        assert float((first.require("rollout_logprobs") - known["rollout_logprobs"]).abs().max()) < 5e-6
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_filter_of_groups_samples_further_conversations() -> None:
     seen = rollouts_of(talking_module(), callbacks=[DynamicSampling(max_rounds=4)])
     spread = [

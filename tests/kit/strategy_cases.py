@@ -19,21 +19,32 @@ from typing_extensions import override
 from kit.conversations import CONVERSATIONS, TURN_ENDS, Forgetful
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
-from lightning_rl import FakeEngine, RLCallback, Sampling
+from lightning_rl import FakeEngine, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
+from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Request
 
 Result = dict[str, Any]
+Sample = tuple[tuple[int, ...], tuple[bool, ...], int, float]
+"""What was said, which of it by the policy, why it ended and what it was worth."""
 
 
 class Watch(RLCallback):
-    """Keeps every logged figure that does not measure time, and the weights at the end, over all ranks."""
+    """Keeps logged figures that do not measure time, every sample, and the weights at the end, over all ranks."""
 
     name = "watch"
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.weights: dict[str, Tensor] = {}
+        self.samples: dict[int, Sample] = {}
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        for row, sample in enumerate(rollout.sample_ids.tolist()):
+            said = slice(int(rollout.response_lengths[row]))
+            ids, actions = rollout.response_ids[row][said].tolist(), rollout.action_mask[row][said].tolist()
+            self.samples[sample] = tuple(ids), tuple(actions), int(rollout.finish[row]), float(rollout.rewards[row])
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
@@ -45,6 +56,8 @@ class Watch(RLCallback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         weights = pl_module.parallel.full_parameters(pl_module.policy)
         self.weights = {name: weight.double().cpu().clone() for name, weight in weights}
+        for samples in process_objects(self.samples):
+            self.samples |= samples
 
 
 def lora_policy(dtype: torch.dtype, **options: Any) -> nn.Module:
@@ -109,7 +122,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     settings = {"optimizer": partial(SGD, lr=0.05), "minibatches": 2, "epochs": 2, "token_budget": 20}
     module = tiny_module(**{**settings, **options})
     fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
-    return {"rows": watch.rows, "weights": watch.weights}
+    return {"rows": watch.rows, "weights": watch.weights, "samples": watch.samples}
 
 
 CASES: tuple[str, ...] = (

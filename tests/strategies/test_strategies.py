@@ -25,6 +25,9 @@ def check(folder: Path, strategy: str, case: str) -> None:
     found, expected = torch.load(folder / f"{strategy} {case}"), one_device(case, dtype_of(strategy))
     tolerance = 1e-9 if strategy in EXACT else 1e-5
     assert len(found["rows"]) == len(expected["rows"]) == 8
+    assert len(expected["samples"]) == 64
+    if strategy in EXACT:
+        assert found["samples"] == expected["samples"], "bit for bit"
     for name, weight in expected["weights"].items():
         error = float((found["weights"][name] - weight).abs().max())
         assert error <= tolerance * float(weight.abs().max()) + 1e-12, f"{name} differs by {error}"
@@ -55,8 +58,9 @@ def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
     [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "fsdp2", "tensor") else pytest.mark.long)
      for name in STRATEGIES],
 )  # fmt: skip
-def test_conversations_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 2, [strategy], ["conversations", "contexts"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_conversations_are_the_same_on_every_rank(strategy: str, ranks: int, tmp_path: Path) -> None:
+    runs(tmp_path, ranks, [strategy], ["conversations", "contexts"])
 
 
 @pytest.mark.parametrize(
