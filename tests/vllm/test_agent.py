@@ -1,0 +1,12 @@
+"""The recipe of several turns learns with vLLM as it does with the embedded engine."""
+
+from pathlib import Path
+
+import pytest
+from recipes.test_agent import run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_held_out_greedy_success_rises(seed: int, tmp_path: Path) -> None:
+    run(tmp_path, "--engine", "vllm", "--seed", str(seed))
