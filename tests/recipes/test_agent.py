@@ -13,7 +13,6 @@ from kit.conversations import leak_mask
 from lightning_rl.rollouts.sample import Sampler
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "agent.py"
-SEEDS = [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))]
 
 
 def logprobs_of_the_environment(folder: Path) -> list[float]:
@@ -36,7 +35,8 @@ def run(folder: Path, *options: str) -> None:
     check(folder, ran.stdout)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
 def test_held_out_greedy_success_rises(seed: int, tmp_path: Path) -> None:
     run(tmp_path, "--seed", str(seed))
 
