@@ -35,7 +35,7 @@ ENDS = (IDS[";"], IDS["<eos>"])  # of a turn
 
 HELD_OUT_SEED = 10_000
 WARM_START_SEED = 20_000
-WARM_START_STEPS, WARM_START_TRAILS = 90, 96
+WARM_START_STEPS, WARM_START_TRAILS = 180, 96
 GIVING_UP = 0.7  # of the demonstrations, after two steps
 
 
@@ -130,7 +130,7 @@ def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
 
 @cache
 def warm_started(seed: int) -> Qwen2ForCausalLM:
-    """A small policy that follows a trail for two steps and then mostly gives up, in about 20 CPU seconds.
+    """A small policy that follows a trail for two steps and then mostly gives up, in about 40 CPU seconds.
 
     Loss: mean negative log-likelihood of the policy's own words; what the environment says is not learnt.
 
