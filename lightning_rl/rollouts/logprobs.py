@@ -67,7 +67,9 @@ def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable
     """
     chosen = [rollout.groups.tolist().index(group) for group in dict.fromkeys(rollout.groups.tolist())]
     rows = rollout.select(torch.tensor(chosen, dtype=torch.int64))
-    said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & (rows.token_extras[TURNS] == 0)  # neither drawn nor rewritten
+    said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & (
+        rows.token_extras[TURNS] == 0
+    )  # neither drawn nor rewritten
     rows, logprobs = rows.replace(valid_tokens=said, trained=rows.real), torch.zeros(said.shape)
     device = next(policy.parameters()).device
     for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():
