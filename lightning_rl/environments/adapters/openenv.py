@@ -115,4 +115,5 @@ def _words(error: BaseException) -> str:
     faults: Any = getattr(error, "errors", None)
     if not callable(faults):
         return f"{type(error).__name__}: {words_of(error)}"
-    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'action'}: {fault['msg']}" for fault in faults())
+    found: Any = faults()
+    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'action'}: {fault['msg']}" for fault in found)
