@@ -394,6 +394,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _warn_of_no_value(rows: Sequence[int], samples: Rows) -> None:
+    rows = [row for row in rows if samples.completion_ids[row]]  # where nothing was said nothing is to be judged
     if rows:
         others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
         warnings.warn(

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_rl import Finish, Rollout
 from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.environments import Answer, EnvironmentReward
 from lightning_rl.environments.adapters import GymEnvironment
 from lightning_rl.environments.generators import GeneratorError
@@ -143,7 +144,7 @@ def test_a_run_whose_conversations_go_on_in_a_thread_asks_for_processes() -> Non
     )
     message = r"expected GymEnvironment, which draws from the global .* thread .*: pass environment_workers="
     with pytest.raises(GeneratorError, match=message):
-        fit(module, data=games())
+        fit(module, callbacks=[TruncatedIS()], data=games())
 
 
 @pytest.mark.slow
