@@ -181,8 +181,9 @@ def test_each_copy_of_the_weights_is_compared_with_its_own_past() -> None:
 def test_a_rank_whose_neighbour_failed_raises_and_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tiny_policy())
     run.sync()
-    monkeypatch.setattr(collectives, "process_objects", lambda mine: [mine, True])
-    with pytest.raises(RuntimeError, match=r"expected a sync on every rank, but it failed on \[1\]"):
+    monkeypatch.setattr(collectives, "process_objects", lambda mine: [mine, (True, "EngineError: lost")])
+    message = r"expected a sync on every rank, but it failed on \[1\]: see their errors, on rank 1 EngineError: lost"
+    with pytest.raises(RuntimeError, match=message):
         run.sync()
     assert run.engine.state is EngineState.AWAKE
 
