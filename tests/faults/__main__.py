@@ -19,12 +19,12 @@ from kit.support import tiny_prompts
 from faults.fault import Fault
 from faults.on_ranks import beside_each_other, of_strategy, run_on_ranks
 from faults.runs import TEMPERATURE, differences, faulty_run, run_with, sound_run
-from faults.tables import FAULTS
+from faults.tables import FAULTS, MISSED
 from lightning_rl.audit import SignalAudit
 
 REFUSALS = {"CanaryError": "canary", "EditError": "edits", "EngineError": "answers"}
 
-__all__ = ["FAULTS", "TEMPERATURE", "Fault", "effect_of", "found_by_audit"]
+__all__ = ["FAULTS", "MISSED", "TEMPERATURE", "Fault", "effect_of", "found_by_audit"]
 
 
 def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[str, str]]:
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the faults, prints a table, and returns the exit code."""
     torch.set_num_threads(1)
     wanted = [argument for argument in arguments if not argument.startswith("--")]
-    chosen = [fault for fault in FAULTS if not wanted or any(part in fault.name for part in wanted)]
+    known = MISSED if "--missed" in arguments else (*FAULTS, *MISSED) if wanted else FAULTS
+    chosen = [fault for fault in known if not wanted or any(part in fault.name for part in wanted)]
     effective = "--effective" in arguments
     good = sum(_show_effect(fault) if effective else _show_findings(fault) for fault in chosen)
     sys.stdout.write(f"faults injected={len(chosen)} {'effective' if effective else 'caught'}={good}\n")

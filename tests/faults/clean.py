@@ -16,6 +16,17 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from kit.chats import (
+    CHAT,
+    TOOLS,
+    BriefPartner,
+    GonePartner,
+    Partner,
+    PartnersThatBreak,
+    chat_prompts,
+    last_answer,
+    said_by_policy,
+)
 from kit.support import parity_reward, tiny_policy, tiny_prompts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -70,6 +81,7 @@ from lightning_rl.callbacks import (
 STEPS = {"minibatches": 2, "epochs": 1}
 MANY_STEPS = {"minibatches": 2, "epochs": 2, "token_budget": 24}
 PPO = {"advantages": GAE(lam=0.95), "critic": "shared"}
+MANY_TURNS = {"max_turns": 6, "max_new_tokens": 8}
 RAGGED = {"max_new_tokens": 24, "eos_token_ids": [1, 5, 9]}
 
 
@@ -492,6 +504,34 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration(
         "validation of other prompts", STEPS, data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)])
     ),
+    Configuration("a partner", {**CHAT, **STEPS}, lambda: [KL(), NoEOSMask()], data=chat_prompts),
+    Configuration(
+        "a partner with a critic", {**CHAT, **PPO, "loss": "ppo"}, lambda: [OverlongPenalty(10, 4)], data=chat_prompts
+    ),
+    Configuration(
+        "a partner who writes control tokens",
+        {**CHAT, "environment": partial(Partner, hostile=True)},
+        data=chat_prompts,
+    ),
+    Configuration("a partner of many turns", {**CHAT, **MANY_TURNS, **STEPS}, data=chat_prompts),
+    Configuration("a partner that is gone for a prompt", {**CHAT, "environment": GonePartner}, data=chat_prompts),
+    Configuration(
+        "a partner that is back at the second try",
+        CHAT,
+        fresh={"environment": partial(PartnersThatBreak, 5)},
+        data=chat_prompts,
+    ),
+    Configuration(
+        "two partners by a column",
+        {**CHAT, "environment": {"partner": Partner, "brief": BriefPartner}},
+        data=partial(chat_prompts, environment=["partner", "brief"]),
+    ),
+    Configuration(
+        "a partner, generated ahead", {**CHAT, "max_staleness": 1, **STEPS}, lambda: [TruncatedIS()], data=chat_prompts
+    ),
+    Configuration("a partner, the last answer judged", {**CHAT, "rewards": last_answer}, data=chat_prompts),
+    Configuration("a partner, all answers judged", {**CHAT, "rewards": said_by_policy}, data=chat_prompts),
+    Configuration("a tool", {**TOOLS, **STEPS}, lambda: [OverlongPenalty(16, 8), KL()], data=chat_prompts),
 )
 
 

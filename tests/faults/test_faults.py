@@ -12,10 +12,10 @@ from typing_extensions import override
 from faults import __main__ as faults
 from faults.clean import CONFIGURATIONS
 from faults.runs import differences, faulty_run, sound_run, wrong
-from faults.tables import edits, hooks, logs, rewards, samples, stages, step
+from faults.tables import conversations, edits, hooks, logs, rewards, samples, stages, step
 
 CLASSES = {"stages": stages, "step": step, "logs": logs, "samples": samples, "rewards": rewards, "edits": edits}
-CLASSES |= {"hooks": hooks}
+CLASSES |= {"hooks": hooks, "conversations": conversations}
 BY_NAME = {fault.name: fault for fault in faults.FAULTS}
 
 
@@ -26,9 +26,17 @@ def test_there_are_faults_of_every_class_and_none_twice() -> None:
     assert all(fault.culprit for part in CLASSES.values() for fault in part.FAULTS), "somebody is to be named"
 
 
+def test_what_the_audit_misses_is_listed_apart() -> None:
+    missed = {fault.name for fault in faults.MISSED}
+    assert missed == conversations.UNNAMED, "no name of a fault that is gone"
+    assert not missed & BY_NAME.keys()
+    assert len(conversations.FAULTS) + len(missed) == len(conversations.CONVERSATIONS) >= 70
+    assert all(fault.culprit for fault in faults.MISSED)
+
+
 def test_there_are_clean_configurations_and_none_twice() -> None:
     names = {configuration.name for configuration in CONFIGURATIONS}
-    assert len(names) == len(CONFIGURATIONS) >= 66
+    assert len(names) == len(CONFIGURATIONS) >= 77
 
 
 def test_a_finding_has_to_name_one_of_the_culprits_words() -> None:
@@ -75,6 +83,13 @@ def test_updates_are_lost_in_bfloat16_where_the_fault_says_so() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*faults.FAULTS, *faults.MISSED], ids=lambda fault: fault.name)
 def test_every_fault_changes_the_run_and_does_not_end_it(fault: faults.Fault) -> None:
     assert faults.effect_of(fault)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", faults.MISSED, ids=lambda fault: fault.name)
+def test_what_is_listed_as_missed_is_missed(fault: faults.Fault) -> None:
+    """One that is found belongs to the others: take its name out of the list."""
+    assert not any(fault.named_by(*finding) for finding in faults.found_by_audit(fault))

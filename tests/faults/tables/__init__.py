@@ -1,7 +1,7 @@
 """Every fault, in one file for each class of them."""
 
 from faults.fault import Fault
-from faults.tables import edits, hooks, logs, ranks, rewards, run, samples, stages, step
+from faults.tables import conversations, edits, hooks, logs, ranks, rewards, run, samples, stages, step
 
 FAULTS: tuple[Fault, ...] = (
     *run.FAULTS,
@@ -12,5 +12,9 @@ FAULTS: tuple[Fault, ...] = (
     *rewards.FAULTS,
     *edits.FAULTS,
     *hooks.FAULTS,
+    *conversations.FAULTS,
     *ranks.FAULTS,
 )
+
+MISSED: tuple[Fault, ...] = conversations.MISSED
+"""Those that the audit is known to miss, which no run of all faults tries."""

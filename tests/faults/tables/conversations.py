@@ -1,0 +1,538 @@
+"""Conversations gone wrong: tokens, masks and rewards lost between turns, and environments that mix samples up."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from kit.chats import (
+    CHAT,
+    COLOURS,
+    TOOLS,
+    BriefPartner,
+    GonePartner,
+    Partner,
+    PartnersThatBreak,
+    chat_prompts,
+    last_answer,
+    said_by_policy,
+)
+from typing_extensions import override
+
+import lightning_rl.advantages.gae
+import lightning_rl.environments.conversation
+import lightning_rl.generation.engine
+import lightning_rl.module
+import lightning_rl.rollouts.sample
+from faults import talks
+from faults.fault import Fault
+from faults.parts import Altering
+from faults.patches import after, change_rows
+from faults.tables.logs import in_rollout
+from faults.talks import around, figures
+from lightning_rl import GAE, Rollout, Stat
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
+from lightning_rl.environments import Answer, Bridge, Conversation, Message, MessageEnvironment, Step, ToolEnvironment
+from lightning_rl.environments.environments import Environments
+from lightning_rl.generation import Request
+from lightning_rl.rollouts import lay_out
+from lightning_rl.rollouts.sample import Sampler
+
+DRAW = "draw|conversation|turn"
+ASKED = "draw|conversation|turn|request|prefix"
+BETWEEN = "draw|conversation|turn|bridge|template"
+CALLS = "tool|ToolEnvironment|conversation|turn|call"
+SEEDS = "seed|draw|conversation|turn"
+
+
+# Environments of a user.
+
+
+class OnePartner(Partner):
+    """Is one object for all conversations, to save the start of it."""
+
+    made: ClassVar[list["OnePartner"]] = []
+
+    def __new__(cls, **_: Any) -> "OnePartner":
+        """The one that there is."""
+        if not cls.made:
+            cls.made.append(super().__new__(cls))
+        return cls.made[0]
+
+
+class KeptPartner(Partner):
+    """Pays for words that no conversation has heard before, in a set that all share."""
+
+    heard: ClassVar[set[str]] = set()
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        said = super().step(answer)
+        new = set(answer.text.split()) - self.heard
+        self.heard.update(new)
+        return replace(said, reward=float(len(new)))
+
+
+class DicedPartner(Partner):
+    """Has another colour in mind for each sample of a prompt, whatever seed it gets."""
+
+    opened: ClassVar[Any] = itertools.count()
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        said = super().reset(row, seed)
+        self.colour = COLOURS[next(self.opened) % 3]
+        return said
+
+
+class ImpatientPartner(Partner):
+    """Pays less to who comes late in a round, by how many have been answered since the first turn."""
+
+    answered: ClassVar[Any] = itertools.count()
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        said = super().step(answer)
+        return replace(said, reward=(said.reward or 0.0) - 0.01 * (next(self.answered) % 16))
+
+
+# Estimators.
+
+
+class PerTurn(Estimator):
+    """Centres over the turns of a group, so that conversations with many of them count more."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        assert signal.turns is not None
+        weight = signal.turns.amax(-1).to(signal.scores.dtype) * signal.rewarded
+        mean = torch.zeros_like(signal.scores)
+        for group in signal.groups.unique():
+            rows = signal.groups == group
+            mean[rows] = (signal.scores * weight)[rows].sum() / weight[rows].sum().clamp(min=1)
+        return Advantages(signal.spread_out(torch.where(signal.rewarded, signal.scores - mean, 0.0)))
+
+
+class ByTurns(Estimator):
+    """Centres among conversations of a group with as many turns, which the policy itself decides on."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        assert signal.turns is not None
+        turns, centred = signal.turns.amax(-1), torch.zeros_like(signal.scores)
+        for row in range(len(centred)):
+            alike = (signal.groups == signal.groups[row]) & (turns == turns[row]) & signal.rewarded
+            centred[row] = signal.scores[row] - signal.scores[alike].mean() if signal.rewarded[row] else 0.0
+        return Advantages(signal.spread_out(centred))
+
+
+class OverHoles(Estimator):
+    """Steps over every token of a response, the environment's among them."""
+
+    reads = ("values",)
+    per_token: ClassVar[bool] = True
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        values, valid = signal.values, signal.valid_tokens
+        assert values is not None
+        raw = talks.over_holes(signal.shaped, torch.where(valid, values, 0.0), valid, gamma=0.9)
+        return Advantages(raw, torch.where(valid, raw + values, 0.0))
+
+
+class RewardOnHoles(Estimator):
+    """Spreads a reward over all of a response, and loses what falls on the environment's tokens."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        mean = torch.stack([signal.scores[signal.groups == group].mean() for group in signal.groups])
+        lengths = signal.valid_tokens.flip(-1).long().cumsum(-1).gt(0).sum(-1)
+        drawn = signal.valid_tokens.sum(-1)
+        share = drawn / lengths.clamp(min=1)
+        return Advantages(signal.spread_out(torch.where(signal.rewarded, (signal.scores - mean) * share, 0.0)))
+
+
+# Requests and figures.
+
+
+def forgetful(request: Request) -> Request:
+    """Continues the last eight tokens alone, as a cache does that has lost what was before."""
+    return replace(request, prefix_ids=request.prefix_ids[-8:]) if request.turn else request
+
+
+def hotter_later(request: Request) -> Request:
+    """Draws later turns at another temperature."""
+    return replace(request, sampling=replace(request.sampling, temperature=0.5)) if request.turn else request
+
+
+def seed_of_the_sample(request: Request) -> Request:
+    """Draws later turns with a seed that is the sample's own, in every turn."""
+    return replace(request, seed=request.sample_id) if request.turn else request
+
+
+def over_the_drawn(rollout: Rollout, policy: Any, plan_of: Any) -> Stat:
+    """Takes the log-probability of what the policy drew for that of what environments say."""
+    return Stat.of(rollout.require("rollout_logprobs"), rollout.valid_tokens)
+
+
+def logged(name: str, value: Any) -> Any:
+    """Logs another figure of conversations: from all figures by name to its values."""
+    change = figures(lambda found: {name: value(found)} if found.get("env/turns") else {})
+    return after(lightning_rl.rollouts.sample, "metrics_of", change)
+
+
+def first_environment(self: Environments, prompt: Any) -> str:
+    """Takes the first environment for every row."""
+    return next(iter(self.factories))
+
+
+def chat(name: str, culprit: str, *, options: Mapping[str, Any] | None = None, **given: Any) -> Fault:
+    """A fault in conversations with a partner."""
+    return Fault(name, "", culprit, options={**CHAT, **(options or {})}, data=given.pop("data", chat_prompts), **given)
+
+
+def tools(name: str, culprit: str, *patches: Any, **options: Any) -> Fault:
+    """A fault in conversations with a tool."""
+    return Fault(name, "", culprit, options={**TOOLS, **options}, data=chat_prompts, patches=patches)
+
+
+def rows(name: str, change: Any, culprit: str = DRAW, **given: Any) -> Fault:
+    """A fault in rows that were drawn."""
+    return chat(name, culprit, patches=[change_rows(change)], **given)
+
+
+def said(name: str, method: str, change: Any, culprit: str = DRAW, **given: Any) -> Fault:
+    """A fault between the turns of a conversation."""
+    return chat(name, culprit, patches=[around(Conversation, method, change)], **given)
+
+
+def bridged(name: str, change: Any, **given: Any) -> Fault:
+    """A fault in what stands between two answers."""
+    return chat(name, BETWEEN, patches=[around(Bridge, "after", change)], **given)
+
+
+def partner(kind: type[Partner]) -> Fault:
+    """A fault of a user's environment."""
+    what = (kind.__doc__ or "").split(",")[0].split(".")[0]
+    return chat(
+        f"a partner that {what[0].lower()}{what[1:]}",
+        kind.__name__,
+        options={"environment": kind},
+        sound={"options": lambda: {"environment": Partner}},
+    )
+
+
+GONE: dict[str, Any] = {"options": {"environment": GonePartner}}
+AGAIN: dict[str, Any] = {"fresh": {"environment": partial(PartnersThatBreak, 5)}}
+LATE: dict[str, Any] = {"options": {"max_turns": 6, "max_new_tokens": 8}}
+PPO: dict[str, Any] = {"critic": "shared"}
+
+
+CONVERSATIONS: tuple[Fault, ...] = (
+    # Tokens.
+    said("an answer decoded and encoded again", "receive", talks.encoded_again),
+    said("a prefix whose answers are encoded again", "_ask", talks.rendered_prefix, ASKED),
+    said(
+        "a prefix whose template drops the beginning of earlier answers",
+        "_ask",
+        talks.stripped_prefix,
+        ASKED,
+        options={"max_turns": 4},
+    ),
+    said("a prefix without the token that ended an answer", "_ask", talks.prefix_without_ends, ASKED),
+    said("the token that ended an answer stripped", "receive", talks.without_ends),
+    bridged("a newline missing behind a closing token", talks.without_newline),
+    bridged("a cut answer that nobody closes", talks.never_closing),
+    bridged("an answer that is closed twice", talks.always_closing),
+    bridged("what an environment says cut to two words", talks.two_words_each),
+    chat(
+        "control tokens in what an environment says",
+        BETWEEN,
+        options={"environment": partial(Partner, hostile=True)},
+        patches=[
+            patch.object(Bridge, "_ids", talks.never_sanitized),
+            patch.object(Bridge, "_count", lambda *_: 0),
+        ],
+    ),
+    chat(
+        "an observation that no answer can follow appended",
+        DRAW,
+        patches=[
+            around(Conversation, "_take", talks.keeping_reply),
+            around(Conversation, "_stop", talks.appended_cut),
+        ],
+        **LATE,
+    ),
+    rows("padding between two turns", talks.padded_inside),
+    rows("padding written where an environment spoke", talks.filled_holes),
+    chat("the last turn of a conversation lost", DRAW, patches=[around(Sampler, "_lay_out", talks.last_turn_lost)]),
+    # Masks.
+    rows("a newline behind a closing token trained", talks.training_closing),
+    rows("the head of the next answer trained", talks.training_head),
+    rows("what an environment says trained", talks.training_all),
+    rows("a mask shifted by one", talks.shifted_mask),
+    rows("a mask that is a token short at a reply", talks.short_mask),
+    rows("the last turn missing in the mask", talks.without_last_turn),
+    rows("every turn numbered 1", talks.one_turn_each),
+    # Log-probabilities, versions.
+    chat(
+        "log-probabilities shifted by what an environment says",
+        DRAW,
+        patches=[after(lay_out, "_logprobs", talks.shifted_logprobs)],
+    ),
+    rows("a version for what an environment says", talks.versions_everywhere),
+    # Rewards.
+    chat(
+        "a turn's reward on a masked token",
+        DRAW,
+        patches=[after(lay_out, "_turn_rewards", talks.rewards_behind_turns)],
+    ),
+    chat(
+        "a turn's reward at its first token",
+        DRAW,
+        patches=[after(lay_out, "_turn_rewards", talks.rewards_before_turns)],
+    ),
+    said("rewards of turns before the last dropped", "_end", talks.last_reward_alone, f"{DRAW}|reward"),
+    said("the reward of the last turn counted twice", "_end", talks.last_reward_twice, f"{DRAW}|reward"),
+    chat(
+        "a reward that judges a whole row",
+        "reward|answer|completion|draw",
+        options={"rewards": last_answer},
+        patches=[after(Sampler, "answers", talks.whole_rows)],
+    ),
+    chat(
+        "what the environment gave the row above",
+        "reward|draw",
+        patches=[after(lightning_rl.rollouts.sample, "reward_columns", talks.rewards_of_the_row_above)],
+    ),
+    chat(
+        "conversations that rewards see without their last message",
+        "conversation|reward|draw",
+        options={"rewards": said_by_policy},
+        patches=[after(lightning_rl.rollouts.sample, "reward_columns", talks.without_last_message)],
+    ),
+    chat(
+        "statistics over turns",
+        "PerTurn",
+        options={"advantages": PerTurn()},
+        sound={"options": lambda: {"advantages": "dr_grpo"}},
+    ),
+    chat(
+        "a baseline among conversations with as many turns",
+        "ByTurns",
+        options={"advantages": ByTurns()},
+        sound={"options": lambda: {"advantages": "dr_grpo"}},
+    ),
+    chat(
+        "an estimator that steps over what an environment says",
+        "OverHoles",
+        options={**PPO, "advantages": OverHoles()},
+        sound={"options": lambda: {"advantages": GAE(gamma=0.9, whitened=False)}},
+    ),
+    chat(
+        "the library's GAE with holes for time steps",
+        "GAE|estimator|signal",
+        options={**PPO, "advantages": GAE(gamma=0.9, whitened=False)},
+        patches=[patch.object(lightning_rl.advantages.gae, "gae", talks.over_holes)],
+    ),
+    chat(
+        "a reward spread over what an environment says",
+        "RewardOnHoles",
+        options={"advantages": RewardOnHoles()},
+        sound={"options": lambda: {"advantages": "dr_grpo"}},
+    ),
+    # Environments that fail.
+    said("an environment that failed rewarded 0", "_end", talks.failed_as_zero, f"{DRAW}|failed|GonePartner", **GONE),
+    chat(
+        "an environment that failed counted in its group",
+        f"{DRAW}|reward|rewarded|failed",
+        patches=[after(lightning_rl.module, "exclude_rows", talks.counting_failed)],
+        **GONE,
+    ),
+    rows("an environment that failed trained", talks.training_failed, f"{DRAW}|trained|failed", **GONE),
+    said("a second try with other seeds", "_fail", talks.other_seeds, SEEDS, **AGAIN),
+    said(
+        "a second try that keeps what the first one earned", "_forget", talks.keeping_rewards, f"{DRAW}|reward", **AGAIN
+    ),
+    # Who talks to whom.
+    said("two conversations told each other's words", "_take", talks.exchanged),
+    said("a reply that comes a turn late", "_take", talks.a_turn_late, options={"max_turns": 4}),
+    said("an environment asked twice", "receive", talks.stepping_twice),
+    chat(
+        "two answers exchanged between conversations",
+        f"{DRAW}|engine|Engine",
+        patches=[around(lightning_rl.generation.engine, "give_all", talks.two_answers_exchanged)],
+    ),
+    chat(
+        "an environment opened with the row of the sample before",
+        f"{DRAW}|row|environment",
+        patches=[after(Environments, "open", talks.row_of_the_sample_before)],
+    ),
+    chat(
+        "an environment of its own seed for each sample of a prompt",
+        SEEDS,
+        patches=[after(Environments, "open", talks.seeded_by_sample)],
+    ),
+    chat(
+        "the first environment for every row",
+        f"{DRAW}|environment|column",
+        options={"environment": {"partner": Partner, "brief": BriefPartner}},
+        data=partial(chat_prompts, environment=["partner", "brief"]),
+        patches=[patch.object(Environments, "name_for", first_environment)],
+    ),
+    *map(partner, (OnePartner, KeptPartner, DicedPartner, ImpatientPartner)),
+    # Seeds and limits.
+    chat(
+        "one seed for all turns of a sample",
+        SEEDS,
+        patches=[patch.object(lightning_rl.environments.conversation, "turn_seed", lambda first, _: first)],
+    ),
+    chat(
+        "one seed for a turn of all samples",
+        SEEDS,
+        patches=[
+            patch.object(
+                lightning_rl.environments.conversation, "turn_seed", lambda first, turn: turn if turn else first
+            )
+        ],
+    ),
+    chat(
+        "an engine with seeds of its own for later turns",
+        "Altering",
+        fresh={"engine": lambda: Altering(request=seed_of_the_sample)},
+    ),
+    chat("an engine that forgets the turns before", "Altering", fresh={"engine": lambda: Altering(request=forgetful)}),
+    chat(
+        "an engine that draws later turns at another temperature",
+        "Altering",
+        fresh={"engine": lambda: Altering(request=hotter_later)},
+    ),
+    said("the limit of turns called an end", "_stop", talks.turns_as_stop, callbacks=lambda: [NoEOSMask()]),
+    said("a turn more than the limit", "__init__", talks.a_turn_more),
+    said("no limit for a turn", "_room", talks.room_without_turns, ASKED),
+    said("the environment's words counted against the policy's", "_room", talks.room_of_all_words, ASKED),
+    said("the budget of a conversation for each turn", "_room", talks.room_for_whole_budget, ASKED, **LATE),
+    # Tools.
+    tools("calls of a cut answer made", CALLS, around(MessageEnvironment, "step", talks.cut_as_whole)),
+    tools("results of parallel calls dropped", CALLS, around(ToolEnvironment, "step", talks.first_result_alone)),
+    tools("results of parallel calls exchanged", CALLS, around(ToolEnvironment, "step", talks.results_exchanged)),
+    tools("results of parallel calls rendered one by one", BETWEEN, around(Bridge, "after", talks.one_by_one)),
+    tools("what a tool returns trained", DRAW, change_rows(talks.training_all)),
+    # Figures.
+    chat(
+        "lengths that count what environments say",
+        "length/mean",
+        patches=[in_rollout("length/mean", lambda rollout: Stat.of(rollout.response_lengths, rollout.real))],
+    ),
+    chat(
+        "a length penalty that counts what environments say",
+        "length|overlong",
+        callbacks=lambda: [OverlongPenalty(10, 8)],
+        patches=[patch.object(Rollout, "drawn_lengths", property(lambda self: self.response_lengths))],
+    ),
+    chat(
+        "turns logged with the one that never came",
+        "env/turns",
+        patches=[logged("env/turns", lambda found: [turns + 1 for turns in found["env/turns"]])],
+    ),
+    chat(
+        "tokens of environments logged by the turn",
+        "env/tokens",
+        patches=[
+            logged(
+                "env/tokens",
+                lambda found: [n / turns for n, turns in zip(found["env/tokens"], found["env/turns"], strict=True)],
+            )
+        ],
+    ),
+    chat(
+        "environments that failed not logged",
+        "env/failed",
+        patches=[logged("env/failed", lambda found: [0.0 for _ in found["env/failed"]])],
+        **GONE,
+    ),
+    chat(
+        "conversations cut by turns logged as cut by tokens",
+        "env/cut_by",
+        patches=[
+            logged("env/cut_by_tokens", lambda found: found["env/cut_by_turns"]),
+        ],
+    ),
+    chat(
+        "a reward of 0 logged for environments that failed",
+        "env/reward",
+        patches=[
+            logged("env/reward", lambda found: [*found["env/reward"], *[0.0] * int(sum(found["env/failed"]))]),
+        ],
+        **GONE,
+    ),
+    tools(
+        "tool calls logged by the turn",
+        "env/tool_calls",
+        logged(
+            "env/tool_calls",
+            lambda found: [n / turns for n, turns in zip(found["env/tool_calls"], found["env/turns"], strict=True)],
+        ),
+    ),
+    chat(
+        "the policy's own log-probability logged for the environment's",
+        "env/logprob",
+        patches=[patch.object(lightning_rl.module, "environment_logprob", over_the_drawn)],
+    ),
+)
+
+UNNAMED = frozenset(
+    {
+        "an answer decoded and encoded again",
+        "the token that ended an answer stripped",
+        "a newline missing behind a closing token",
+        "a cut answer that nobody closes",
+        "an answer that is closed twice",
+        "what an environment says cut to two words",
+        "control tokens in what an environment says",
+        "an observation that no answer can follow appended",
+        "a version for what an environment says",
+        "a reward that judges a whole row",
+        "conversations that rewards see without their last message",
+        "statistics over turns",
+        "a baseline among conversations with as many turns",
+        "an estimator that steps over what an environment says",
+        "a reward spread over what an environment says",
+        "a second try with other seeds",
+        "two conversations told each other's words",
+        "a reply that comes a turn late",
+        "an environment asked twice",
+        "an environment opened with the row of the sample before",
+        "an environment of its own seed for each sample of a prompt",
+        "the first environment for every row",
+        "a partner that is one object for all conversations",
+        "a partner that pays for words that no conversation has heard before",
+        "a partner that has another colour in mind for each sample of a prompt",
+        "a partner that pays less to who comes late in a round",
+        "an engine with seeds of its own for later turns",
+        "a turn more than the limit",
+        "no limit for a turn",
+        "the environment's words counted against the policy's",
+        "the budget of a conversation for each turn",
+        "calls of a cut answer made",
+        "results of parallel calls dropped",
+        "results of parallel calls exchanged",
+        "results of parallel calls rendered one by one",
+        "a length penalty that counts what environments say",
+        "turns logged with the one that never came",
+        "tokens of environments logged by the turn",
+        "environments that failed not logged",
+        "conversations cut by turns logged as cut by tokens",
+        "a reward of 0 logged for environments that failed",
+        "tool calls logged by the turn",
+        "the policy's own log-probability logged for the environment's",
+    }
+)
+"""Faults of which the audit says nothing yet, or names somebody else."""
+
+FAULTS = tuple(fault for fault in CONVERSATIONS if fault.name not in UNNAMED)
+MISSED = tuple(fault for fault in CONVERSATIONS if fault.name in UNNAMED)
