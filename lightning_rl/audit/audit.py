@@ -43,12 +43,16 @@ from lightning_rl.audit.hooks import suspects
 from lightning_rl.audit.moves import MoveWatch
 from lightning_rl.audit.prompts import PromptWatch
 from lightning_rl.audit.rates import StepRates
+from lightning_rl.audit.replays import ReplayWatch
 from lightning_rl.audit.replies import RewardWatch
 from lightning_rl.audit.rows import RowWatch
 from lightning_rl.audit.saved import save
+from lightning_rl.audit.seams import early_ends, seams_of
 from lightning_rl.audit.spoken import SpokenWatch
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
+from lightning_rl.audit.talk_figures import talk_figures, words_logprob
+from lightning_rl.audit.talks import accounts_of, talks_of
 from lightning_rl.audit.turns import in_turn, is_full
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
@@ -254,6 +258,7 @@ class _RunWatch:
         self.calls: list[RewardCall] = []
         self.rounds: list[tuple[Rollout, Sequence[RewardCall]]] = []
         self._reference: Tensor | None = None
+        self._talk_figures: dict[str, Stat] = {}
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
         self._scheduled: int | None = None
@@ -261,7 +266,7 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.begin(active=True)
         self._rates = StepRates(module, lambda: self.fields.state.idled)
-        self._rewards = RewardWatch(module.rewards.functions)
+        self._rewards, self._replays = RewardWatch(module.rewards.functions), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._spoken, self._moves = SpokenWatch(module), MoveWatch(module)
 
@@ -292,6 +297,7 @@ class _RunWatch:
         self.turn += 1
         critic, weights = module.required_policy.value_head is not None, reference_weights(module)
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
+        talks = talks_of(module, self.batches, self.rounds)
         budget = SMALL_BUDGET if self._rotates and not is_full(self.turn) else BUDGET
         draws = score_draws(module, self.batches, self._number, facts.tolerance, budget=budget)
         self._evidence = Evidence(
@@ -319,14 +325,19 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
+            seams=seams_of(module, talks, self._number),
+            words_logprob=words_logprob(module, rollout) if module.environments else None,
+            told=accounts_of(talks, early_ends(module, talks)),
             reference_weights=(weights if self._reference is None else self._reference, weights),
             spoken=self._spoken.turns(self.batches, self.calls, samples, self._number),
             moves=self._moves.moves,
         )
         self._moves.before(rollout)
         self._reference = weights
+        self._talk_figures = {} if module.estimator.needs_greedy else talk_figures(talks, module.environments)
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
         self._rewards.ask(self.calls, samples)
+        self._replays.ask(talks, self._number)
         return self._evidence
 
     def traces_step(self) -> bool:
@@ -354,7 +365,7 @@ class _RunWatch:
         if self.fields.edited:
             step.logged = {}
         else:
-            sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts)
+            sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts) | self._talk_figures
             figures = self._row.note(trace, evidence, step, self._corrections, sampled)
             step.figures = {name: (stat.moments, stat.reduction) for name, stat in figures.items()}
         self._evidence, self._step = evidence, step
@@ -393,8 +404,9 @@ class _RunWatch:
                 self._step.scheduler_steps = after - before
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
-        replies = self._rewards.take_replies() if ticket.step == self.module.steps_per_rollout - 1 else []
-        return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies)
+        last = ticket.step == self.module.steps_per_rollout - 1
+        replies, replays = (self._rewards.take_replies(), self._replays.take_replays()) if last else ([], [])
+        return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies, replays=replays)
 
     def begin_next(self, number: int) -> None:
         """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
@@ -405,6 +417,7 @@ class _RunWatch:
         self.fields.release()
         self._row.close()
         self._rewards.close()
+        self._replays.close()
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

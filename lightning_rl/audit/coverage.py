@@ -24,6 +24,8 @@ COVERAGE: Mapping[str, str] = {
     "env/failed": RECOMPUTED,
     "env/cut_by_turns": RECOMPUTED,
     "env/cut_by_tokens": RECOMPUTED,
+    "env/reward": RECOMPUTED,
+    "env/logprob": "environment_logprob",
     "env/<figure>": "not covered: environments count for themselves, and no check asks them again",
     "prompts/dropped": "not covered: counted by the data module, before any rollout",
     "kl/ref": RECOMPUTED,

@@ -15,9 +15,12 @@ from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.moves import Move
 from lightning_rl.audit.prompts import HeldOut, Repeats
+from lightning_rl.audit.replays import Replay
 from lightning_rl.audit.replies import RewardReply
+from lightning_rl.audit.seams import Seam
 from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.audit.step import RecomputedStep, StepEvidence
+from lightning_rl.audit.talks import Told
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request
@@ -112,6 +115,10 @@ class Evidence:
         token_gradients: of a few log-probabilities, by the run's own forward and by the model's plain one, and of their
             scores, [N] each; nothing where they could not be taken.
         reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
+        seams: what stands between some answers of conversations, beside what the template writes.
+        told: what rewards are told of conversations.
+        words_logprob: mean log-probability of what environments say in a row of each group; None if unknown.
+        replays: what copies of environments said when conversations were held once more.
         step: one optimizer step as it was made; None before the first.
         numbers: that each correction keeps, by its name and theirs, for each rank.
         edits: of fields of the rollout, by whatever way, with who made them.
@@ -142,6 +149,10 @@ class Evidence:
     plain: Sequence[PlainForward] = ()
     token_gradients: tuple[Tensor, ...] = ()
     reference_weights: tuple[Tensor, ...] = ()
+    seams: Sequence[Seam] = ()
+    told: Sequence[Told] = ()
+    words_logprob: float | None = None
+    replays: Sequence[Replay] = ()
     step: StepEvidence | None = None
     numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()

@@ -23,6 +23,9 @@ class RunFacts:
         minibatches: optimizer steps of a pass over a rollout.
         ranks: whose rows differ.
         max_new_tokens: bound of a response's length.
+        max_turns: answers of a conversation; 0 without an environment.
+        max_turn_tokens: bound of a turn's length.
+        max_length: bound of prompt and conversation together.
         max_staleness: how many rollouts old a token's weights may be.
         max_grad_norm: what the gradient norm is clipped to; infinity for no clipping.
         eos_ids: ids that end a response.
@@ -41,6 +44,9 @@ class RunFacts:
     minibatches: int = 1
     ranks: int = 1
     max_new_tokens: int = 2**31
+    max_turns: int = 0
+    max_turn_tokens: int = 2**31
+    max_length: int = 2**31
     max_staleness: int = 0
     max_grad_norm: float = float("inf")
     eos_ids: tuple[int, ...] = ()
@@ -55,6 +61,7 @@ class RunFacts:
     def of(module: RLLightningModule) -> "RunFacts":
         """Those of a module that is being fitted."""
         sampling, limit = module.run.sampling, module.max_grad_norm
+        limits = None if (talks := module.sampler.environments) is None else talks.limits
         mixed = str(module.trainer.precision) not in ("32-true", "64-true")
         return RunFacts(
             temperature=sampling.temperature,
@@ -64,6 +71,9 @@ class RunFacts:
             minibatches=module.minibatches,
             ranks=module.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,
+            max_turns=0 if limits is None else limits.turns,
+            max_turn_tokens=2**31 if limits is None else limits.turn_tokens or 2**31,
+            max_length=2**31 if limits is None else limits.length or 2**31,
             max_staleness=module.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
             eos_ids=tuple(sorted(sampling.eos_token_ids or ())),

@@ -74,7 +74,7 @@ def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
 def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict[str, Stat]:
     """The metrics of the core of a finished rollout, each from the population that it is named after."""
     real, rewarded, valid = rollout.real, rollout.rewarded, rollout.valid_tokens
-    lengths, advantages = rollout.drawn_lengths[real], rollout.require("advantages")[valid]
+    lengths, advantages = rollout.action_mask.sum(-1)[real], rollout.require("advantages")[valid]
     age = (number - rollout.policy_version)[valid]
     values = {
         "reward/task": rollout.rewards[rewarded],

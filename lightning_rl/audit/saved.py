@@ -17,9 +17,12 @@ from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.moves import Move
 from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.rates import Stepping
+from lightning_rl.audit.replays import Replay
 from lightning_rl.audit.replies import RewardReply
+from lightning_rl.audit.seams import Seam
 from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.audit.step import StepEvidence
+from lightning_rl.audit.talks import Told
 from lightning_rl.corrections import ParameterTrace, RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request, Sampling
@@ -29,7 +32,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
-SAMPLED = ("draws", "earlier", "replies", "spoken", "moves")
+SAMPLED = ("draws", "earlier", "replies", "spoken", "moves", "replays", "seams", "told")
 
 
 def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
@@ -42,6 +45,7 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     for name in OUTPUTS:
         outputs = getattr(evidence, name)
         state[name] = None if outputs is None else tuple(outputs)
+    state |= {"words_logprob": evidence.words_logprob}
     state |= {"number": evidence.number, "step": None, "facts": asdict(evidence.facts)}
     state |= {"reference_weights": evidence.reference_weights, "token_gradients": evidence.token_gradients}
     state |= {"plain": [tuple(plain) for plain in evidence.plain]}
@@ -138,6 +142,10 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         repeats=None if state["repeats"] is None else Repeats(*state["repeats"]),
         held_out=None if state["held_out"] is None else HeldOut(*state["held_out"]),
         replies=[RewardReply(*reply) for reply in state["replies"]],
+        replays=[Replay(*replay) for replay in state["replays"]],
+        words_logprob=state["words_logprob"],
+        seams=[Seam(*seam) for seam in state["seams"]],
+        told=[Told(*told) for told in state["told"]],
         plain=[PlainForward(*plain) for plain in state["plain"]],
         reference_weights=tuple(state["reference_weights"]),
         token_gradients=tuple(state["token_gradients"]),

@@ -103,7 +103,7 @@ class Bridge:
     def tail(self, messages: Sequence[Message], history: Sequence[Message] = ()) -> tuple[int, ...]:
         """From the token that closes an answer, included, to where the next answer begins."""
         refused: list[str] = []
-        for talk, new in _dummies(messages):
+        for talk, new in dummies(messages):
             try:
                 return self._cut([*history, *talk], new)
             except BridgeError as error:
@@ -190,7 +190,8 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {
         number: token.content
         for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special or (token.content in template and not token.content.isspace())
+        if number != tokenizer.unk_token_id  # which is what any text becomes that the vocabulary lacks
+        and (token.special or (token.content in template and not token.content.isspace()))
     }
 
 
@@ -206,7 +207,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(part)
 
 
-def _dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Message]]]:
+def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Message]]]:
     """Conversations up to a marked answer, with the messages as they follow it; the first that a template takes counts.
 
     A tool's message first follows a real call, from which some templates take its name or its id. Most templates write

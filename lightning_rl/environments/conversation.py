@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -109,11 +109,13 @@ class Transcript:
         row: its turns.
         finish: why it ended.
         outcome: what the environment made of it.
+        given: each request with what the engine gave for it, if somebody kept that beside the conversation.
     """
 
     row: ConversationRow
     finish: Finish
     outcome: Outcome
+    given: tuple[tuple[Request, Completion], ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, request: Request, completion: Completion) -> Self:
@@ -125,7 +127,7 @@ class Transcript:
     @property
     def pairs(self) -> list[tuple[Request, Completion]]:
         """What the engine was asked for and what it drew, turn by turn."""
-        return [(turn.request, turn.completion) for turn in self.row.turns]
+        return list(self.given) or [(turn.request, turn.completion) for turn in self.row.turns]
 
 
 class Conversation:

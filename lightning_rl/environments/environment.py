@@ -111,9 +111,12 @@ class Environment:
 
     Attributes:
         tools: functions whose schemas go into the first prompt; the environment calls them itself.
+        replayable: whether row, seed and answers say all that it says, so that the audit may hold its conversations
+            once more, in copies of the process.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
+    replayable: bool = True
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         """Begins a conversation.

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_rl.arguments import check_counts
@@ -216,10 +217,14 @@ class _Talks:
         """What came of each, in the order of the openings."""
         if self._answers is not None:
             self._answers.close()
-        return [_transcript_of(opening.conversation) for opening in self._openings]
+        return [_transcript_of(opening.conversation, self._answers) for opening in self._openings]
 
 
-def _transcript_of(conversation: Conversation) -> Transcript:
-    if conversation.transcript is None:
+def _transcript_of(conversation: Conversation, answers: TurnAnswers | None) -> Transcript:
+    """What came of a conversation, with what the engine gave as whoever checked it saw it."""
+    transcript = conversation.transcript
+    if transcript is None:
         raise RuntimeError("expected a conversation that has ended, got one that waits")
-    return conversation.transcript
+    if answers is None:
+        return transcript
+    return replace(transcript, given=tuple((one, answers.answer_to(one) or drawn) for one, drawn in transcript.pairs))

@@ -293,6 +293,7 @@ class TurnAnswers:
         self._lock = threading.Lock()
         self._open: dict[int, Answers] = {}  # by the identity of the request
         self._given = 0
+        self._checked: dict[int, tuple[Request, Completion]] = {}  # the same; requests are kept with their identity
         self._bad: list[tuple[int, int, str]] = []  # sample, turn, and what is wrong
 
     def ask(self, requests: Sequence[Request]) -> None:
@@ -314,11 +315,17 @@ class TurnAnswers:
                 f"{request.sample_id}, turn {request.turn}"
             )
         (formed,), bad = answers.examine([completion])
+        formed = _give_up(formed) if bad else formed
         with self._lock:
             self._given += 1
+            self._checked[id(request)] = request, formed
             if bad:
                 self._bad.append((request.sample_id, request.turn, f"got {bad[0]} for {answers.where(0)}"))
-        return _give_up(formed) if bad else formed
+        return formed
+
+    def answer_to(self, request: Request) -> Completion | None:
+        """What was given for a request, whatever has become of it since; None if nothing was."""
+        return self._checked.get(id(request), (request, None))[1]
 
     def close(self) -> None:
         """Warns of samples that were aborted.

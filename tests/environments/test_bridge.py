@@ -9,6 +9,7 @@ import torch
 from environments.templates import FAMILIES, RIGHT, close_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.chats import CLOSE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
@@ -156,6 +157,15 @@ def test_an_answer_may_end_with_any_token_of_text_too() -> None:
     wide = Bridge(tokenizer, close | set(ids_of("qwen2.5", MARK)) | set(range(20, 200)))
     for new in NEW.values():
         assert wide.tail(new) == Bridge(tokenizer, close).tail(new)
+
+
+def test_words_that_the_vocabulary_lacks_are_no_control_tokens() -> None:
+    """Where what stands for them is a special token, any number of them is text."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    assert tokenizer.added_tokens_decoder[tokenizer.unk_token_id].special
+    said = Bridge(tokenizer, CLOSE).after((), [{"role": "user", "content": "nobody knows these words"}])
+    assert list(said).count(tokenizer.unk_token_id) == 4
 
 
 def templated(template: str) -> Any:

@@ -269,6 +269,27 @@ def answered(engine: FakeEngine, talks: list[Opening]) -> list[Transcript]:
     return converse(talks, engine, logprobs=True, answers=TurnAnswers(engine, logprobs=True, vocabulary=12))
 
 
+def test_who_looks_on_is_shown_what_the_engine_gave_whatever_a_conversation_makes_of_it() -> None:
+    class Trimming(Conversation):
+        """Goes on without the last token of every answer."""
+
+        @override
+        def receive(self, completion: Completion) -> None:
+            logprobs = None if completion.logprobs is None else completion.logprobs[:-1]
+            super().receive(replace(completion, token_ids=completion.token_ids[:-1], logprobs=logprobs))
+
+    def pairs(kind: type[Conversation]) -> list[tuple[Request, Completion]]:
+        first = Request(prefix_ids=(3,), sample_id=0, seed=5, sampling=Sampling(max_new_tokens=9, eos_token_ids=[EOS]))
+        engine = FakeEngine(lambda _: (4, 5, EOS))
+        engine.load_weights([], 0)
+        talk = Opening(kind(Echo(2), first, Limits()), {}, 0)
+        (transcript,) = answered(engine, [talk])
+        return transcript.pairs
+
+    assert [completion.token_ids for _, completion in pairs(Conversation)] == [(4, 5, EOS)] * 2
+    assert [completion.token_ids for _, completion in pairs(Trimming)] == [(4, 5, EOS)] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

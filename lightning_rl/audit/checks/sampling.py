@@ -142,6 +142,9 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
         versions = sorted(set(rollout.policy_version[wrong | back].tolist()))
         legal = " to ".join(map(str, sorted({max(evidence.number - bound, 0), evidence.number})))
         yield Finding(
+            culprit=""
+            if bool((wrong | back).any())
+            else DRAW,  # an engine says nothing of tokens that it has not drawn
             expected=f"version {legal} at every sampled token",
             observed=f"{versions or 'versions at tokens that were not sampled'}",
             samples=rollout.sample_ids[places.any(-1)][:4].tolist(),

@@ -1,0 +1,291 @@
+"""Replays: a few conversations held once more with the answers that were drawn, in copies of the process.
+
+An environment is one conversation's own, so what it says follows from its row, its seed and the answers. It is asked
+again alone, beside others in another order, and with answers that nobody has given, and has to say the same each time;
+what it says then is what the run has to have recorded. What an environment would do to the world outside of the
+process is refused in a copy, and then nothing is said of it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from lightning_rl.audit.fork import TOO_LATE, Fork
+from lightning_rl.audit.replies import EARLY_TURNS, TURNS, same_value
+from lightning_rl.audit.seams import order_of
+from lightning_rl.audit.sharing import shared_memory_of
+from lightning_rl.audit.talks import Talk
+from lightning_rl.edits import copy_plain
+from lightning_rl.environments import Answer, Environment, ObjectEnvironment, ToolEnvironment
+from lightning_rl.environments.environments import STARTS, Environments, environment_of
+from lightning_rl.environments.messages import message_of
+from lightning_rl.environments.parsing import plain_text
+from lightning_rl.environments.tools import schemas_of
+from lightning_rl.generation import request_seed
+from lightning_rl.module import RLLightningModule
+from lightning_rl.rollout import Finish
+from lightning_rl.seeding import seed_everything
+
+MAX_TALKS = 8  # of an audit
+PATIENCE = 2.0  # seconds for all environments of a run together
+UNHEARD = "unheard-of-answer-{}"
+NOTHING_SHOWN: tuple[Any, ...] = ()
+
+
+class Replay(NamedTuple):
+    """What copies of an environment said in conversations that were held once more, in plain values.
+
+    Attributes:
+        environment: name of its class.
+        reason: why it was not asked, or said nothing; empty otherwise.
+        samples: whose conversations they were.
+        moving: what differs from replay to replay, in words; empty if nothing does.
+        others: samples whose conversation was recorded otherwise, with what of it.
+    """
+
+    environment: str
+    reason: str = ""
+    samples: Sequence[int] = ()
+    moving: str = ""
+    others: Sequence[tuple[int, str]] = ()
+
+
+class ReplayWatch:
+    """Holds conversations of a run once more: once in the beginning and then now and then, for a copy is not cheap.
+
+    Args:
+        module: the run.
+    """
+
+    def __init__(self, module: RLLightningModule) -> None:
+        self._module, self._turn = module, 0
+        self._copies: list[tuple[str, Fork]] = []
+        self._silent: dict[str, Replay] = {}
+
+    def ask(self, talks: Sequence[Talk], number: int) -> None:
+        """Begins to hold some of a rollout's conversations again, if it is time, while the update goes on.
+
+        An environment that did not answer in time once is not asked again.
+        """
+        self._turn += 1
+        conversations = self._module.sampler.environments
+        if conversations is None or (self._turn not in EARLY_TURNS and self._turn % TURNS):
+            return
+        self._silent = {name: replay for name, replay in self._silent.items() if TOO_LATE in replay.reason}
+        for name, factory in conversations.factories.items():
+            chosen = _some([talk for talk in talks if talk.environment == name and talk.is_over], number)
+            if not chosen or name in self._silent:
+                continue
+            if reason := _silence_of(name, factory):
+                self._silent[name] = Replay(name, reason)
+                continue
+            chosen = [talk._replace(row=row) for talk, row in zip(chosen, self._rows_of(chosen), strict=True)]
+            task = partial(hold_all, conversations, factory, chosen)
+            self._copies.append((name, Fork(task, PATIENCE)))
+
+    def _rows_of(self, talks: Sequence[Talk]) -> list[Mapping[str, Any]]:
+        """The rows of the data, as it has them, where it can be asked again; else as rewards see them."""
+        stream = self._module.prompt_stream
+        if stream.pass_length is None:
+            return [talk.row for talk in talks]
+        prompts = stream.at([talk.group for talk in talks])
+        return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
+
+    def take_replays(self) -> list[Replay]:
+        """What came of it. Waits for the copies."""
+        copies, self._copies, found = self._copies, [], dict(self._silent)
+        for name, copy in copies:
+            value, reason = copy.reply()
+            found[name] = Replay(*value) if not reason else Replay(name, f"environment {name}: {reason}")
+            if reason:
+                self._silent[name] = found[name]
+        return list(found.values())
+
+    def close(self) -> None:
+        """Ends copies that nobody waits for any more."""
+        for _, copy in self._copies:
+            copy.close()
+        self._copies = []
+
+
+def _some(talks: Sequence[Talk], number: int) -> list[Talk]:
+    """Some conversations, of other samples in each rollout; half of them with a cut answer, if any has one."""
+    talks = sorted(talks, key=lambda talk: order_of(talk.sample, number))
+    cut = [talk for talk in talks if any(completion.finish is Finish.LENGTH for _, completion in talk.turns)]
+    cut = cut[: MAX_TALKS // 2]
+    samples = {talk.sample for talk in cut}
+    return [*cut, *(talk for talk in talks if talk.sample not in samples)][:MAX_TALKS]
+
+
+def _silence_of(name: str, factory: Any) -> str:
+    """Why an environment cannot be asked again; empty if nothing speaks against it before it is made."""
+    if not getattr(factory, "replayable", True):
+        return f"environment {name} says that it is not to be replayed"
+    if shared := shared_memory_of(factory):
+        return f"environment {name} can reach {shared}, which a copy of the process would share with the run"
+    return ""
+
+
+Said = list[tuple[Any, float | None, bool]]  # of each turn: messages or token ids, reward, whether it was the end
+
+
+class _Held:
+    """A conversation with a fresh environment.
+
+    Args:
+        conversations: of the run.
+        factory: makes the environment.
+        talk: that is held once more.
+        words: in the place of those of the answers; None for the recorded ones.
+    """
+
+    def __init__(
+        self, conversations: Environments, factory: Callable[[], Any], talk: Talk, words: str | None = None
+    ) -> None:
+        self._conversations, self._factory, self.talk, self._words = conversations, factory, talk, words
+        self.said: Said = []
+        self._made: Any = None
+
+    def begin(self) -> None:
+        """Makes and resets the environment."""
+        seed = request_seed(self._conversations.seed, 0, STARTS + self.talk.group)
+        if self._conversations.workers is not None:  # there every conversation begins with generators of its own
+            seed_everything(seed, torch.device("cpu"))
+        self._made = environment_of(self._factory())
+        owner = self._made.thing if isinstance(self._made, ObjectEnvironment) else self._made
+        if not getattr(owner, "replayable", True):
+            raise ValueError("it says that it is not to be replayed")
+        said = self._made.reset(copy_plain(dict(self.talk.row)), seed)
+        self.said.append((_plain(said), None, False))
+
+    def step(self, turn: int) -> None:
+        """Gives it the answer of a turn, unless it has ended."""
+        if self.said[-1][2] or turn >= len(self.talk.turns):
+            return
+        request, completion = self.talk.turns[turn]
+        if not isinstance(self._made, Environment):
+            step = self._made.step(completion.token_ids, completion.finish)
+            self.said.append((list(step.token_ids), step.reward, bool(step.done)))
+            return
+        answer = self._answer(turn, request.prefix_ids, completion.token_ids, completion.finish)
+        parts = [self._made.step(part) for part in _one_by_one(self._made, answer)]
+        messages = [message for part in parts for message in part.messages]
+        rewards = [part.reward for part in parts if part.reward is not None]
+        said = [message_of(answer), *messages]
+        self.said.append((_plain(said), sum(rewards) if rewards else None, bool(parts[-1].done)))
+
+    def _answer(self, turn: int, prefix: Sequence[int], ids: Sequence[int], finish: Finish) -> Answer:
+        conversations = self._conversations
+        plain = plain_text(cast(Any, conversations.tokenizer))
+        schemas = schemas_of(self._made.tools)
+        parse = plain if finish == Finish.LENGTH else conversations.parse or plain
+        answer = replace(parse(ids, prefix, schemas), finish=finish, turn=turn, token_ids=tuple(ids))
+        return answer if self._words is None else replace(answer, text=self._words, tool_calls=(), errors=())
+
+    def end(self) -> None:
+        """Asks what it is worth if a limit ended it, and closes it."""
+        if not self.said[-1][2] and callable(score := getattr(self._made, "reward", None)):
+            self.said.append((NOTHING_SHOWN, cast(float | None, score()), False))
+        self._made.close()
+
+
+def _one_by_one(made: Environment, answer: Answer) -> list[Answer]:
+    """An answer to tools as answers of one call each, for the results of several calls are those of each."""
+    calls, errors = answer.tool_calls, answer.errors
+    if type(made).step is not ToolEnvironment.step or answer.cut_off or len(calls) + bool(errors) < 2:
+        return [answer]
+    if any(inspect.iscoroutinefunction(tool) for tool in made.tools):
+        raise ValueError("its tools are coroutines")
+    parts = [replace(answer, tool_calls=(call,), errors=()) for call in calls]
+    return [*parts, *([replace(answer, tool_calls=(), errors=errors)] if errors else [])]
+
+
+def hold_all(conversations: Environments, factory: Callable[[], Any], talks: Sequence[Talk]) -> Replay:
+    """In a copy of the process: every conversation alone, then beside the others, then twice with unheard answers."""
+    held = partial(_Held, conversations, factory)
+    alone = [_hold([held(talk)])[0] for talk in talks]
+    beside = _hold([held(talk) for talk in reversed(talks)], together=conversations.workers is None)[::-1]
+    samples = [talk.sample for talk in talks]
+    name = _class_of(factory)
+    moving = _difference(alone, beside)
+    if not moving and talks[0].messages:
+        words = UNHEARD.format(" ".join(str(sample) for sample in samples))
+        once, again = ([_hold([held(talks[0], words)])[0]] for _ in range(2))
+        moving = _difference(once, again)
+    if moving:
+        return Replay(name, samples=samples, moving=moving)
+    others = [(talk.sample, what) for talk, said in zip(talks, alone, strict=True) if (what := _slip(talk, said))]
+    return Replay(name, samples=samples, others=others)
+
+
+def _class_of(factory: Any) -> str:
+    made = environment_of(factory())
+    owner = made.thing if isinstance(made, ObjectEnvironment) else made
+    return type(owner).__name__
+
+
+def _hold(held: Sequence[_Held], *, together: bool = True) -> list[Said]:
+    """What is said in some conversations, turn by turn beside each other, or one after the other."""
+    if not together:
+        return [_hold([one])[0] for one in held]
+    for one in held:
+        one.begin()
+    for turn in range(max(len(one.talk.turns) for one in held)):
+        for one in held:
+            one.step(turn)
+    for one in held:
+        one.end()
+    return [one.said for one in held]
+
+
+def _difference(ours: Sequence[Said], theirs: Sequence[Said]) -> str:
+    """What differs between replays of some conversations; empty if nothing does."""
+    for one, other in zip(ours, theirs, strict=True):
+        for (words, reward, done), (further, another, end) in zip(one, other, strict=False):
+            if words != further:
+                return "words"
+            if not same_value(reward, another):
+                return "rewards"
+            if done != end:
+                return "ends"
+        if len(one) != len(other):
+            return "ends"
+    return ""
+
+
+def _slip(talk: Talk, said: Said) -> str:
+    """What of a conversation was recorded otherwise than its environment says; empty if nothing was."""
+    rewards = [reward for _, reward, _ in said if reward is not None]
+    turns = sum(words != NOTHING_SHOWN for words, _, _ in said) - 1
+    if turns != len(talk.turns) or (talk.finish is Finish.TURNS and said[-1][2]):
+        return "end"
+    if talk.messages:
+        opening = said[0][0] or _plain(_messages_of(talk.row["prompt"]))
+        if [*opening, *(message for words, _, _ in said[1:] for message in words)] != _plain(talk.messages):
+            return "messages"
+    elif not _continues(talk, said):
+        return "token ids"
+    return "" if same_value(sum(rewards) if rewards else None, talk.reward) else "reward"
+
+
+def _continues(talk: Talk, said: Said) -> bool:
+    """Whether each turn of a conversation in token ids continues what was said in the one before."""
+    for (request, completion), (following, _), (words, _, _) in zip(talk.turns, talk.turns[1:], said[1:], strict=False):
+        if [*request.prefix_ids, *completion.token_ids, *words] != list(following.prefix_ids):
+            return False
+    return not said[0][0] or said[0][0] == list(talk.turns[0][0].prefix_ids)
+
+
+def _messages_of(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return [message for message in content or () if isinstance(message, Mapping)]
+
+
+def _plain(value: Any) -> list[Any]:
+    """Messages or token ids in containers of their own, as they are compared."""
+    return [copy_plain(dict(part)) if isinstance(part, Mapping) else int(part) for part in value or ()]

@@ -1,0 +1,260 @@
+"""Replays: conversations held once more say who mixes them up, and leave no trace."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from kit.chats import CLOSE, VOCABULARY, Partner, chat_tokenizer, look, read_calls
+from kit.evidence import evidence_of
+from typing_extensions import override
+
+from lightning_rl import Finish, Sampling
+from lightning_rl.audit import CHECKS
+from lightning_rl.audit.fork import Fork
+from lightning_rl.audit.replays import PATIENCE, Replay, hold_all
+from lightning_rl.audit.talks import Talk
+from lightning_rl.data import Prompt
+from lightning_rl.environments import Answer, Limits, Message, Step, TokenStep, ToolEnvironment
+from lightning_rl.environments.environments import Environments
+from lightning_rl.environments.play import play
+from lightning_rl.generation import Completion, Request, request_seed
+
+SAMPLING = Sampling(max_new_tokens=12, eos_token_ids=CLOSE)
+SAID = ("red one", "look", "two ? green", "blue red")
+
+
+def environments(factory: Callable[[], Any], **options: Any) -> Environments:
+    named = {"tokenizer": chat_tokenizer(), "close": frozenset(CLOSE), "limits": Limits(turns=3), **options}
+    return Environments(factories={"environment": factory}, seed=3, **named)
+
+
+def draw(requests: Sequence[Request]) -> list[Completion]:
+    """Words by sample and turn."""
+    return [
+        Completion(
+            token_ids=(
+                *(VOCABULARY.index(word) for word in SAID[(request.sample_id + request.turn) % 4].split()),
+                CLOSE[0],
+            ),
+            logprobs=None,
+            version=0,
+            finish=Finish.STOP,
+        )
+        for request in requests
+    ]
+
+
+def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
+    """Conversations as a run has them, two about each prompt."""
+    prompts = [
+        Prompt(place, (3, 4), [{"role": "user", "content": f"say {place} ?"}], {"place": place})
+        for place in (sample // 2 for sample in range(samples))
+    ]
+    firsts = [
+        Request(prefix_ids=(3, 4), sample_id=sample, seed=request_seed(3, 0, sample), sampling=SAMPLING)
+        for sample in range(samples)
+    ]
+    told = play([made.open(*pair) for pair in zip(prompts, firsts, strict=True)], draw)
+    return [
+        Talk(
+            sample=first.sample_id,
+            group=prompt.index,
+            environment="environment",
+            row={**prompt.columns, "prompt": prompt.content},
+            turns=one.pairs,
+            messages=one.outcome.messages,
+            reward=one.outcome.reward,
+            judged=one.outcome.answer,
+            finish=one.finish,
+        )
+        for prompt, first, one in zip(prompts, firsts, told, strict=True)
+    ]
+
+
+def replay(
+    factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
+) -> Replay | str:
+    """What a copy of the process says of conversations with an environment, or why it says nothing."""
+    made = environments(factory, **options)
+    talks = change(talks_with(made))
+    value, reason = Fork(lambda: hold_all(made, made.factories["environment"], talks), PATIENCE).reply()
+    return reason or Replay(*value)
+
+
+class Shared(Partner):
+    """Counts the answers of all conversations."""
+
+    answered: ClassVar[Any] = count()
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        return replace(super().step(answer), reward=float(next(self.answered)))
+
+
+class Remembering(Partner):
+    """Pays for words that nobody has said."""
+
+    heard: ClassVar[set[str]] = set()
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        new = set(answer.text.split()) - self.heard
+        self.heard.update(new)
+        return replace(super().step(answer), reward=float(len(new)))
+
+
+class Unseeded(Partner):
+    """Begins with other words each time."""
+
+    number: ClassVar[Any] = count()
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        super().reset(row, seed)
+        return [{"role": "user", "content": f"say {next(self.number)}"}]
+
+
+class Scored(Partner):
+    """Says what a conversation is worth when a limit ends it."""
+
+    @override
+    def reward(self) -> float | None:
+        return 0.5
+
+
+class Echo:
+    """Speaks in token ids."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        """Begins with the row's prompt."""
+        del row, seed
+        self.turn = 0
+        return ()
+
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        """Repeats an answer, three times."""
+        del finish
+        self.turn += 1
+        return TokenStep(token_ids=token_ids, reward=0.25, done=self.turn == 3)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Writing(Partner):
+    """Keeps a log."""
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        Path("log").write_text(answer.text)
+        return super().step(answer)
+
+
+class Once(Partner):
+    """Is not to be talked to twice."""
+
+    replayable = False
+
+
+def tools() -> ToolEnvironment:
+    return ToolEnvironment([look])
+
+
+@pytest.mark.parametrize("factory", [Partner, Scored, Echo])
+def test_environments_that_are_one_conversations_own_say_the_same_again(factory: Any) -> None:
+    said = replay(factory)
+    assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
+    assert (said.environment, sorted(said.samples)) == (factory.__name__, [0, 1, 2, 3])
+
+
+def test_tools_say_the_same_again_call_by_call() -> None:
+    said = replay(tools, parse=read_calls)
+    assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("factory", "moving"), [(Shared, "rewards"), (Remembering, "rewards"), (Unseeded, "words"), (lambda: ONE, "words")]
+)
+def test_state_that_conversations_share_is_found(factory: Any, moving: str) -> None:
+    said = replay(factory)
+    assert isinstance(said, Replay) and said.moving in (moving, "ends")
+
+
+ONE = Partner()
+
+
+def exchange(field: str) -> Callable[[list[Talk]], list[Talk]]:
+    return lambda talks: [
+        talk._replace(**{field: getattr(other, field)}) for talk, other in zip(talks, talks[::-1], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factory", "change", "slip"),
+    [
+        (Partner, exchange("messages"), "messages"),
+        (Partner, exchange("group"), "messages"),
+        (Echo, lambda talks: [talk._replace(reward=1.0) for talk in talks], "reward"),
+        (Echo, lambda talks: [talk._replace(turns=talk.turns[:2] * 2) for talk in talks], "end"),
+        (Echo, lambda talks: [talk._replace(turns=[talk.turns[0], *talk.turns[:2]]) for talk in talks], "token ids"),
+    ],
+)
+def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, change: Any, slip: str) -> None:
+    said = replay(factory, change)
+    assert isinstance(said, Replay) and not said.moving
+    assert slip in {what for _, what in said.others}
+
+
+def test_results_of_parallel_calls_in_another_order_are_found() -> None:
+    def turn(talks: list[Talk]) -> list[Talk]:
+        changed = []
+        for talk in talks:
+            said = list(talk.messages)
+            pairs = [
+                place for place in range(len(said) - 1) if said[place]["role"] == said[place + 1]["role"] == "tool"
+            ]
+            for place in pairs[:1]:
+                said[place], said[place + 1] = said[place + 1], said[place]
+            changed.append(talk._replace(messages=said))
+        return changed
+
+    said = replay(tools, turn, parse=read_calls)
+    assert isinstance(said, Replay) and said.others and {what for _, what in said.others} == {"messages"}
+
+
+def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = environments(Writing)
+    talks = talks_with(made)
+    Path("log").write_text("of the run")
+    _, reason = Fork(lambda: hold_all(made, Writing, talks), PATIENCE).reply()
+    assert "reach out of its process" in reason
+    assert Path("log").read_text() == "of the run"
+    assert "not to be replayed" in str(replay(Once))
+
+
+def test_a_replay_leaves_no_trace() -> None:
+    before = set(Remembering.heard)
+    made = environments(Partner)
+    talks = talks_with(made)
+    Fork(lambda: hold_all(made, Remembering, talks), PATIENCE).reply()
+    assert Remembering.heard == before
+
+
+def judge(*replays: Replay) -> list[str]:
+    evidence = replace(evidence_of(), replays=replays)
+    return [f"{finding.culprit}: {finding.observed}" for finding in CHECKS["environment_replays"](evidence)]
+
+
+def test_who_is_named() -> None:
+    assert judge(Replay("Shop", samples=[1, 2])) == []
+    assert judge(Replay("Shop", samples=[1, 2], moving="rewards")) == [
+        "environment Shop: other rewards when it is held once more"
+    ]
+    (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
+    assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")
+    evidence = replace(evidence_of(), replays=[Replay("Shop", "it is too slow")])
+    assert CHECKS["environment_replays"].judge(evidence).skipped == {"environment_replays": "it is too slow"}
