@@ -22,7 +22,7 @@ from lightning_rl.audit.talks import Talk
 from lightning_rl.edits import copy_plain
 from lightning_rl.environments import Answer, Environment, ObjectEnvironment, ToolEnvironment
 from lightning_rl.environments.environments import STARTS, Environments, environment_of
-from lightning_rl.environments.messages import message_of
+from lightning_rl.environments.messages import REWRITTEN, message_of
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.generation import request_seed
@@ -33,6 +33,7 @@ from lightning_rl.seeding import seed_everything
 MAX_TALKS = 8  # of an audit
 PATIENCE = 2.0  # seconds for all environments of a run together
 UNHEARD = "unheard-of-answer-{}"
+REWRITES = -1  # before the token ids of a whole context
 NOTHING_SHOWN: tuple[Any, ...] = ()
 
 
@@ -169,11 +170,13 @@ class _Held:
         request, completion = self.talk.turns[turn]
         if not isinstance(self._made, Environment):
             step = self._made.step(completion.token_ids, completion.finish)
-            self.said.append((list(step.token_ids), step.reward, bool(step.done)))
+            words = [REWRITES, *step.rewritten] if step.rewritten else list(step.token_ids)
+            self.said.append((words, step.reward, bool(step.done)))
             return
         answer = self._answer(turn, request.prefix_ids, completion.token_ids, completion.finish)
         parts = [self._made.step(part) for part in _one_by_one(self._made, answer)]
         messages = [message for part in parts for message in part.messages]
+        messages += [{**message, REWRITTEN: True} for part in parts for message in part.rewritten]
         rewards = [part.reward for part in parts if part.reward is not None]
         said = [message_of(answer), *messages]
         self.said.append((_plain(said), sum(rewards) if rewards else None, bool(parts[-1].done)))
@@ -275,7 +278,8 @@ def _slip(talk: Talk, said: Said) -> str:
 def _continues(talk: Talk, said: Said) -> bool:
     """Whether each turn of a conversation in token ids continues what was said in the one before."""
     for (request, completion), (following, _), (words, _, _) in zip(talk.turns, talk.turns[1:], said[1:], strict=False):
-        if [*request.prefix_ids, *completion.token_ids, *words] != list(following.prefix_ids):
+        whole = words[1:] if words[:1] == [REWRITES] else [*request.prefix_ids, *completion.token_ids, *words]
+        if whole != list(following.prefix_ids):
             return False
     return not said[0][0] or said[0][0] == list(talk.turns[0][0].prefix_ids)
 

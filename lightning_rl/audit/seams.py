@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.audit.talks import Talk
 from lightning_rl.environments import Message
 from lightning_rl.environments.bridge import MARK, SANITIZES, dummies
+from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Finish
 
@@ -74,6 +75,8 @@ def early_ends(module: RLLightningModule, talks: Sequence[Talk]) -> list[int]:
             continue  # the environment would have gone on
         request, completion = talk.turns[-1]
         left = whole - sum(len(drawn.token_ids) for _, drawn in talk.turns)
+        if talk.is_rewritten:
+            left = 0  # how long the context would be that found no room is not known
         if left > 0 and length is not None and len(found) < MAX_SEAMS:
             new = talk.messages[talk.places[-1] + 1 :] if talk.places else ()
             said = behind_an_answer(conversations.tokenizer, conversations.close, conversations.template_options, new)
@@ -94,6 +97,8 @@ def _seams_of_talk(
         pairwise(talk.places), pairwise(talk.turns), strict=True
     ):
         end, drawn = len(request.prefix_ids) + len(completion.token_ids), completion.token_ids
+        if any(message.get(REWRITTEN) for message in talk.messages[one + 1 : other]):
+            continue  # what is read from there on continues nothing
         yield Seam(
             sample=talk.sample,
             turn=request.turn,

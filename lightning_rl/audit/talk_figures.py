@@ -14,7 +14,7 @@ from lightning_rl.environments import ToolEnvironment
 from lightning_rl.environments.environments import Factory
 from lightning_rl.environments.outcome import DEFAULT
 from lightning_rl.module import RLLightningModule
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import TURNS, Finish, Rollout
 
 MAX_TOKENS = 16_384  # of the rows in which the environment's words are scored, beyond which they are not
 
@@ -76,7 +76,7 @@ def words_logprob(module: RLLightningModule, rollout: Rollout) -> float | None:
     first = torch.tensor([groups.index(group) for group in dict.fromkeys(groups)], dtype=torch.int64)
     rows = rollout.select(first.to(rollout.groups.device))
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
-    said = inside & ~rows.action_mask
+    said = inside & ~rows.action_mask & (rows.token_extras[TURNS] >= 0)  # no context that is rewritten
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     if max(module.parallel.collectives.objects(tokens)) > MAX_TOKENS:
         return None

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.draws import Pair, turns_of
 from lightning_rl.environments import Message
+from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
@@ -47,8 +48,18 @@ class Talk(NamedTuple):
     @property
     def places(self) -> list[int]:
         """Where the answers of its turns stand among the messages, which may begin with others of the policy."""
-        said = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        said = [place for place, message in enumerate(self.messages) if is_answer(message)]
         return said[-len(self.turns) :] if self.turns else []
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether its context was rewritten on the way."""
+        return any(message.get(REWRITTEN) for message in self.messages)
+
+
+def is_answer(message: Message) -> bool:
+    """Whether the policy said it there, and no rewritten context repeats it."""
+    return message.get("role") == "assistant" and not message.get(REWRITTEN)
 
 
 class Told(NamedTuple):
@@ -117,7 +128,7 @@ def accounts_of(talks: Sequence[Talk], early: Collection[int] = ()) -> list[Told
         Told(
             sample=talk.sample,
             turns=len(talk.turns),
-            answers=sum(message.get("role") == "assistant" for message in talk.messages) if talk.messages else -1,
+            answers=sum(map(is_answer, talk.messages)) if talk.messages else -1,
             judges_last=talk.judged == tuple(talk.turns[-1][1].token_ids),
             cut_early=talk.sample in early,
         )
