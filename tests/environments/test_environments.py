@@ -1,9 +1,11 @@
 """Environments: what cannot work is refused before anything is generated, and what can goes through a whole fit."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import pytest
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
@@ -17,6 +19,7 @@ from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.rollout import TURNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
 
 
 def add(a: int) -> int:
