@@ -31,7 +31,7 @@ class Echo(TokenEnvironment):
     @override
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
         """Goes on for ever."""
-        time.sleep(random.random() * self.pause)
+        time.sleep(random.SystemRandom().random() * self.pause)
         if self.heard is not None:
             self.heard.append(self.seed)
         return TokenStep(token_ids=[2 + (self.seed + sum(token_ids)) % 100, 5])

@@ -109,7 +109,7 @@ class Broken(Echo):
 
     @override
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        raise SystemExit("enough")
+        raise KeyboardInterrupt("enough")
 
 
 @pytest.mark.parametrize("how", ["environment", "request", "answer"])
@@ -119,7 +119,7 @@ def test_a_failure_leaves_no_request_behind_and_the_engine_goes_on(engine: VLLME
     first = talks[3].conversation._first  # noqa: SLF001
     if how == "environment":
         talks[3] = Opening(Conversation(Broken(), first, Limits()), {}, 3)
-        with pytest.raises(SystemExit, match="enough"):
+        with pytest.raises(KeyboardInterrupt, match="enough"):
             converse(talks, engine)
     elif how == "request":
         talks[3] = Opening(Conversation(Echo(), first, Limits(turn_tokens=None, turns=3)), {}, 3)
