@@ -66,8 +66,9 @@ def main(
     before = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
     trainer.fit(module, data)
     after = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
+    folder = trainer.log_dir  # which the ranks find out together
     if trainer.is_global_zero:
-        print(f"metrics: {trainer.log_dir}\nsuccess before={before:.3f} after={after:.3f}")  # noqa: T201
+        print(f"metrics: {folder}\nsuccess before={before:.3f} after={after:.3f}")  # noqa: T201
     return trainer
 
 
