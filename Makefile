@@ -19,6 +19,12 @@ VERIFIERS_INSTALLED := .venv-verifiers/.installed
 VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest tests/environments/adapters/test_endpoint.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or adapters.md'
+TRL ?= trl==1.16.*
+TRL_BIN := .venv-trl/bin
+TRL_INSTALLED := .venv-trl/.installed
+SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
+SITE_BIN := .venv-docs/bin
+SITE_INSTALLED := .venv-docs/.installed
 ADAPTERS := gem openenv reasoning-gym textarena
 LOCK := requirements.lock
 UV ?= uv==0.13.9
@@ -26,7 +32,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +71,12 @@ test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an e
 test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in an environment of its own
 	$(VERIFIERS_TESTS)
 
+bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in an environment of its own
+	TRL_PYTHON=$(TRL_BIN)/python $(BIN)/pytest tests/translation
+
+docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a warning is an error
+	$(SITE_BIN)/python docs/site.py
+
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in an environment of its own
 	for extra in $(ADAPTERS); do \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/environments/adapters/test_$${extra//-/_}.py; \
@@ -100,7 +112,7 @@ format: $(INSTALLED) ## Rewrite the code as the static checks want it
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## Run every benchmark
-	for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+	for script in $(filter-out benchmarks/measure.py,$(wildcard benchmarks/*.py)); do $(BIN)/python "$$script"; done
 
 clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache
@@ -149,6 +161,19 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 $(VERIFIERS_INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv-verifiers
 	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft]' 'pytest>=8.3' 'hypothesis>=6.100'
+	@touch $@
+
+# TRL alone: what is compared with it runs in .venv.
+$(TRL_INSTALLED):
+	$(PYTHON) -m venv .venv-trl
+	$(TRL_BIN)/python -m pip install --quiet '$(TORCH)'
+	$(TRL_BIN)/python -m pip install --quiet '$(TORCH)' '$(TRL)'
+	@touch $@
+
+# It reads the library and imports nothing of it.
+$(SITE_INSTALLED):
+	$(PYTHON) -m venv .venv-docs
+	$(SITE_BIN)/python -m pip install --quiet $(SITE)
 	@touch $@
 
 # What .venv has is seen through a path file: only what an extra adds, or wants in another version, is installed.

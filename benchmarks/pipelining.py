@@ -1,12 +1,17 @@
-"""Sequential against pipelined: seconds of the same rollouts with max_staleness=0 and 1, in interleaved fits.
+"""Generating ahead: on devices of its own, where it pays, and on the cores that train, where it does not.
 
     python benchmarks/pipelining.py
-    python benchmarks/pipelining.py --engine vllm --width 256
+    python benchmarks/pipelining.py --where cores --width 256
+    python benchmarks/pipelining.py --where cores --engine vllm
 
-One torch thread each for the trainer and for the engine in its thread, so two cores are what a pipelined run can use.
-"Hidden" is the part of the generation that nobody waited for; "bound" is what no pipeline of these two halves can
-beat: for each rollout the longer of generating and training, and the shorter one once, while the pipeline fills.
-Both are of one rollout after another in the sequential fits, so other work on the machine moves all numbers alike.
+``devices``: real fits with answers of skewed lengths from devices that are not there (``PacedEngine``, which sleeps),
+and a trainer that sleeps too: synchronous, ahead, and four ahead one rollout after the other, as for an engine that one
+thread at a time may ask. Beside each what ``lightning-rl plan`` says of it, from the same lengths and pace and the
+seconds that a step took. Fails if idle time is off by more than 15 %, or if four ahead at once are not twice as fast as
+one after the other.
+
+``cores``: synchronous and one ahead, in interleaved fits, each with one and with two torch threads. One ahead, the
+engine's thread has as many again.
 """
 
 import sys
@@ -14,7 +19,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 import torch
@@ -24,34 +29,58 @@ from torch.optim import AdamW
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
-from lightning_rl import Sampling
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
-from lightning_rl import Engine, PromptDataModule, RLCallback, RLLightningModule, TransformersEngine, VLLMEngine
+from lightning_rl import (
+    Engine,
+    PromptDataModule,
+    RLCallback,
+    RLLightningModule,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+)
 from lightning_rl.callbacks import TruncatedIS
+from lightning_rl.cli.plan import Load, drawn_lengths, forecast
+from lightning_rl.generation import Request
+from lightning_rl.generation.paced import Pace, PacedEngine
 
-ANSWERS = 8  # to each of 16 prompts
+PROMPTS, ANSWERS = 16, 8  # of a rollout, and to each of them
+OFF, FASTER = 0.15, 2.0  # what the fits on devices of their own are held to
+SYNC_SECONDS = 0.02
 
 
 class Seconds(RLCallback):
-    """Of training after the first rollout, with which an engine starts, and of some phases of it."""
+    """Of each rollout: all of them, those of the trainer's waiting, of syncs, and the tokens that were drawn.
+
+    Args:
+        step: seconds that the trainer sleeps at the end of each rollout.
+    """
 
     name = "seconds"
 
-    def __init__(self) -> None:
-        self.phases = {"wait": 0.0, "draw": 0.0}
-        self.total, self._last = 0.0, 0.0
+    def __init__(self, step: float = 0.0) -> None:
+        self.step, self.ends = step, list[float]()
+        self.phases: dict[str, list[float]] = {"wait": [], "generate": [], "sync": []}
+        self.tokens = list[int]()
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = time.perf_counter()
-        if batch.index:
-            self.total += now - self._last
-            for name in self.phases:
-                self.phases[name] += pl_module.run.metrics.values().get(f"time/{name}", 0.0)
-        self._last = now
+    def observe(self, rollout: Any) -> None:
+        self.tokens.append(int(rollout.drawn_lengths.sum()))
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        time.sleep(self.step)
+        self.ends.append(time.perf_counter())
+        row = pl_module.run.metrics.values()
+        for name, seconds in self.phases.items():
+            seconds.append(row.get(f"time/{name}", 0.0))
+
+    def between(self, first: int, last: int) -> dict[str, float]:
+        """The mean over some rollouts, of all and of each phase."""
+        total = (self.ends[last] - self.ends[first - 1]) / (last - first + 1)
+        return {"total": total} | {name: fmean(each[first : last + 1]) for name, each in self.phases.items()}
 
 
 def policy_of(width: int, layers: int) -> Qwen2ForCausalLM:
@@ -71,7 +100,9 @@ def policy_of(width: int, layers: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def fitted(engine: Engine, max_staleness: int, width: int, layers: int, tokens: int, rollouts: int) -> Seconds:
+def run_fit(
+    engine: Engine, max_staleness: int, rollouts: int, *, width: int, layers: int, tokens: int, step: float = 0.0
+) -> Seconds:
     """Seconds of a fit."""
     module = RLLightningModule(
         policy=partial(policy_of, width, layers),
@@ -81,9 +112,10 @@ def fitted(engine: Engine, max_staleness: int, width: int, layers: int, tokens: 
         engine=engine,
         sampling=Sampling(max_new_tokens=tokens),
         max_staleness=max_staleness,
+        max_idle_rollouts=None,
         optimizer=partial(AdamW, lr=1e-5),
     )
-    seconds, data = Seconds(), PromptDataModule(task.sorting_prompts(rollouts * 16, seed=0), 16)
+    seconds, data = Seconds(step), PromptDataModule(task.sorting_prompts(rollouts * PROMPTS, seed=0), PROMPTS)
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -97,32 +129,89 @@ def fitted(engine: Engine, max_staleness: int, width: int, layers: int, tokens: 
     return seconds
 
 
+def on_devices(rollouts: int, step: float, sigma: float) -> bool:
+    """Prints fits on devices of their own, and whether they are what they are held to."""
+    lengths = drawn_lengths(PROMPTS * ANSWERS, rollouts, mean=24, sigma=sigma, limit=192, seed=0)
+    # Alone, the longest answer lasts twelve steps; together, the devices draw half as much again as training eats.
+    alone = 192 / (12 * step)
+    rate = 64 * alone * 65 / 128
+    pace = Pace.of(rate, slots=64, devices=round(1.5 * PROMPTS * ANSWERS * 24 / step / rate))
+
+    def script(request: Request) -> list[int]:
+        number = request.sample_id % (PROMPTS * ANSWERS)
+        return [max(task.PAD, task.EOS) + 1] * (lengths[request.rollout][number] - 1) + [task.EOS]
+
+    print(f"{rollouts} rollouts of {PROMPTS * ANSWERS} answers, sigma {sigma:g}, on {pace.devices} devices that sleep")
+    print(f"{'max_staleness':<26}{'s per rollout':>14}{'plan':>8}{'idle':>8}{'plan':>8}")
+    took, sound = dict[tuple[int, bool], float](), True
+    for staleness, at_once in ((0, True), (1, True), (2, True), (4, True), (4, False)):
+        engine = PacedEngine(script, pace, sync_seconds=SYNC_SECONDS, concurrent=at_once)
+        seconds = run_fit(engine, staleness, rollouts, width=32, layers=1, tokens=192, step=step)
+        if seconds.tokens != list(map(sum, lengths)):
+            raise RuntimeError(f"expected {list(map(sum, lengths))} tokens, got {seconds.tokens}")
+        found = seconds.between(staleness + 1, rollouts - 1 - staleness)
+        waited = found["wait"] + found["generate"]
+        training = found["total"] - waited - found["sync"]
+        plan = forecast(
+            Load(lengths=lengths, step_seconds=training, sync_seconds=found["sync"]),
+            pace,
+            staleness,
+            concurrent=at_once,
+        )
+        idle = waited / found["total"]
+        took[staleness, at_once] = found["total"]
+        name = f"{staleness}" + ("" if at_once else ", one after the other")
+        print(f"{name:<26}{found['total']:>14.2f}{plan.seconds:>8.2f}{idle:>8.1%}{plan.idle:>8.1%}")
+        sound &= abs(idle - plan.idle) <= OFF * plan.idle + 0.01
+    faster, gained = (took[which] / took[4, True] for which in ((4, False), (0, True)))
+    print(f"four ahead, all at once: {faster:.2f}x as fast as one after the other, {gained:.2f}x of synchronous")
+    return sound and faster >= FASTER
+
+
+def on_cores(
+    engine: str, rollouts: int, rounds: int, *, width: int, layers: int, tokens: int, threads: tuple[int, ...] = (1, 2)
+) -> None:
+    """Prints medians over rounds of fits on the cores that train as well."""
+    found: dict[tuple[int, int], list[float]] = {(s, number): [] for number in threads for s in (0, 1)}
+    generating = list[float]()
+    for _ in range(rounds):
+        for (staleness, number), runs in found.items():
+            torch.set_num_threads(number)
+            built = VLLMEngine(max_model_len=256 + tokens) if engine == "vllm" else TransformersEngine()
+            seconds = run_fit(built, staleness, rollouts, width=width, layers=layers, tokens=tokens)
+            mean = seconds.between(1, rollouts - 1)
+            runs.append(mean["total"])
+            generating += [mean["generate"]] if (staleness, number) == (0, 1) else []
+    torch.set_num_threads(1)
+    base = median(found[0, 1])
+    share = median(generating) / base
+    print(f"{engine}, width {width}, {layers} layers: {rollouts} rollouts of {PROMPTS * ANSWERS} answers")
+    print(f"{'threads':<10}{'synchronous':>14}{'one ahead':>14}   seconds of a rollout, and of one thread, synchronous")
+    for number in threads:
+        cells = [median(found[staleness, number]) for staleness in (0, 1)]
+        print(f"{number:<10}" + "".join(f"{cell:>7.2f}{base / cell:>6.2f}x" for cell in cells))
+    print(f"generating is {share:.0%} of a rollout with one thread: at best {1 / max(share, 1 - share):.2f}x")
+
+
 def main(
+    where: Literal["devices", "cores", "both"] = "both",
     engine: Literal["transformers", "vllm"] = "transformers",
     width: int = 256,
     layers: int = 4,
     tokens: int = 24,
-    rollouts: int = 9,
-    rounds: int = 5,
+    rollouts: int = 16,
+    rounds: int = 3,
+    step: float = 0.5,
+    sigma: float = 1.2,
 ) -> None:
-    """Prints medians over ``rounds`` of fits."""
+    """Prints both tables; ends with an error if the first is not what it is held to."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: dict[int, list[Seconds]] = {0: [], 1: []}
-    for _ in range(rounds):
-        for staleness, runs in found.items():
-            built = VLLMEngine(max_model_len=256 + tokens) if engine == "vllm" else TransformersEngine()
-            runs.append(fitted(built, staleness, width, layers, tokens, rollouts))
-    sequential, pipelined = (median(run.total for run in found[staleness]) for staleness in found)
-    generating = median(run.phases["draw"] for run in found[0])
-    training, waiting = sequential - generating, median(run.phases["wait"] for run in found[1])
-    number, rows = rollouts - 1, 16 * ANSWERS
-    bound = max(generating, training) + min(generating, training) / number
-    print(f"{engine}, width {width}, {layers} layers; {number} rollouts of {rows} answers of at most {tokens} tokens")
-    print(f"sequential {sequential:7.2f} s   (generating {generating:.2f}, training {training:.2f})")
-    print(f"pipelined  {pipelined:7.2f} s   (waiting {waiting:.2f}, hidden {max(generating - waiting, 0):.2f})")
-    print(f"bound      {bound:7.2f} s")
-    print(f"pipelined / sequential {pipelined / sequential:.2f}, at best {bound / sequential:.2f}")
+    sound = where == "cores" or on_devices(rollouts, step, sigma)
+    if where != "devices":
+        on_cores(engine, max(3, rollouts // 3), rounds, width=width, layers=layers, tokens=tokens)
+    if not sound:
+        raise SystemExit(f"expected idle times within {OFF:.0%} of the plan, and {FASTER:g}x by all at once")
 
 
 if __name__ == "__main__":

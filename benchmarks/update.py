@@ -1,54 +1,35 @@
-"""The update phase against a bare PyTorch loop, corrections on against off, and what Trainer and logging cost.
+"""The update stage against a bare PyTorch loop over the same microbatches, without corrections and with four.
 
     python benchmarks/update.py
 
-A and B alternate in one process on the same rollout and the same microbatches; medians, minima and maxima of several
-rounds after a warm-up. The model is that of the quickstart: Qwen2, hidden 128, 4 layers, 0.86 M parameters, float32.
+256 rows of 16 prompt tokens and at most 64 of the response, in microbatches of 2,560 tokens: all of full length, of
+geometric lengths, or nine short ones to a full one. The bare loop reads the same layouts, packed where lengths differ,
+and measures nothing. The model is that of the quickstart: Qwen2, hidden 128, 4 layers, 0.86 M parameters, float32.
 """
 
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
 
 import torch
 from jsonargparse import auto_cli
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from measure import Report, take_turns
+from torch.nn import functional
 from torch.optim import AdamW
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from typing_extensions import override
 
-from lightning_rl import (
-    GRPO,
-    ClippedSurrogate,
-    FakeEngine,
-    PromptDataModule,
-    RLCallback,
-    RLLightningModule,
-    Rollout,
-    Sampling,
-    token_mean,
-)
+from lightning_rl import GRPO, ClippedSurrogate, RLCallback, Rollout, token_mean
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.callbacks import (
-    OPSM,
-    IcePop,
-    NoEOSMask,
-    OutlierMask,
-    OverlongPenalty,
-    ReferenceKL,
-    RolloutKL,
-    SequenceRatioMask,
-    TruncatedIS,
-)
+from lightning_rl.callbacks import OPSM, NoEOSMask, RolloutKL, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
+from lightning_rl.policy.packing import PACKED_ATTENTION, packed_attention
 from lightning_rl.update import accumulate_gradient
+
+ROWS, GROUP, PROMPT, LONGEST, BUDGET, VOCABULARY = 256, 8, 16, 64, 2560, 16
+PLAIN, CORRECTED = "update stage", "update stage, four corrections"
+Microbatches = tuple[Microbatch, ...]
 
 
 def model_1m() -> Qwen2ForCausalLM:
@@ -56,7 +37,7 @@ def model_1m() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=16,
+            vocab_size=VOCABULARY,
             hidden_size=128,
             num_hidden_layers=4,
             intermediate_size=384,
@@ -69,47 +50,52 @@ def model_1m() -> Qwen2ForCausalLM:
     )
 
 
-def random_rollout(rows: int, prompt: int, response: int) -> Rollout:
-    """Rows of equal length with everything that a correction may read."""
+def lengths_of(kind: str, draw: torch.Generator) -> list[int]:
+    """Of the responses."""
+    if kind == "equal":
+        return [LONGEST] * ROWS
+    if kind == "geometric":
+        return torch.empty(ROWS).geometric_(1 / 32, generator=draw).clamp_(1, LONGEST).int().tolist()
+    short = torch.randint(8, 17, (ROWS,), generator=draw).tolist()
+    return [LONGEST if row % 10 == 9 else length for row, length in enumerate(short)]
+
+
+def random_rollout(kind: str) -> Rollout:
+    """Rows with everything that the corrections read."""
     draw = torch.Generator().manual_seed(0)
-    logprobs = -2.77 + 0.1 * torch.randn(rows, response, generator=draw)
-    prompts, responses = (torch.randint(2, 16, (rows, width), generator=draw) for width in (prompt, response))
-    rollout = Rollout.of_samples(prompts.tolist(), responses.tolist(), groups=[row // 8 for row in range(rows)])
-    return rollout.replace(
-        rollout_logprobs=logprobs,
-        old_logprobs=logprobs,
-        ref_logprobs=logprobs,
-        advantages=torch.randn(rows, 1, generator=draw).expand(-1, response).contiguous(),
-    )
+    lengths = lengths_of(kind, draw)
+    prompts = torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=draw).tolist()
+    responses = [torch.randint(2, VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
+    rollout = Rollout.of_samples(prompts, responses, groups=[row // GROUP for row in range(ROWS)])
+    logprobs = -2.77 + 0.1 * torch.randn(rollout.response_ids.shape, generator=draw)
+    advantages = torch.randn(ROWS, 1, generator=draw).expand_as(logprobs).contiguous()
+    return rollout.replace(rollout_logprobs=logprobs, old_logprobs=logprobs, advantages=advantages)
 
 
-def bare_update(
-    model: Qwen2ForCausalLM, optimizer: AdamW, rollout: Rollout, microbatches: tuple[Microbatch, ...]
-) -> None:
-    """What a careful script does: right-padded rows without a mask, PPO's clip, token mean, clip, one fused step."""
-    tokens, prompt = int(rollout.valid_tokens.sum()), rollout.prompt_ids.shape[1]
-    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)
+def bare_update(model: Qwen2ForCausalLM, optimizer: AdamW, rollout: Rollout, microbatches: Microbatches) -> int:
+    """What a careful script does: PPO's clip, token mean, clipped norm, one fused step; returns the tokens."""
+    total, worked = int(rollout.valid_tokens.sum()), 0
+    old, advantages = rollout.require("old_logprobs"), rollout.require("advantages")
     for microbatch in microbatches:
-        rows, targets = ids[microbatch.index], rollout.response_ids[microbatch.index]
-        hidden = model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state[:, prompt - 1 :]
-        logprobs = model.lm_head(hidden).float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-        old, advantages = rollout.require("old_logprobs"), rollout.require("advantages")
-        ratio, advantage = (logprobs - old[microbatch.index]).exp(), advantages[microbatch.index]
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / tokens
+        layout = microbatch.layout
+        rows = microbatch.index[layout.rows]
+        with packed_attention(layout) as arguments:
+            options = {"position_ids": layout.position_ids} if layout.lengths else {}
+            hidden = model.model(input_ids=layout.input_ids, use_cache=False, **options, **arguments).last_hidden_state
+        scores = functional.linear(hidden.flatten(0, 1)[layout.source], model.lm_head.weight).log_softmax(-1)
+        logprobs = scores.gather(-1, layout.targets[:, None])[:, 0]
+        ratio, advantage = (logprobs - old[rows, layout.columns]).exp(), advantages[rows, layout.columns]
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / total
         loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+        worked += len(logprobs)
+    _step(model, optimizer)
+    return worked
 
 
-def our_update(
-    policy: PolicyModel,
-    optimizer: AdamW,
-    rollout: Rollout,
-    microbatches: tuple[Microbatch, ...],
-    callbacks: list[RLCallback],
-) -> None:
-    """The library's own update stage, every metric included."""
+def stage_update(
+    policy: PolicyModel, optimizer: AdamW, rollout: Rollout, microbatches: Microbatches, callbacks: list[RLCallback]
+) -> int:
+    """The library's own update stage, every metric included; returns the tokens."""
     algorithm = Algorithm(
         loss=ClippedSurrogate(), advantages=GRPO(), reduction=token_mean, corrections=Corrections(callbacks)
     )
@@ -123,157 +109,40 @@ def our_update(
     log = MetricLog()
     for stats in gradient.stats:
         log.add("microbatch", stats)
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    _step(policy, optimizer)
+    return int(gradient.joint("policy/entropy")[0])
+
+
+def _step(model: torch.nn.Module, optimizer: AdamW) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
-class Seconds(NamedTuple):
-    """Wall-clock and CPU seconds of each round."""
-
-    wall: list[float]
-    cpu: list[float]
-
-
-def interleaved(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, Seconds]:
-    """Seconds of every variant, alternating; the first round only warms up."""
-    seconds = {name: Seconds([], []) for name in variants}
-    for number in range(rounds + 1):
-        for name, run in variants.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            run()
-            if number:
-                seconds[name].wall.append(time.perf_counter() - wall)
-                seconds[name].cpu.append(time.process_time() - cpu)
-    return seconds
-
-
-def table(title: str, seconds: dict[str, Seconds], base: str) -> None:
-    """Prints medians and their ratios to one variant. CPU seconds do not see what else the machine does."""
-    print(f"\n{title}\n  {'median (minimum), ratio':34s}{'wall':>26s}{'CPU':>28s}")
-    for name, both in seconds.items():
-        cells = [
-            f"{median(own):8.4f} ({min(own):.4f}) {median(own) / median(other):6.3f}"
-            for own, other in zip(both, seconds[base], strict=True)
-        ]
-        print(f"  {name:34s}{cells[0]:>26s}{cells[1]:>28s}")
-
-
-def update_phase(rounds: int) -> None:
-    """256 rows of 16 + 64 tokens in microbatches of 2,560 tokens."""
-    rollout = random_rollout(256, 16, 64)
-    microbatches = make_plan(rollout, minibatches=1, token_budget=2560).step(0)
-    bare, policy = model_1m(), PolicyModel(model_1m(), None, temperature=1.0, packed=True)
-    builds = partial(AdamW, lr=1e-5, weight_decay=0.0, fused=True)
-    bare_optimizer, optimizer = builds(bare.parameters()), builds(policy.parameters())
-    corrections: list[RLCallback] = [
-        NoEOSMask(),
-        OPSM(),
-        RolloutKL(),
-        ReferenceKL(as_loss=True),
-        TruncatedIS(),
-        IcePop(),
-        SequenceRatioMask("geometric"),
-        SequenceRatioMask("product").with_name("product"),
-        OutlierMask(),
-        OverlongPenalty(64, 16),
-    ]
-    plain, corrected = "update stage, no correction", "update stage, largest legal set"
-    seconds = interleaved(
-        {
-            "bare loop": lambda: bare_update(bare, bare_optimizer, rollout, microbatches),
-            plain: lambda: our_update(policy, optimizer, rollout, microbatches, []),
-            corrected: lambda: our_update(policy, optimizer, rollout, microbatches, corrections),
-        },
-        rounds,
-    )
-    table(f"Update phase, 256 x 80 tokens, {len(microbatches)} microbatches, seconds", seconds, "bare loop")
-    cost = median(seconds[corrected].cpu) / median(seconds[plain].cpu) - 1
-    print(f"  corrections on against off: {cost:+.1%} of the update phase, CPU time")
-    reference_pass(policy, microbatches, rounds)
-
-
-def reference_pass(policy: PolicyModel, microbatches: tuple[Microbatch, ...], rounds: int) -> None:
-    """One forward over all rows without gradient: what a reference or an old pass adds."""
-
-    @torch.no_grad()
-    def forward() -> None:
-        for microbatch in microbatches:
-            policy(microbatch.layout)
-
-    table("Reference (or old) pass alone, seconds", interleaved({"forward": forward}, rounds), "forward")
-
-
-class StepTimes(Callback):
-    """Seconds from the end of one optimizer step to the end of the next."""
-
-    def __init__(self) -> None:
-        self.seconds = Seconds([], [])
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
-
-    @override
-    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        wall, cpu = time.perf_counter(), time.process_time()
-        self.seconds.wall.append(wall - self.wall)
-        self.seconds.cpu.append(cpu - self.cpu)
-        self.wall, self.cpu = wall, cpu
-
-
-def alternating_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    """Some spread within a group."""
-    return [float(place % 2) for place, _ in enumerate(zip(prompts, completions, strict=True))]
-
-
-def fitted_steps(steps: int) -> Seconds:
-    """One epoch of one rollout that serves many steps; the first half warms up."""
-    times, scripted = StepTimes(), (5, 6, 7, 8, 9, 10, 11, 1)
-    module = RLLightningModule(
-        model_1m,
-        alternating_reward,
-        engine=FakeEngine(lambda _request: scripted),
-        group_size=8,
-        epochs=steps,
-        sampling=Sampling(max_new_tokens=8),
-    )
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[times],
-        logger=CSVLogger(tempfile.mkdtemp()),
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(module, PromptDataModule([[2, 3, 4, 5]], 1))
-    return Seconds(times.seconds.wall[steps // 2 :], times.seconds.cpu[steps // 2 :])
-
-
-def trainer_overhead(rounds: int, steps: int = 100) -> None:
-    """Steps of one microbatch within ``Trainer.fit``, CSV logging of every metric, against the bare step alone."""
-    rollout, bare = random_rollout(8, 4, 8), model_1m()
-    microbatch = make_plan(rollout, minibatches=1, token_budget=4096).step(0)
-    optimizer = AdamW(bare.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
-    alone, fitted = Seconds([], []), Seconds([], [])
-    for _ in range(rounds):
-        one = interleaved({"bare": lambda: bare_update(bare, optimizer, rollout, microbatch)}, steps // 2)["bare"]
-        for total, part in ((alone, one), (fitted, fitted_steps(steps))):
-            total.wall.append(median(part.wall))
-            total.cpu.append(median(part.cpu))
-    seconds = {"bare step": alone, "Trainer, CSV logging, every metric": fitted}
-    table("One optimizer step of one microbatch (8 x 12 tokens), seconds", seconds, "bare step")
-    wall, cpu = (1e3 * (median(more) - median(less)) for more, less in zip(fitted, alone, strict=True))
-    print(f"  Trainer, logging and metrics: {wall:.2f} ms wall, {cpu:.2f} ms CPU per optimizer step")
-
-
 def main(rounds: int = 7, threads: int = 1) -> None:
-    """Run all three comparisons."""
+    """Compares the three at each distribution of lengths."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, {threads} thread(s), {rounds} rounds")
-    update_phase(rounds)
-    trainer_overhead(rounds)
+    report = Report("update")
+    bare = model_1m()
+    bare.set_attn_implementation(PACKED_ATTENTION)
+    policy = PolicyModel(model_1m(), None, temperature=1.0, packed=True)
+    optimizers = [AdamW(part.parameters(), lr=1e-5, weight_decay=0.0, fused=True) for part in (bare, policy)]
+    four: list[RLCallback] = [NoEOSMask(), OPSM(), RolloutKL(), TruncatedIS()]
+    for kind in ("equal", "geometric", "90/10"):
+        rollout = random_rollout(kind)
+        microbatches = make_plan(rollout, minibatches=1, token_budget=BUDGET).step(0)
+        variants = {
+            "bare loop": partial(bare_update, bare, optimizers[0], rollout, microbatches),
+            PLAIN: partial(stage_update, policy, optimizers[1], rollout, microbatches, []),
+            CORRECTED: partial(stage_update, policy, optimizers[1], rollout, microbatches, four),
+        }
+        seconds = take_turns(variants, rounds, tokens=int(rollout.valid_tokens.sum()))
+        report.table(f"{kind} lengths, {len(microbatches)} microbatches", seconds, base="bare loop")
+        cpu = {name: median(both.cpu) for name, both in seconds.items()}
+        report.bound(f"{kind}: update stage, of the bare loop", cpu[PLAIN] / cpu["bare loop"], at_most=1.03)
+        report.bound(f"{kind}: four corrections, of none", cpu[CORRECTED] / cpu[PLAIN], at_most=1.02)
+    report.finish()
 
 
 if __name__ == "__main__":

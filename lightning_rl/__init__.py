@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RLOO,
         DrGRPO,
         Estimator,
+        GAEOverTurns,
         MaxRL,
         Normalized,
         RawReward,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 ROOMS = {
-    "advantages": "GAE GRPO OPO RLOO DrGRPO Estimator MaxRL Normalized RawReward ReMax ReinforcePlusPlus "
+    "advantages": "GAE GRPO OPO RLOO DrGRPO Estimator GAEOverTurns MaxRL Normalized RawReward ReMax ReinforcePlusPlus "
     "ReinforcePlusPlusBaseline",
     "checkpointing": "AtomicCheckpointIO latest_checkpoint",
     "corrections": "LossTerm LossView RLCallback Stat",
@@ -101,6 +102,7 @@ __all__ = [
     "FSDP2Strategy",
     "FakeEngine",
     "Finish",
+    "GAEOverTurns",
     "KLCov",
     "LossTerm",
     "LossView",

@@ -39,6 +39,16 @@ from lightning_rl.metrics import callbacks_of
 from lightning_rl.optimizers import OptimizerBuilder
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
 
+TIMEOUTS = ("environment_timeout", "conversation_timeout")
+CONVERSATION_OPTIONS = (
+    "max_turns",
+    "max_turn_tokens",
+    "tool_parser",
+    "environment_workers",
+    *TIMEOUTS,
+    "max_failed_environments",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
@@ -297,6 +307,38 @@ def _check_tuner(callback: Callback) -> None:
         )
 
 
+def check_conversations(options: Mapping[str, Any], defaults: Mapping[str, Any], *, environments: bool) -> None:
+    """Refuses options of conversations that would do nothing, and warns of limits of time that bound nothing.
+
+    Args:
+        options: of the run, by name.
+        defaults: of the same options.
+        environments: whether there is any to talk to.
+
+    Raises:
+        ValueError: naming the option and what to do.
+    """
+    given = [name for name in CONVERSATION_OPTIONS if options[name] != defaults[name]]
+    if given and not environments:
+        raise ValueError(
+            f"expected environment= or tools= for {given[0]}={options[given[0]]!r}, got neither: pass what the "
+            f"policy talks to, or leave {given[0]} out"
+        )
+    for name in given if not options["environment_workers"] else ():
+        if name in TIMEOUTS:
+            warnings.warn(
+                f"{name}={options[name]:g} bounds nothing, because environments run in this process: pass "
+                f"environment_workers=, or leave {name} out",
+                stacklevel=2,
+            )
+    max_turn_tokens, max_new_tokens = options["max_turn_tokens"], options["sampling"].max_new_tokens
+    if max_turn_tokens is not None and max_turn_tokens > max_new_tokens:
+        raise ValueError(
+            f"expected max_turn_tokens of at most {max_new_tokens}, the max_new_tokens of sampling, which all answers "
+            f"of a conversation have together, got {max_turn_tokens}: raise max_new_tokens, or lower max_turn_tokens"
+        )
+
+
 def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
     """Refuses a reward of environments where there is none.
 
@@ -308,6 +350,36 @@ def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
             "expected environment= or tools= for EnvironmentReward, got neither: pass what the policy talks to, or "
             "another reward"
         )
+
+
+def check_turn_rewards(
+    rewards: Mapping[str, tuple[Any, float]], corrections: Corrections, estimator: Estimator
+) -> None:
+    """Refuses rewards of turns that are no parts of the row's reward, as an estimator takes them for.
+
+    Args:
+        rewards: functions with their weights, by name.
+        corrections: of the run.
+        estimator: that may take turns for what earned them.
+
+    Raises:
+        ValueError: naming the estimator and what to pass.
+    """
+    if not estimator.turn_rewards:
+        return
+    chosen = f"{estimator.name}(turn_rewards=True)"
+    weights = [weight for function, weight in rewards.values() if isinstance(function, EnvironmentReward)]
+    if weights != [1.0]:
+        raise ValueError(
+            f"expected one EnvironmentReward() of weight 1 for {chosen}, whose turns earn what the environment gave, "
+            f"got {f'weights {weights}' if weights else 'none'}: add it to rewards="
+        )
+    for callback in corrections.contributors("reward_bonus"):
+        if callback.scales_rewards or callback.compares_rows:
+            raise ValueError(
+                f"expected rewards that are trained as they are for {chosen}, got {type(callback).__name__}, which "
+                "scales those of rows and not of turns: use one without the other"
+            )
 
 
 def check_filters(samplings: Iterable[Sampling | None], engine: Engine) -> None:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -342,7 +343,8 @@ def same_plain(first: Any, second: Any) -> bool:
     if kind is not type(second):
         return False
     if kind in (list, tuple):
-        return len(first) == len(second) and all(map(same_plain, first, second))
+        alike = len(first) == len(second)
+        return alike and (all(map(is_, first, second)) or all(map(same_plain, first, second)))
     if kind is dict:
         return list(first) == list(second) and all(same_plain(first[key], second[key]) for key in first)
     if kind is np.ndarray or kind is Tensor:

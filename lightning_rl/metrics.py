@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ ON_THE_BAR = ("reward/task", "kl/rollout", "length/mean", "tokens_per_second")
 LIGHTNINGS_DEFAULT = 50  # log_every_n_steps of a Trainer that was given none
 
 
+@dataclass(slots=True)
+class Columns:
+    """What the rows of the moments are, beside the module that holds those: its every attribute is written slowly.
+
+    Attributes:
+        keys: of each row.
+        reductions: of each row.
+        published: whether the next update begins anew.
+        restored: whether it comes out of a checkpoint.
+    """
+
+    keys: tuple[str, ...] = ()
+    reductions: tuple[StatReduction, ...] = ()
+    published: bool = False
+    restored: bool = False
+
+
 class RunningStats(Metric):
     """Merges statistics with a fixed set of keys. All ranks together hold one ``[K, 4]`` state, one collective to sync.
 
@@ -32,24 +50,31 @@ class RunningStats(Metric):
 
     def __init__(self, collectives: Collectives = ALONE) -> None:
         super().__init__(process_group=collectives.rows, distributed_available_fn=lambda: collectives.ranks > 1)
-        self.keys: tuple[str, ...] = ()
-        self.reductions: tuple[StatReduction, ...] = ()
-        self.published = self.restored = False
+        self.columns, self._alone = Columns(), collectives.ranks == 1
         self.add_state("moments", torch.zeros(0, 4, dtype=torch.float64), dist_reduce_fx=merge_moments)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the statistics, in their order."""
+        return self.columns.keys
 
     @override
     def update(self, stats: Mapping[str, Stat]) -> None:
         """Joins the given populations to those so far."""
-        keys, new = tuple(stats), torch.stack([stat.moments.to(self.device) for stat in stats.values()])
-        if self.restored and keys != self.keys:  # resumed with other corrections: what was not logged yet is dropped
-            self.keys = ()
-        if self.keys and keys != self.keys:
-            difference = sorted(set(keys) ^ set(self.keys))
+        self.join(stats)
+
+    def join(self, stats: Mapping[str, Stat]) -> None:
+        """The same without what torchmetrics wraps around :meth:`update`."""
+        columns, keys = self.columns, tuple(stats)
+        new = torch.stack([stat.moments for stat in stats.values()]).to(self.moments.device)
+        if columns.restored and keys != columns.keys:  # resumed with other corrections: what was not logged is dropped
+            columns.keys = ()
+        if columns.keys and keys != columns.keys:
+            difference = sorted(set(keys) ^ set(columns.keys))
             raise ValueError(f"expected the same metrics at every call, but {', '.join(difference)} came or went")
-        self.restored = False
-        fresh = self.published or not self.keys
-        reductions: tuple[StatReduction, ...] = tuple(stat.reduction for stat in stats.values())
-        self.keys, self.reductions, self.published = keys, reductions, False
+        fresh = columns.published or not columns.keys
+        columns.keys, columns.reductions = keys, tuple(stat.reduction for stat in stats.values())
+        columns.published = columns.restored = False
         self.moments = new if fresh else merge_moments(torch.stack([self.moments, new]))
 
     @override
@@ -59,42 +84,46 @@ class RunningStats(Metric):
 
     def figures(self) -> dict[str, float]:
         """The figure of each key that has a population, over all ranks. A collective."""
-        self._computed = None  # torchmetrics caches until the next update, but a resumed state has not been updated
-        rows = self.compute().reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
+        if self._alone:
+            moments = self.moments
+        else:
+            self._computed, self._update_count = None, 1  # torchmetrics caches until the next update
+            moments = self.compute()
+        rows = moments.reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
         values = {
             key: reduce_moments(row, reduction)
-            for key, reduction, row in zip(self.keys, self.reductions, rows, strict=True)
+            for key, reduction, row in zip(self.columns.keys, self.columns.reductions, rows, strict=True)
         }
         return {key: value for key, value in values.items() if not math.isnan(value)}
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on, in plain types."""
-        named = {"keys": list(self.keys), "reductions": list(self.reductions), "published": self.published}
+        columns = self.columns
+        named = {"keys": list(columns.keys), "reductions": list(columns.reductions), "published": columns.published}
         return {**named, "moments": self.moments.cpu().clone()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
-        self.keys, self.reductions = tuple(state["keys"]), tuple(state["reductions"])
-        self.published, self.moments = state["published"], state["moments"].to(self.device)
-        self.restored = True
-        self._update_count = len(self.keys)  # torchmetrics would warn that nothing was ever updated
+        self.columns = Columns(tuple(state["keys"]), tuple(state["reductions"]), state["published"], restored=True)
+        self.moments = state["moments"].to(self.device)
 
 
 class GrowingStats(RunningStats):
     """The same for keys that come and go. What is new is empty before, and every rank has to know it at once."""
 
     @override
-    def update(self, stats: Mapping[str, Stat]) -> None:
+    def join(self, stats: Mapping[str, Stat]) -> None:
         """Joins the given populations to those so far."""
-        absent = [key for key in self.keys if key not in stats]
-        new = [key for key in stats if key not in self.keys]
+        columns = self.columns
+        absent = [key for key in columns.keys if key not in stats]
+        new = [key for key in stats if key not in columns.keys]
         nobody = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=torch.float64, device=self.device)
-        if new and self.keys:
+        if new and columns.keys:
             self.moments = torch.cat([self.moments.reshape(-1, 4), nobody.expand(len(new), 4)])
-            self.reductions = (*self.reductions, *(stats[key].reduction for key in new))
-            self.keys = (*self.keys, *new)
-        order = dict(zip(self.keys, self.reductions, strict=True)) or {key: stats[key].reduction for key in new}
-        super().update({key: Stat(nobody, order[key]) if key in absent else stats[key] for key in order})
+            columns.reductions = (*columns.reductions, *(stats[key].reduction for key in new))
+            columns.keys = (*columns.keys, *new)
+        order = dict(zip(columns.keys, columns.reductions, strict=True)) or {key: stats[key].reduction for key in new}
+        super().join({key: Stat(nobody, order[key]) if key in absent else stats[key] for key in order})
 
 
 class MetricLog:
@@ -105,11 +134,12 @@ class MetricLog:
             name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
         }
         self.groups["noted"] = GrowingStats(collectives).to(device)  # what rewards log, when they like
+        self.shown: tuple[int, dict[str, float]] = (-1, {})  # epoch, and what Lightning was given in it for the bar
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Joins statistics to one group; its keys are the same at every call."""
         if stats:
-            self.groups[group].update(stats)
+            self.groups[group].join(stats)
 
     def values(self) -> dict[str, float]:
         """Every metric with a value, over all ranks. A collective."""
@@ -118,13 +148,13 @@ class MetricLog:
     @property
     def pending(self) -> bool:
         """Whether anything was added since the last row."""
-        return any(stats.keys and not stats.published for stats in self.groups.values())
+        return any(stats.keys and not stats.columns.published for stats in self.groups.values())
 
     def row(self) -> dict[str, float]:
         """The values, after which every group begins anew with its next update."""
         values = self.values()
         for stats in self.groups.values():
-            stats.published = True
+            stats.columns.published = True
         return values
 
     def state(self) -> dict[str, Any]:
@@ -137,12 +167,27 @@ class MetricLog:
             self.groups[name].load(own)
 
 
+WAITING = ("wait", "generate")  # phases in which a trainer has nothing to do but to wait for answers
+OF_THE_CLOCK = ("time/", "tokens_per_second", "trainer/", "in_flight/")
+
+
+def is_of_the_clock(metric: str) -> bool:
+    """Whether a metric depends on how fast something was, so that no two runs agree in it.
+
+    Example:
+        >>> is_of_the_clock("time/update"), is_of_the_clock("kl/ref")
+        (True, False)
+    """
+    return metric.startswith(OF_THE_CLOCK)
+
+
 class PhaseTimes:
     """Seconds by phase, collected until they are taken."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._started = time.perf_counter()
+        self._started = self._asked = time.perf_counter()
+        self._waited = 0.0
 
     def start(self) -> None:
         """Begins the time of an optimizer step, its rollout included; a validation before it does not count."""
@@ -159,7 +204,15 @@ class PhaseTimes:
         yield
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._waited += seconds if name in WAITING else 0.0
+
+    def idle(self) -> Stat:
+        """The share of all time since the last call in which the trainer waited for answers."""
+        waited, asked = self._waited, self._asked
+        self._waited, self._asked = 0.0, time.perf_counter()
+        return Stat.single(waited / (self._asked - asked))
 
     def take(self) -> dict[str, Stat]:
         """``time/<phase>`` of every phase since the last call, in seconds."""
@@ -185,7 +238,7 @@ def global_values(
 ) -> dict[str, float]:
     """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
     running = RunningStats(collectives).to(device)
-    running.update(stats)
+    running.join(stats)
     return running.figures()
 
 
@@ -214,8 +267,10 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int
         names = (
             ON_THE_BAR[:1] if module.trainer.progress_bar_callback is None else ON_THE_BAR
         )  # Lightning is slow at it
-        shown = {name: row[name] for name in names if name in row}
-        module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+        shown = module.current_epoch, {name: row[name] for name in names if name in row}
+        if shown != metrics.shown:  # it keeps the last value of each for an epoch
+            module.log_dict(shown[1], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+            metrics.shown = shown
 
 
 def log_rest(trainer: Trainer, metrics: MetricLog, ticket: int) -> None:

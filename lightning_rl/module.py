@@ -1,8 +1,9 @@
 """RLLightningModule: the life of a rollout as hooks of a LightningModule, in their order."""
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,10 +27,13 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.arguments import check_bools, check_choices, check_counts, check_numbers
 from lightning_rl.checkpointing import (
     Interrupts,
+    check_agreement,
     protect_checkpoints,
     protect_loops,
+    protect_resume,
     read_checkpoint,
     restore_options,
+    weights_at_a_glance,
     write_pretrained,
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
@@ -40,7 +44,7 @@ from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, pr
 from lightning_rl.description import import_by_name
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.environments import Limits
-from lightning_rl.environments.environments import Environments, EnvironmentSource, factories_of
+from lightning_rl.environments.environments import Environments, EnvironmentSource, RowCheck, factories_of
 from lightning_rl.environments.failures import report_environments
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
 from lightning_rl.environments.tools import Tool
@@ -127,7 +131,8 @@ class RLLightningModule(LightningModule):
         lr_scheduler: from the optimizer to a scheduler that counts optimizer steps, such as ``warmup_then_linear``.
         environment: what every sample talks to over several turns: a class or function that makes an ``Environment``
             for each conversation, or several by name, of which the column ``environment`` of the data names one.
-        tools: functions that the policy may call, instead of an environment; see :class:`ToolEnvironment`.
+        tools: functions that the policy may call, instead of an environment; see :class:`ToolEnvironment`. None for
+            none.
         tool_parser: what reads the policy's tool calls: a response template of transformers, the name of a renderer,
             ``"hermes"``, or a function; None for one that reads what the chat template writes.
         max_turns: most answers of a conversation, whose drawn tokens are together at most
@@ -184,7 +189,7 @@ class RLLightningModule(LightningModule):
         engine: Engine | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008  frozen
         environment: EnvironmentSource | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | None = None,
         tool_parser: ParserSource | None = None,
         max_turns: int = 8,
         max_turn_tokens: int | None = None,
@@ -235,7 +240,7 @@ class RLLightningModule(LightningModule):
         self.limits = Limits(turns=max_turns, turn_tokens=max_turn_tokens)
         self.tool_parser = check_source(import_by_name(tool_parser=tool_parser))
         self._parse: AnswerParser | None = None
-        self.spoken_environments: frozenset[str] = frozenset()
+        self._schemas: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         self.environment_workers = WorkerPool.of(
             self.environments,
             environment_workers=environment_workers,
@@ -247,6 +252,9 @@ class RLLightningModule(LightningModule):
         self.max_idle_rollouts = max_idle_rollouts
         self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
         self.rewards = Rewards(rewards, seconds=reward_seconds)
+        signature = inspect.signature(RLLightningModule.__init__).parameters
+        defaults = {name: parameter.default for name, parameter in signature.items()}
+        compatibility.check_conversations(options, defaults, environments=bool(self.environments))
         compatibility.check_rewards(self.rewards.functions.values(), environments=bool(self.environments))
         self.estimator, self.loss = (
             resolve_advantages(import_by_name(advantages=advantages)),
@@ -357,13 +365,15 @@ class RLLightningModule(LightningModule):
             return None
         lengths = [max_prompt_length(self.required_policy.model, 0), self.engine.max_length]
         length = min((limit for limit in lengths if limit is not None), default=None)
+        vocabulary = self.required_policy.model.config.get_text_config().vocab_size
         return Environments(
             factories=self.environments,
-            limits=replace(self.limits, length=length),
+            limits=replace(self.limits, length=length, vocabulary=vocabulary),
             tokenizer=self.tokenizer,
             close=frozenset(self.run.sampling.eos_token_ids or ()),
             template_options=self.prompt_stream.template_options if self._has_data else {},
             parse=self._parse,
+            schemas=self._schemas,
             seed=self.seed,
             workers=self.environment_workers,
         )
@@ -387,12 +397,14 @@ class RLLightningModule(LightningModule):
         self.parallel.check(self.max_grad_norm)
         protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
         protect_loops(self.trainer)
+        protect_resume(self.trainer)
         critic = self.sources["critic"] is not None
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         compatibility.check_ratios(corrections, self.loss)
         compatibility.check_pairs(corrections)
         compatibility.check_estimator(corrections, self.estimator, critic=critic, group_size=self.group_size)
+        compatibility.check_turn_rewards(self.rewards.sources, corrections, self.estimator)
         steps, engine = self.steps_per_rollout, self.engine
         compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
         self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
@@ -425,6 +437,7 @@ class RLLightningModule(LightningModule):
             built = self._build_policy() if self.policy is None else self.policy if alone else None
             self._add_replica(built)
             reference = self._build_reference(built)
+        self._check_agreement(built, reference)
         if built is not None:
             self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
         if reference is not None:
@@ -436,20 +449,38 @@ class RLLightningModule(LightningModule):
             self.run.reference = AdapterOffScorer(self.required_policy, model)
         self.run.sampling = with_eos(self.sampling, model, self.tokenizer)
         vocabulary = model.config.get_text_config().vocab_size
+        check = RowCheck(tuple(self.environments)) if self.environments else None
         if self._has_data:
             longest = max_prompt_length(model, self.sampling.max_new_tokens)
-            self.prompt_stream.connect(self.tokenizer, longest, vocabulary)
+            self.prompt_stream.connect(self.tokenizer, longest, vocabulary, check)
         self._questions = tuple(
             questions_of(
-                evaluation, model=model, tokenizer=self.tokenizer, sampling=self.sampling, rewards=self.rewards
+                evaluation,
+                model=model,
+                tokenizer=self.tokenizer,
+                sampling=self.sampling,
+                rewards=self.rewards,
+                check=check,
             )
             for evaluation in self.evaluations
         )
         if (environments := self._conversations) is not None:
             first = self.prompt_stream.first() if self._has_data else None
-            self._parse, self.spoken_environments = environments.check(self.tool_parser, first)
+            checked = environments.check(self.tool_parser, first)
+            self._parse, self._schemas = checked.parse, checked.schemas
         for sampling in (self.run.sampling, *(questions.sampling for questions in self._questions)):
             compatibility.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
+
+    def _check_agreement(self, built: PolicyModel | None, reference: Scorer | None) -> None:
+        """All ranks begin alike: what they have built and not split yet, and their rows."""
+        if process_count() == 1:
+            return
+        models = {"policy": built, "reference": None if reference is None else reference.model}
+        weights = {
+            name: weights_at_a_glance(model.named_parameters()) for name, model in models.items() if model is not None
+        }
+        rows = {"data": self.prompt_stream.fingerprint} if self._has_data else {}
+        check_agreement({**weights, **rows})
 
     def _build_policy(self) -> PolicyModel:
         return build_policy(
@@ -522,10 +553,12 @@ class RLLightningModule(LightningModule):
             raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
         with self._undoing():
             self.run.idle.check(self.max_idle_rollouts)
+            flying = self._flying(batch.rollout)
             rollout, sampled, noted = self._sample(batch, batch_idx)
             self.run.current, stats = self._finish(rollout, batch.rollout)
             self.rest()
-            stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **self.run.times.take()}
+            times = {**flying, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
+            stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
             shown = {**stats, **noted, **census(self.run.current.rollout)}
             self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
             log_for_monitors(self, self.run.idle.figures)
@@ -567,9 +600,12 @@ class RLLightningModule(LightningModule):
         """The samples of a rollout with their rewards, generated now or ahead."""
         sampler, number = self.sampler, ticket.rollout
         groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
-        first = self._take_ahead(number)
+        first = None if self._streams else self._take_ahead(number)
         with self._phase("sync"):
             self.sync(number)
+        if self._streams:  # first of all the engine is asked for what these weights admit
+            self._prefetch(sampler, ticket, batch_idx)
+            first = self._take_ahead(number)
         with self._phase("generate"):
             if not isinstance(first, Samples):
                 first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
@@ -612,25 +648,40 @@ class RLLightningModule(LightningModule):
         share = stream.prompts_per_rollout // ranks
         return deal(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
 
+    @property
+    def _streams(self) -> bool:
+        """Whether all rollouts that the bound admits are generated at once, through every sync: tokens mix versions."""
+        return self.max_staleness > 1 and self.engine.capabilities.concurrent
+
     def _take_ahead(self, number: int) -> Samples | Sequence[Prompt] | None:
         """What was generated ahead for a rollout."""
         if not self.max_staleness:
             return None
         with self._phase("wait"):
-            if self.run.corrections.contributors("keep_groups"):
+            if self.run.corrections.contributors("keep_groups") and not self._streams:
                 self.run.prefetcher.drain()  # the engine has to be free to sample again what a filter drops
             return self.run.prefetcher.take(number)
+
+    def _flying(self, number: int) -> dict[str, Stat]:
+        """What is in flight when the trainer comes for a rollout."""
+        if not self.max_staleness:
+            return {}
+        tokens, oldest = self.engine.in_flight.tokens(), self.engine.in_flight.oldest()
+        age = Stat.single(0 if oldest is None else number - oldest)
+        return {"in_flight/tokens": Stat.single(tokens), "in_flight/staleness": age.maximum()}
 
     def _prefetch(self, sampler: Sampler, ticket: Ticket, batch_idx: int) -> None:
         """Has the next rollouts generated in the background, as far as the run is sure to go, unless they are."""
         end = ticket.index + remaining_tickets(self.trainer, batch_idx)
-        for number in range(ticket.rollout + 1, ticket.rollout + 1 + self.max_staleness):
-            if number in self.run.prefetcher or number * self.steps_per_rollout >= end:
-                continue
-            if number in self.skip_rollouts:
-                self.run.prefetcher.hold(number, self._next_prompts())
-            else:
-                self.run.prefetcher.submit(number, self._next_prompts(), sampler, self.device)
+        prefetcher, streams = self.run.prefetcher, self._streams
+        at_once = 1 + self.max_staleness if streams else 1
+        submit = partial(prefetcher.submit, sampler=sampler, device=self.device, at_once=at_once)
+        for number in range(ticket.rollout + (not streams), ticket.rollout + 1 + self.max_staleness):
+            skipped, held = number in self.skip_rollouts, prefetcher.waiting_prompts(number)
+            if held is not None and streams and not skipped:
+                submit(number, held)
+            elif number not in prefetcher and number * self.steps_per_rollout < end:
+                (prefetcher.hold if skipped else submit)(number, self._next_prompts())
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -887,6 +938,8 @@ class RLLightningModule(LightningModule):
 
     def close_engine(self) -> None:
         """Ends what generates and what scores, and gives its memory back; the next sync starts it again."""
+        if self.engine.capabilities.concurrent:
+            self.engine.close()  # cuts short what nobody will train on
         self.run.prefetcher.close()
         for questions in self._questions:
             questions.rewards.close()
@@ -1090,7 +1143,7 @@ class RLLightningModule(LightningModule):
         )
         outcomes = [transcript.outcome for transcript in sampler.converse(asked.by_prompt)]
         report_environments(outcomes, None)
-        texts = [sampler.text(outcome.answer) for outcome in outcomes]
+        texts = sampler.texts([outcome.answer for outcome in outcomes])
         self.rest()
         texts = self.parallel.collectives.share(texts)
         answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]
@@ -1148,7 +1201,9 @@ class RLLightningModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds every rank's rollout in progress, those generated ahead, counters and unlogged metrics."""
-        self.run.prefetcher.drain(hurried=self.run.settled is not None or bool(CLOCK.stopped_by))
+        hurried = self.run.settled is not None or bool(CLOCK.stopped_by)
+        if hurried or not self._streams:
+            self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
         hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # LightningCLI takes them for arguments
         for name in self.run.configuration.keys() & hparams.keys():

@@ -1,7 +1,8 @@
-"""Progress: the phase that a run is in, on Lightning's progress bars."""
+"""Progress: the phase that a run is in, on Lightning's progress bars, and lines above them."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.utilities import rank_zero_info
 
 
 def show_phase(trainer: Trainer, phase: str) -> None:
@@ -15,3 +16,12 @@ def show_phase(trainer: Trainer, phase: str) -> None:
         shown.set_description(text, refresh=bool(shown.fp.isatty()))
     elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
         bar.progress.update(bar.train_progress_bar_id, description=text)
+
+
+def show_line(trainer: Trainer, text: str) -> None:
+    """Prints a line on the first rank, above a progress bar if there is one."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar | RichProgressBar) and bar.is_enabled:
+        bar.print(text)
+    else:
+        rank_zero_info(text)

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
@@ -112,13 +114,13 @@ class Rollout:
             actions: whether the policy sampled each token of each response; by default it did.
             dtype: of the rewards.
         """
-        prompt_ids, prompt_lengths = pad_rows([torch.as_tensor(row) for row in prompts], torch.int64)
-        response_ids, lengths = pad_rows([torch.as_tensor(row) for row in responses], torch.int64)
+        prompt_ids, prompt_lengths = pad_lists(prompts, torch.int64)
+        response_ids, lengths = pad_lists(responses, torch.int64)
         inside = torch.arange(response_ids.shape[1]) < lengths[:, None]
-        sampled = inside if actions is None else pad_rows([torch.as_tensor(row) for row in actions], torch.bool)[0]
+        sampled = inside if actions is None else pad_lists(actions, torch.bool)[0]
         version = torch.zeros_like(response_ids)
         if versions is not None:
-            version, _ = pad_rows([torch.as_tensor(row) for row in versions], torch.int64)
+            version, _ = pad_lists(versions, torch.int64)
         ends = torch.tensor([Finish.STOP] * len(lengths) if finish is None else list(finish), dtype=torch.uint8)
         trained = (ends != Finish.ABORT) & (ends != Finish.FAILED)
         return cls(
@@ -274,11 +276,23 @@ def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
 
 def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
     """Rows [L, ...] of different lengths as one tensor [B, T, ...], filled with 0 on the right, and their lengths."""
-    width = max([1, *map(len, rows)])
-    padded = torch.zeros(len(rows), width, *(rows[0].shape[1:] if rows else ()), dtype=dtype)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return padded, torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    joined = torch.cat(list(rows)).to(dtype) if rows else torch.zeros(0, dtype=dtype)
+    return _pad(joined, lengths), lengths
+
+
+def pad_lists(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
+    """The same of rows [L] of plain numbers, or of tensors of them, as one tensor [B, T]."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    joined = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+    return _pad(torch.from_numpy(joined).to(dtype), lengths), lengths
+
+
+def _pad(joined: Tensor, lengths: Int[Tensor, " B"]) -> Tensor:
+    width = max(1, int(lengths.max())) if len(lengths) else 1
+    padded = joined.new_zeros(len(lengths), width, *joined.shape[1:])
+    padded[torch.arange(width) < lengths[:, None]] = joined
+    return padded
 
 
 def concatenate(parts: Sequence[Rollout]) -> Rollout:

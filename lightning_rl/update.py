@@ -15,7 +15,7 @@ from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.edits import EditWatch
 from lightning_rl.policy import Microbatch, Outputs
-from lightning_rl.policy.model import check_finite
+from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
@@ -162,22 +162,26 @@ def accumulate_gradient(
         notices_exhaustion: note that memory ran out, instead of raising.
 
     Raises:
+        FloatingPointError: if the policy says something that is not finite of a valid token, on an accelerator once all
+            microbatches are through; the message names the sample.
         torch.OutOfMemoryError: if memory runs out and nobody asked to have it noted, or the ranks exchange gradients.
     """
     weights, gradient = StepWeights(rollout, microbatches, collectives.sum), StepGradient()
     entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
+    finite = FiniteOutputs(rollout.groups.device)
 
     def view_of(microbatch: Microbatch) -> LossView:
         rows = microbatch.rows_of(rollout)
         with algorithm.corrections.forward_context(rows):
             outputs = forward(microbatch)
-        check_finite(outputs, rows)
+        finite.note(outputs, rows)
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:
         notices_exhaustion = notices_exhaustion and alone  # what is prepared for a microbatch fits no other
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
+            finite.check()
             prepared = _prepare(algorithm, views, collectives)
 
     def loss_of(microbatch: Microbatch, number: int) -> LossParts:
@@ -204,6 +208,7 @@ def accumulate_gradient(
                 gradient.add(loss)
         if gradient.exhausted and alone:
             break
+    finite.check()
     return gradient
 
 

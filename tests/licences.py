@@ -8,10 +8,16 @@ import sys
 from importlib.metadata import Distribution, distributions
 from typing import Any
 
-HEAD = """# Licences
+UPLOT = "1.6.32"
+HEAD = f"""# Licences
 
 Of every package that `make install` puts into `.venv`, as its metadata says, written by `make licences`. The library
-itself is Apache-2.0 and carries none of them.
+itself is Apache-2.0 and carries none of them. What it carries is a library for charts, in every
+[report](report.md):
+
+| carried | licence |
+|---|---|
+| uPlot {UPLOT} | MIT |
 
 | package | licence |
 |---|---|

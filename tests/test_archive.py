@@ -75,6 +75,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
     "a payload": lambda path: saved(path, {"lightning_rl": Payload(path.with_name("left"))}),
     "a payload in the old format": lambda path: path.write_bytes(pickle.dumps(Payload(path.with_name("left")))),
     "a payload in protocol 5": lambda path: packed(path, pickle.dumps(Payload(path.with_name("left")), 5)),
+    "plain values in protocol 4": lambda path: packed(path, b"\x80\x04]."),
     "the importer": lambda path: packed(path, b"\x80\x02cbuiltins\n__import__\nX\x02\x00\x00\x00os\x85R."),
     "an attribute": lambda path: packed(path, b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."),
     "a class of ours": lambda path: packed(path, b"\x80\x02clightning_rl.recording.recorder\nRolloutRecorder\n)R."),
@@ -98,7 +99,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning", "ignore:Detected pickle protocol 5:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning")
 def test_an_attack_ends_in_a_sentence(attack: str, mmap: bool, tmp_path: Path) -> None:
     ATTACKS[attack](tmp_path / "a.pt")
     with pytest.raises(
@@ -118,7 +119,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning", "ignore:Detected pickle protocol 5:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning")
 def test_an_attack_beside_a_checkpoint_is_never_the_newest_one(attack: str, tmp_path: Path) -> None:
     saved(tmp_path / "good.ckpt", {"global_step": 1})
     if attack == "a folder":

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import GAE, RLLightningModule, Stat
+from lightning_rl import GAE, RLLightningModule, Stat, metrics
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL
 from lightning_rl.metrics import LIGHTNINGS_DEFAULT, MetricLog, RunningStats, global_values
 
@@ -27,7 +27,7 @@ CORE = {
     "reward/task", "reward/parity_reward", "reward/shaped", "kl/ref", "kl/rollout", "kl/penalty", "optim/grad_norm",
     "optim/skipped", "policy/entropy", "policy/ratio_max", "policy/clip_low", "policy/clip_high", "length/mean",
     "length/truncated", "groups/zero_variance", "time/generate", "time/reward", "time/score", "time/signal",
-    "time/sync", "time/update",
+    "time/sync", "time/update", "trainer/idle",
     "tokens_per_second", "staleness/mean", "staleness/max", "loss/total", "loss/policy",
 }  # fmt: skip
 
@@ -142,6 +142,21 @@ def test_a_state_is_a_copy() -> None:
     assert running.figures() == {"a": 2.0}
 
 
+def test_lightning_is_given_a_value_again_only_if_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, watched, log_dict = list[dict[str, float]](), Watched(), LightningModule.log_dict
+
+    def noted(self: LightningModule, dictionary: Any, **options: Any) -> None:
+        given.append(dict(dictionary))
+        log_dict(self, dictionary, **options)
+
+    monkeypatch.setattr(LightningModule, "log_dict", noted)
+    fit(tiny_module(minibatches=2, epochs=2), callbacks=[watched], logger=Keeping(), log_every_n_steps=1)
+    rewards = [known["reward/task"] for known in watched.known]
+    assert len(rewards) > 4 and all("reward/task" in values for values in given)
+    changes = [value for place, value in enumerate(rewards) if place == 0 or value != rewards[place - 1]]
+    assert [values["reward/task"] for values in given] == pytest.approx(changes)
+
+
 def test_global_values_are_the_figures_of_statistics() -> None:
     stats = {"mean": population([1.0, 3.0]), "max": population([1.0, 3.0]).maximum(), "none": population([])}
     assert global_values(stats) == {"mean": 2.0, "max": 3.0}
@@ -241,3 +256,21 @@ def test_a_run_of_several_epochs_keeps_counting() -> None:
     rows = logged(max_epochs=3, data=tiny_prompts(8, 4))
     assert [step for step, _ in rows] == list(range(12))
     assert [row["rollout"] for _, row in rows] == list(itertools.chain.from_iterable([n, n] for n in range(6)))
+
+
+def test_a_trainer_is_idle_for_the_share_of_time_in_which_it_waits_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    times, device = metrics.PhaseTimes(), torch.device("cpu")
+
+    def spend(phase: str, seconds: float) -> None:
+        with times.phase(phase, device):
+            now[0] += seconds
+
+    for phase, seconds in (("wait", 1.0), ("generate", 2.0), ("sync", 3.0), ("update", 4.0)):
+        spend(phase, seconds)
+    assert times.idle().value() == pytest.approx(0.3)
+    times.start()  # of the next step: what was waited for stays counted since the last rollout
+    spend("update", 1.0)
+    spend("wait", 1.0)
+    assert times.idle().value() == pytest.approx(0.5)

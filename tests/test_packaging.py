@@ -16,7 +16,7 @@ from lightning_rl import callbacks
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"LICENSE", "MANIFEST.in", "README.md", "callbacks", "lightning_rl", "pyproject.toml"}
 TOP_LEVEL = SHIPPED | {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "SECURITY.md", "benchmarks", "docs", "recipes"}
-TOP_LEVEL |= {"requirements.lock", "tests"}
+TOP_LEVEL |= {"mkdocs.yml", "requirements.lock", "tests"}
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 
 # Runs without `site`, or an editable install of the checkout would answer for the one under test; `addsitedir` reads
@@ -47,13 +47,14 @@ def run(folder: Path, *command: str | Path) -> str:
 
 
 def imported_files(installed: Path, *what: str | Path) -> list[Path]:
-    """Returns the file of each package, and the typing marker, as imported once ``what`` is ``installed``."""
+    """Returns the file of each package, the typing marker and a page, as imported once ``what`` is ``installed``."""
     installed.mkdir()
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     run(installed, sys.executable, "-m", "pip", "install", *offline, "--target", installed, *what)
     printed = run(installed, sys.executable, "-ISc", PROBE, installed, sysconfig.get_path("purelib"), *PACKAGES)
     files = [Path(file) for file in json.loads(printed)]
-    return [*files, files[0].with_name("py.typed")]
+    page = files[0].parent / "reporting" / "assets" / "report.html"
+    return [*files, files[0].with_name("py.typed"), page]
 
 
 @pytest.fixture(params=["linked", "unlinked"])

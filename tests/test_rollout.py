@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import Finish, LossView, Rollout
-from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate
+from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate, pad_lists, pad_rows
 
 
 def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
@@ -275,3 +275,19 @@ def test_no_samples_are_no_rows_with_the_same_fields() -> None:
     some = Rollout.of_samples([[2]], [[3]], groups=[0])
     assert len(nobody) == 0 and [name for name, _ in nobody.tensors()] == [name for name, _ in some.tensors()]
     assert len(concatenate([nobody, some])) == 1
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[], [3, 4], [5]], [[1, 2, 3]]])
+def test_lists_are_padded_as_tensors_are(rows: list[list[int]]) -> None:
+    padded, lengths = pad_lists(rows, torch.int64)
+    expected, expected_lengths = pad_rows([torch.tensor(row, dtype=torch.int64) for row in rows], torch.int64)
+    assert torch.equal(padded, expected) and padded.dtype == expected.dtype
+    assert lengths.tolist() == expected_lengths.tolist() == [len(row) for row in rows]
+    assert padded.tolist() == [row + [0] * (padded.shape[1] - len(row)) for row in rows]
+
+
+def test_rows_with_further_axes_are_padded_with_zeros() -> None:
+    rows = [torch.ones(2, 3), torch.ones(0, 3), torch.full((1, 3), 2.0)]
+    padded, lengths = pad_rows(rows, torch.float64)
+    assert padded.dtype == torch.float64 and padded.shape == (3, 2, 3) and lengths.tolist() == [2, 0, 1]
+    assert padded[:, :, 0].tolist() == [[1.0, 1.0], [0.0, 0.0], [2.0, 0.0]]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import Echo
 from kit.support import callback_of, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,6 +41,7 @@ from lightning_rl.advantages import (
     LengthAdaptive,
     OptimalTokenBaseline,
     PassAtK,
+    ReinforcePlusPlus,
     RelativePosition,
 )
 from lightning_rl.audit import SignalAudit, SignalLedger
@@ -240,11 +242,74 @@ NUMBERS: dict[str, Case] = {
     "checkpoint_errors": (made(checkpoint_errors="stop"), "checkpoint_errors raise or warn, got 'stop'"),
     "max_turns": (made(max_turns=0), "max_turns to be a whole number above 0, got 0"),
     "max_turn_tokens": (made(max_turn_tokens=0), "max_turn_tokens to be a whole number above 0 or None, got 0"),
+    "max_turn_tokens above all": (
+        made(environment=Echo, max_turn_tokens=9),
+        "expected max_turn_tokens of at most 8, the max_new_tokens of sampling, .*, got 9: raise max_new_tokens, or",
+    ),
+    "max_turn_tokens alone": (
+        made(max_turn_tokens=4),
+        "expected environment= or tools= for max_turn_tokens=4, got neither: pass .*, or leave max_turn_tokens out",
+    ),
+    "tool_parser alone": (made(tool_parser="hermes"), "expected environment= or tools= for tool_parser='hermes', got"),
+    "environment_workers alone": (
+        made(environment_workers=2),
+        "expected environment= or tools= for environment_workers=2, got neither",
+    ),
     "max_failed_environments": (
         made(max_failed_environments=2),
         r"expected max_failed_environments in \(0, 1\] or None, got 2",
     ),
-    "environment that is made": (made(environment=3), "expected environment environment to be a class or a function"),
+    "environment that is a number": (
+        made(environment=3),
+        "expected environment environment to be a class or a function .*, got 3: pass the class itself, or a lambda",
+    ),
+    "environment with arguments": (
+        made(environment={"gym": GymEnvironment}),
+        r"expected environment gym to be made without arguments .*, got GymEnvironment, missing a required "
+        r"argument: 'make': pass functools.partial\(GymEnvironment, ...\) or a lambda",
+    ),
+    "environment without a name": (made(environment={3: Echo}), "a name without / for each environment, .*, got 3"),
+    "environment of an empty name": (made(environment={"": Echo}), "a name without / for each environment, .*, got ''"),
+    "environment of a path": (made(environment={"a/b": Echo}), "a name without / .*, got 'a/b': its metrics are env/"),
+    "environment that is an object": (
+        made(environment=Echo()),
+        "to be a class or a function .*, got an object of Echo: pass Echo itself, or a lambda that makes one",
+    ),
+    "environment that is a word": (
+        made(environment="Guess"),
+        "got 'Guess': pass the class itself, or its name with its module, such as my_package.Guess",
+    ),
+    "turn_rewards-elsewhere": (
+        fitted(advantages=ReinforcePlusPlus(turn_rewards=True)),
+        r"one EnvironmentReward\(\) of weight 1 for ReinforcePlusPlus\(turn_rewards=True\), .*, got none: add it",
+    ),
+    "turn_rewards-weight": (
+        fitted(
+            advantages=ReinforcePlusPlus(turn_rewards=True),
+            environment=Echo,
+            rewards={"talk": (EnvironmentReward(), 0.5)},
+        ),
+        r"one EnvironmentReward\(\) of weight 1 .*, got weights \[0.5\]",
+    ),
+    "turn_rewards-scaled": (
+        fitted(
+            RewardNormalization(),
+            advantages=ReinforcePlusPlus(turn_rewards=True),
+            environment=Echo,
+            rewards=EnvironmentReward(),
+        ),
+        "expected rewards that are trained as they are for .*, got RewardNormalization, which scales those of rows",
+    ),
+    "no tools": (made(tools=[]), r"expected tools to be a list of at least one function, got \[\]: leave tools out"),
+    "max_turns alone": (made(max_turns=3), "expected environment= or tools= for max_turns=3, got neither: pass what"),
+    "max_failed_environments alone": (
+        made(max_failed_environments=None),
+        "expected environment= or tools= for max_failed_environments=None, got neither",
+    ),
+    "environment_timeout alone": (
+        made(environment_timeout=5.0),
+        "expected environment= or tools= for environment_timeout=5.0, got neither",
+    ),
     "no environment": (made(environment={}), "expected an environment or several by name, got an empty mapping"),
     "environment and tools": (made(environment=dict, tools=[print]), "expected environment= or tools=, got both"),
     "tools": (made(tools="calculator"), "expected tools to be a list of functions, got 'calculator'"),
@@ -640,6 +705,12 @@ def test_every_switch_of_an_estimator_or_loss_is_true_or_false(known: Any) -> No
 def test_a_preset_is_no_list_of_callbacks() -> None:
     with pytest.raises(TypeError, match=r"\*\*preset.options to the module and callbacks=\[\*preset.callbacks\]"):
         bare(*presets.dapo(max_new_tokens=8))
+
+
+@pytest.mark.parametrize("name", ["environment_timeout", "conversation_timeout"])
+def test_a_limit_of_time_without_workers_is_told_to_bound_nothing(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name}=90 bounds nothing, .*: pass environment_workers=, or leave {name}"):
+        tiny_module(environment=Echo, **{name: 90.0})
 
 
 def test_a_reference_that_nothing_reads_is_said() -> None:

@@ -30,7 +30,8 @@ class RewardSignal:
         groups: which prompt each row answers, shape [B]; a group lies on one rank.
         valid_tokens: tokens that train, shape [B, T].
         token_rewards: what the corrections give to single tokens, shape [B, T].
-        shaped: token rewards, plus the score at the last valid token, shape [B, T].
+        shaped: token rewards, plus the score at the last valid token, or what turns earned of it where they did, shape
+            [B, T].
         values: of the critic, shape [B, T]; None without one.
         greedy: score of the greedy answer to the row's prompt, shape [B]; None unless the estimator asks for it.
         turns: which turn drew each token, from 1, at most 0 for the environment's, shape [B, T]; None without turns.
@@ -86,6 +87,7 @@ class Estimator(ABC):
         reads: names of the rollout fields that it needs.
         per_token: whether it uses token rewards; if not, corrections that give some are refused.
         needs_greedy: whether it needs a greedy answer to each prompt, which never trains.
+        turn_rewards: whether what an environment gave for a turn stands at that turn in ``shaped``, and not at the end.
         within_groups: whether a row's advantage depends on the rows of its own group alone.
         shift_invariant: whether a constant added to all scores of a group changes nothing.
     """
@@ -93,6 +95,7 @@ class Estimator(ABC):
     reads: tuple[str, ...] = ()
     per_token: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False
+    turn_rewards: bool = False
     within_groups: bool = False
     shift_invariant: bool = False
 

@@ -28,6 +28,7 @@ class GAE(Estimator):
         lam_critic: the decay of the returns that the critic learns; None for ``lam``. With 1 they are what followed,
             without the critic's own bias.
         whitened: whether advantages are shifted and scaled to mean 0 and deviation 1 over all valid tokens.
+        turn_rewards: whether what an environment gave for a turn is earned there, and not at the end of the row.
 
     Raises:
         ValueError: if ``gamma`` or a decay leaves [0, 1].
@@ -40,12 +41,13 @@ class GAE(Estimator):
     lam: float | TraceDecay = 1.0
     lam_critic: float | TraceDecay | None = None
     whitened: bool = True
+    turn_rewards: bool = False
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
         check_decay(gamma=self.gamma)
         check_trace_decay(lam=self.lam, **({} if self.lam_critic is None else {"lam_critic": self.lam_critic}))
-        check_bools(whitened=self.whitened)
+        check_bools(whitened=self.whitened, turn_rewards=self.turn_rewards)
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
+from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import global_moments
 from lightning_rl.signal.returns import check_decay, discounted_returns
 
@@ -23,6 +24,8 @@ class ReinforcePlusPlus(Estimator):
 
     Args:
         gamma: discount of a step, in [0, 1].
+        turn_rewards: whether what an environment gave for a turn is earned there, and not at the end of the row: with
+            ``gamma=1`` every token of a turn then has what that turn and the later ones earned, without a critic.
 
     Raises:
         ValueError: if ``gamma`` leaves [0, 1].
@@ -31,10 +34,12 @@ class ReinforcePlusPlus(Estimator):
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0
+    turn_rewards: bool = False
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
         check_decay(gamma=self.gamma)
+        check_bools(turn_rewards=self.turn_rewards)
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:

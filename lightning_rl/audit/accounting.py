@@ -26,12 +26,14 @@ class Charges:
     Attributes:
         taken: by stage, how many rows, how many tokens and what weight it took; the weight of a stage that makes tokens
             heavier is negative.
+        lost: by stage, the tokens that it took, [B, T].
     """
 
     tokens: Bool[Tensor, "B T"]
     rows: Bool[Tensor, " B"]
     weight: Float[Tensor, "B T"]
     taken: dict[str, Tensor] = field(default_factory=dict)
+    lost: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(rollout: Rollout) -> "Charges":
@@ -58,7 +60,8 @@ class Charges:
         self._take(stage, self.rows & ~emptied, tokens, self.weight * factor.double().abs())
 
     def _take(self, stage: str, rows: Tensor, tokens: Tensor, weight: Tensor) -> None:
-        before = self.remainder()
+        before, gone = self.remainder(), self.tokens & ~tokens
+        self.lost[stage] = gone | self.lost[stage] if stage in self.lost else gone
         self.rows, self.tokens, self.weight = rows, tokens, weight
         self.taken[stage] = self.taken.get(stage, 0.0) + before - self.remainder()
 

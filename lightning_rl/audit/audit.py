@@ -47,8 +47,7 @@ from lightning_rl.audit.replays import ReplayWatch
 from lightning_rl.audit.replies import RewardWatch
 from lightning_rl.audit.rows import RowWatch
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.seams import early_ends, seams_of
-from lightning_rl.audit.spoken import SpokenWatch
+from lightning_rl.audit.seams import contexts_of, early_ends, seams_of
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.talk_figures import talk_figures, words_logprob
@@ -268,7 +267,7 @@ class _RunWatch:
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards, self._replays = RewardWatch(module.rewards.functions), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
-        self._spoken, self._moves = SpokenWatch(module), MoveWatch(module)
+        self._moves = MoveWatch(module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Those that look at this audit; all of them if they were named."""
@@ -326,10 +325,10 @@ class _RunWatch:
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
             seams=seams_of(module, talks, self._number),
+            contexts=contexts_of(module, talks, self._number),
             words_logprob=words_logprob(module, rollout) if module.environments else None,
             told=accounts_of(talks, early_ends(module, talks)),
             reference_weights=(weights if self._reference is None else self._reference, weights),
-            spoken=self._spoken.turns(self.batches, self.calls, samples, self._number),
             moves=self._moves.moves,
         )
         self._moves.before(rollout)

@@ -41,6 +41,8 @@ COVERAGE: Mapping[str, str] = {
     "rollout": RECOMPUTED,
     "tokens_per_second": "not covered: seconds cannot be measured again",
     "time/<phase>": "not covered: seconds cannot be measured again",
+    "trainer/idle": "not covered: seconds cannot be measured again",
+    "in_flight/<figure>": "not covered: what was in flight at some moment cannot be seen again",
     "val/<figure>": "not covered: the audit looks at training alone",
     "test/<figure>": "not covered: the audit looks at training alone",
     "signal_audit/<figure>": "not covered: the audit's own",

@@ -215,10 +215,16 @@ def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequen
 
 
 def _greedy_ratio(own: Tensor, scores: Tensor, tolerance: float) -> float:
-    """How much likelier a sample is for an engine that draws :data:`GREEDY_SHARE` of them greedily: a logarithm."""
-    if (own < scores.amax(-1)).any():
+    """How much likelier a sample is for an engine that draws :data:`GREEDY_SHARE` of them greedily: a logarithm.
+
+    Which one of several likeliest tokens such an engine takes is left to chance: they are those that rounding cannot
+    tell apart, as equal logits are, so that where all tokens are alike no sample is likelier for it.
+    """
+    least = scores.amax(-1) - tolerance
+    if (own < least).any():
         return math.log1p(-GREEDY_SHARE)
-    surest = -float(own.sum()) - tolerance * len(own)
+    likeliest = (scores >= least[:, None]).sum(-1).log().sum()
+    surest = -float(own.sum() + likeliest) - tolerance * len(own)
     return float(torch.logaddexp(*torch.tensor([math.log1p(-GREEDY_SHARE), math.log(GREEDY_SHARE) + surest])))
 
 

@@ -17,8 +17,7 @@ from lightning_rl.audit.moves import Move
 from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.replays import Replay
 from lightning_rl.audit.replies import RewardReply
-from lightning_rl.audit.seams import Seam
-from lightning_rl.audit.spoken import SpokenTurn
+from lightning_rl.audit.seams import Context, Seam
 from lightning_rl.audit.step import RecomputedStep, StepEvidence
 from lightning_rl.audit.talks import Told
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
@@ -116,13 +115,13 @@ class Evidence:
             scores, [N] each; nothing where they could not be taken.
         reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
         seams: what stands between some answers of conversations, beside what the template writes.
+        contexts: what some conversations begin with, and go on with once they are rewritten, beside the same.
         told: what rewards are told of conversations.
         words_logprob: mean log-probability of what environments say in a row of each group; None if unknown.
         replays: what copies of environments said when conversations were held once more.
         step: one optimizer step as it was made; None before the first.
         numbers: that each correction keeps, by its name and theirs, for each rank.
         edits: of fields of the rollout, by whatever way, with who made them.
-        spoken: the turns of conversations in messages.
         moves: how far what environments say, and what the policy drew, moved in the steps of audited rollouts.
     """
 
@@ -150,13 +149,13 @@ class Evidence:
     token_gradients: tuple[Tensor, ...] = ()
     reference_weights: tuple[Tensor, ...] = ()
     seams: Sequence[Seam] = ()
+    contexts: Sequence[Context] = ()
     told: Sequence[Told] = ()
     words_logprob: float | None = None
     replays: Sequence[Replay] = ()
     step: StepEvidence | None = None
     numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()
-    spoken: Sequence[SpokenTurn] = ()
     moves: Sequence[Move] = ()
 
     @property

@@ -25,6 +25,7 @@ REACHING = (
     "shutil.",
     "sqlite3.",
     "os.system",
+    "os.fork",
     "os.exec",
     "os.posix_spawn",
     "os.spawn",
@@ -79,7 +80,7 @@ class Fork:
         self._reader, writer = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the copy does not need
-            self._pid = os.fork()
+            self._pid = _fork()
         if not self._pid:
             _serve(task, writer, seconds)
         os.close(writer)
@@ -133,6 +134,16 @@ def ask_copy(task: Callable[[], Any], seconds: float) -> Any:
     return reply.value
 
 
+def _fork() -> int:
+    """As ``os.fork``, which nobody else may call in a copy."""
+    _own.add("os.fork")
+    try:
+        return os.fork()
+    finally:
+        _own.discard("os.fork")
+
+
+_own = set[str]()  # events that are this module's
 _reached = list[str]()  # of a copy: what it was refused
 _copies = set[int]()  # of this process that may be ended, in a copy as well
 
@@ -183,7 +194,7 @@ def _close_files(kept: int) -> None:
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     """Refuses what would leave the process."""
-    if event == "os.kill" and arguments[0] in _copies:
+    if event in _own or (event == "os.kill" and arguments[0] in _copies):
         return
     writes = event == "open" and bool((arguments[2] or 0) & WRITING) and arguments[0] != os.devnull
     if writes or event.startswith(REACHING):

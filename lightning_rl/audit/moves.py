@@ -11,16 +11,20 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import TURNS, Rollout
 
 KEPT, MAX_ROWS, MAX_TOKENS = 8, 16, 1024  # rollouts that are kept; rows, and tokens of theirs, that are scored
+SUREST = 1e-6  # one minus the largest probability that rounding tells from 1
 
 
 class Move(NamedTuple):
     """How far log-probabilities moved in the optimizer steps of a rollout, in nats.
 
+    A token that the policy is sure of has a log-probability that hardly moves, however far its logit does, while that
+    of an unlikely word moves as far as its logit. So the two are compared in log-odds.
+
     Attributes:
         number: of the rollout.
         said: mean over the environment's tokens.
         drawn: mean over the policy's.
-        size: root of the mean square over the policy's.
+        size: root of the mean square over the policy's, in log-odds.
         tokens: of the environment that were looked at.
     """
 
@@ -57,17 +61,25 @@ class MoveWatch:
         rows, self._rows = self._rows, None
         if rows is None:
             return self.moves
-        moved = (policy_outputs(self._module, rows).logprobs - self._before).double()
-        drawn = rows.token_extras[TURNS] > 0
-        ours, theirs = moved[rows.valid_tokens & drawn], moved[rows.valid_tokens & ~drawn]
-        if len(ours) and len(theirs):
-            move = Move(number, float(theirs.mean()), float(ours.mean()), _size(ours), len(theirs))
+        before, after = self._before.double(), policy_outputs(self._module, rows).logprobs.double()
+        drawn, moved = rows.token_extras[TURNS] > 0, after - before
+        ours, theirs = rows.valid_tokens & drawn, rows.valid_tokens & ~drawn
+        if ours.any() and theirs.any():
+            size = (log_odds(after[ours]) - log_odds(before[ours])).square().mean().sqrt()
+            move = Move(number, float(moved[theirs].mean()), float(moved[ours].mean()), float(size), int(theirs.sum()))
             self.moves = [*self.moves, move][-KEPT:]
         return self.moves
 
 
-def _size(moved: Tensor) -> float:
-    return float(moved.square().mean().sqrt())
+def log_odds(logprobs: Tensor) -> Tensor:
+    """Logarithms of p / (1 - p) from those of p; of what is surer than float32 can tell, the largest it can.
+
+    Example:
+        >>> log_odds(torch.tensor([0.5, 0.9]).log())
+        tensor([0.0000, 2.1972])
+    """
+    known = logprobs.clamp(max=-SUREST)
+    return known - (-known.expm1()).log()
 
 
 def _rows_of(rollout: Rollout) -> Rollout:

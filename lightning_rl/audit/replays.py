@@ -16,8 +16,8 @@ import torch
 
 from lightning_rl.audit.fork import TOO_LATE, Fork
 from lightning_rl.audit.replies import EARLY_TURNS, TURNS, same_value
-from lightning_rl.audit.seams import order_of
 from lightning_rl.audit.sharing import shared_memory_of
+from lightning_rl.audit.subsample import order_of
 from lightning_rl.audit.talks import Talk
 from lightning_rl.edits import copy_plain
 from lightning_rl.environments import Answer, Environment, ObjectEnvironment, ToolEnvironment

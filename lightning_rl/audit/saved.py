@@ -19,8 +19,7 @@ from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.audit.rates import Stepping
 from lightning_rl.audit.replays import Replay
 from lightning_rl.audit.replies import RewardReply
-from lightning_rl.audit.seams import Seam
-from lightning_rl.audit.spoken import SpokenTurn
+from lightning_rl.audit.seams import Context, Seam
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.audit.talks import Told
 from lightning_rl.corrections import ParameterTrace, RLCallback
@@ -32,7 +31,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Finish, Rollout
 
 ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
-SAMPLED = ("draws", "earlier", "replies", "spoken", "moves", "replays", "seams", "told")
+SAMPLED = ("draws", "earlier", "replies", "moves", "replays", "seams", "contexts", "told")
 
 
 def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
@@ -133,7 +132,6 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         calls=[RewardCall(*call) for call in state["calls"]],
         draws=[Draw(*draw) for draw in state["draws"]],
         earlier=[Earlier(*earlier) for earlier in state["earlier"]],
-        spoken=[SpokenTurn(*turn) for turn in state["spoken"]],
         moves=[Move(*move) for move in state["moves"]],
         stream_prompts=state["stream_prompts"],
         reward_prompts=state["reward_prompts"],
@@ -145,6 +143,7 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         replays=[Replay(*replay) for replay in state["replays"]],
         words_logprob=state["words_logprob"],
         seams=[Seam(*seam) for seam in state["seams"]],
+        contexts=[Context(*context) for context in state["contexts"]],
         told=[Told(*told) for told in state["told"]],
         plain=[PlainForward(*plain) for plain in state["plain"]],
         reference_weights=tuple(state["reference_weights"]),

@@ -15,7 +15,7 @@ def some_groups(rollout: Rollout, turn: int) -> Rollout:
     low = zeros.scatter_reduce(0, index, scores.nan_to_num(torch.inf), "amin", include_self=False)
     high = zeros.scatter_reduce(0, index, scores.nan_to_num(-torch.inf), "amax", include_self=False)
     spread = dict(zip(ids.tolist(), (high > low).tolist(), strict=True))
-    chosen = sorted(spread, key=lambda group: (not spread[group], _hash(group, turn)))[:MAX_GROUPS]
+    chosen = sorted(spread, key=lambda group: (not spread[group], order_of(group, turn)))[:MAX_GROUPS]
     return rollout.select(torch.isin(rollout.groups, torch.tensor(chosen, dtype=ids.dtype, device=ids.device)))
 
 
@@ -23,12 +23,13 @@ def some_rows(groups: Rollout, turn: int) -> Rollout:
     """A few rows that train, the longest and the shortest among them, cut to the longest."""
     lengths, ids = groups.response_lengths.tolist(), groups.sample_ids.tolist()
     rows = (groups.trained & groups.valid_tokens.any(-1)).nonzero()[:, 0].tolist()
-    rows.sort(key=lambda row: _hash(ids[row], turn))
+    rows.sort(key=lambda row: order_of(ids[row], turn))
     ends = [pick(rows, key=lengths.__getitem__) for pick in (max, min)] if rows else []
     chosen = sorted(list(dict.fromkeys([*ends, *rows]))[:MAX_ROWS])
     width = max([1, *(lengths[row] for row in chosen)])
     return groups.select(torch.tensor(chosen, dtype=torch.int64, device=groups.groups.device)).fit_width(width)
 
 
-def _hash(number: int, turn: int) -> int:
+def order_of(number: int, turn: int) -> int:
+    """A number that puts identities into an order that has nothing to do with what they say, another at each turn."""
     return (number * 0x9E3779B1 + turn * 0x85EBCA6B) % 2**32

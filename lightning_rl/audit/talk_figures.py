@@ -42,10 +42,11 @@ def talk_figures(talks: Sequence[Talk], factories: Mapping[str, Factory]) -> dic
 
 
 def _tokens(talk: Talk) -> int:
-    """How many tokens stand between the answers of a conversation."""
+    """How many tokens stand between the answers of a conversation; of a rewritten context, all of them."""
     return sum(
-        len(following.prefix_ids) - len(request.prefix_ids) - len(completion.token_ids)
-        for (request, completion), (following, _) in pairwise(talk.turns)
+        len(following.prefix_ids)
+        - (0 if turn in talk.rewrites else len(request.prefix_ids) + len(completion.token_ids))
+        for turn, ((request, completion), (following, _)) in enumerate(pairwise(talk.turns), 2)
     )
 
 

@@ -7,9 +7,10 @@ from lightning_rl.audit.draws import Pair, turns_of
 from lightning_rl.environments import Message
 from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
+from lightning_rl.generation import Completion
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import TURNS, Finish, Rollout
 
 CONVERSATION, ENVIRONMENT_REWARD = REWARD_COLUMNS
 Rounds = Sequence[tuple[Rollout, Sequence[RewardCall]]]
@@ -28,6 +29,7 @@ class Talk(NamedTuple):
         reward: that its environment gave, as rewards were told; None for nothing.
         judged: the token ids that rewards judge it by.
         finish: why it ended.
+        rewrites: the turns, from 1, before which its context was rewritten, as its row says.
     """
 
     sample: int
@@ -39,6 +41,7 @@ class Talk(NamedTuple):
     reward: float | None
     judged: tuple[int, ...]
     finish: Finish
+    rewrites: frozenset[int] = frozenset()
 
     @property
     def is_over(self) -> bool:
@@ -53,8 +56,17 @@ class Talk(NamedTuple):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether its context was rewritten on the way."""
-        return any(message.get(REWRITTEN) for message in self.messages)
+        """Whether its context was rewritten on the way, also where no answer came after."""
+        return bool(self.rewrites) or any(message.get(REWRITTEN) for message in self.messages)
+
+    @property
+    def answers(self) -> list[tuple[Message, Completion]]:
+        """The message of each turn, with what was drawn; none where messages are missing."""
+        places = self.places
+        if len(places) < len(self.turns):
+            return []
+        drawn = (completion for _, completion in self.turns)
+        return [(self.messages[place], one) for place, one in zip(places, drawn, strict=True)]
 
 
 def is_answer(message: Message) -> bool:
@@ -71,6 +83,7 @@ class Told(NamedTuple):
         answers: of the policy among the messages; -1 for an environment in token ids.
         judges_last: whether the token ids that it is judged by are those of its last turn.
         cut_early: whether it ended for want of room while there was some.
+        calls_when_cut: whether tool calls were read in an answer of it that a limit of tokens cut off.
     """
 
     sample: int
@@ -78,6 +91,7 @@ class Told(NamedTuple):
     answers: int
     judges_last: bool
     cut_early: bool = False
+    calls_when_cut: bool = False
 
 
 def talks_of(module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds) -> list[Talk]:
@@ -101,6 +115,7 @@ def _talks_of_round(
     if call is None:
         return
     names, samples, groups = list(module.environments), rows.sample_ids.tolist(), rows.groups.tolist()
+    numbers = rows.token_extras[TURNS].cpu()
     for place, (sample, group, finish) in enumerate(zip(samples, groups, rows.finish.tolist(), strict=True)):
         columns = {name: values[place] for name, values in call.columns.items()}
         yield Talk(
@@ -114,6 +129,7 @@ def _talks_of_round(
             reward=columns[ENVIRONMENT_REWARD],
             judged=tuple(call.completion_ids[place]),
             finish=Finish(finish),
+            rewrites=frozenset((1 - numbers[place][numbers[place] < 0]).tolist()),
         )
 
 
@@ -131,6 +147,9 @@ def accounts_of(talks: Sequence[Talk], early: Collection[int] = ()) -> list[Told
             answers=sum(map(is_answer, talk.messages)) if talk.messages else -1,
             judges_last=talk.judged == tuple(talk.turns[-1][1].token_ids),
             cut_early=talk.sample in early,
+            calls_when_cut=any(
+                bool(message.get("tool_calls")) and drawn.finish is Finish.LENGTH for message, drawn in talk.answers
+            ),
         )
         for talk in talks
         if talk.is_over

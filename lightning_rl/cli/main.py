@@ -9,7 +9,11 @@ from lightning_rl.cli.parser import command_line
 MODULES = {
     "doctor": "lightning_rl.cli.doctor",
     "export": "lightning_rl.cli.export",
+    "from-trl": "lightning_rl.cli.from_trl",
+    "from-verl": "lightning_rl.cli.from_verl",
+    "plan": "lightning_rl.cli.plan",
     "replay": "lightning_rl.cli.replay",
+    "report": "lightning_rl.cli.report",
     "resume-check": "lightning_rl.cli.resume_check",
     "serve": "lightning_rl.cli.serve",
 }

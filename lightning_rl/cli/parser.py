@@ -18,7 +18,11 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _doctor(commands)
     _export(commands)
+    _from_trl(commands)
+    _from_verl(commands)
+    _plan(commands)
     _replay(commands)
+    _report(commands)
     _resume_check(commands)
     _serve(commands)
     return parser
@@ -44,6 +48,61 @@ def _export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--tokenizer", help="name or path, if the checkpoint names none")
 
 
+def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("from-trl", help="make a recipe of a GRPOConfig of TRL")
+    parser.add_argument("config", type=Path, help="a script with a GRPOConfig, which is read and never run; YAML; JSON")
+    parser.add_argument("--devices", type=int, default=1, help="processes of the run (default: %(default)s)")
+    _translation(parser)
+
+
+def _from_verl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("from-verl", help="make a recipe of the options of a GRPO run of verl")
+    parser.add_argument("config", type=Path, help="YAML with the options that are set")
+    _translation(parser)
+    parser.epilog = "What stands after -- are overrides, name=value, as on verl's command line."
+
+
+def _translation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, help="write the recipe there (default: print it)")
+    parser.add_argument("--yaml", type=Path, help="write it as a configuration of LightningCLI, too")
+    parser.add_argument("--model", help="name or folder of the policy, if the configuration has none")
+    reward = "a reward function, module.function, if the configuration has none; may be repeated"
+    parser.add_argument("--reward", action="append", default=[], help=reward)
+    parser.add_argument("--prompts", help="file or data set of prompts, if the configuration has none")
+
+
+def _plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    described = "say how many devices should generate, which max_staleness to take, and how long the trainer waits"
+    parser = commands.add_parser("plan", help=described)
+    lengths = parser.add_argument_group("lengths of responses")
+    lengths.add_argument("--recordings", type=Path, help="folder of a RolloutRecorder to take them from; or by lot:")
+    lengths.add_argument("--samples", type=int, default=512, help="of a rollout (default: %(default)s)")
+    mean = "of a response on average, in a lognormal distribution (default: %(default)s)"
+    lengths.add_argument("--mean-tokens", type=float, default=1000.0, help=mean)
+    sigma = "deviation of their logarithm: 0 for equal ones, 1.2 for reasoning (default: %(default)s)"
+    lengths.add_argument("--sigma", type=float, default=1.0, help=sigma)
+    lengths.add_argument("--max-tokens", type=int, default=8000, help="most of a response (default: %(default)s)")
+    training = parser.add_argument_group("training")
+    step = "of the trainer for a rollout that is there: scores, signal and all optimizer steps"
+    training.add_argument("--step-seconds", type=float, required=True, help=step)
+    training.add_argument("--training-devices", type=int, default=1, help="that it takes so long on (default: 1)")
+    sync = "that new weights take to the generation devices (default: 0.02 of the step)"
+    training.add_argument("--sync-seconds", type=float, help=sync)
+    generation = parser.add_argument_group("generation")
+    rate = "of one generation device that decodes as many responses together as it can"
+    generation.add_argument("--tokens-per-second", type=float, required=True, help=rate)
+    alone = "of one response alone (default: a guess, by which long answers are judged: measure it)"
+    generation.add_argument("--tokens-per-second-alone", type=float, help=alone)
+    slots = "responses that a device decodes together (default: %(default)s)"
+    generation.add_argument("--slots", type=int, default=256, help=slots)
+    devices = "numbers to look at (default: from half to four times of what keeps up with the trainer)"
+    generation.add_argument("--generation-devices", type=int, nargs="+", metavar="N", help=devices)
+    bounds = "bounds to look at (default: 0 1 2 4 8)"
+    generation.add_argument("--max-staleness", type=int, nargs="+", metavar="S", default=[0, 1, 2, 4, 8], help=bounds)
+    parser.add_argument("--rollouts", type=int, default=12, help="to simulate and measure (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths by lot (default: %(default)s)")
+
+
 def _replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("replay", help="compute a recorded rollout again and compare")
     parser.add_argument("recording", type=Path, help="either file of a recording")
@@ -52,6 +111,18 @@ def _replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("--checkpoint", type=Path, help="with --recipe: repeat the step that began with its weights")
     parser.add_argument("--against", type=Path, help="a script with another algorithm, to compare with")
     parser.epilog = "What stands after -- is passed on to the script."
+
+
+def _report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("report", help="write what the folder of a run holds as one HTML file")
+    folders = "folder of the run: metrics, recordings, evidence of the audit; several if they lie apart"
+    parser.add_argument("run", type=Path, nargs="+", help=folders)
+    parser.add_argument("--output", type=Path, help="the file (default: report.html in the first folder)")
+    parser.add_argument("--title", default="", help="of the report (default: the last names of the first folder)")
+    parser.add_argument("--recipe", type=Path, help="take losses and corrections of your own from a script")
+    embedded = "megabytes of rollouts in the file itself; others lie beside it (default: %(default)s)"
+    parser.add_argument("--embedded", type=float, default=24.0, help=embedded)
+    parser.epilog = PASSED_ON
 
 
 def _resume_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

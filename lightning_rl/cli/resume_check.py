@@ -17,7 +17,7 @@ from lightning_rl import distributed
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import check_launch, load_recipe
 from lightning_rl.corrections import RLCallback
-from lightning_rl.metrics import callbacks_of
+from lightning_rl.metrics import callbacks_of, is_of_the_clock
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.rollout import Rollout
@@ -76,11 +76,7 @@ class StepPrints(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = cast(RLLightningModule, pl_module)
-        metrics = {
-            name: value
-            for name, value in module.run.metrics.values().items()
-            if not name.startswith("time/") and name != "tokens_per_second"
-        }
+        metrics = {name: value for name, value in module.run.metrics.values().items() if not is_of_the_clock(name)}
         hashes = {
             "metrics": fingerprint((name, torch.tensor(value, dtype=torch.float64)) for name, value in metrics.items()),
             "weights": fingerprint(module.parallel.full_parameters(module.required_policy)),

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
 from lightning_rl.data.fingerprint import fingerprint_of
-from lightning_rl.data.form import PromptForm, Reading
+from lightning_rl.data.form import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.prompts import Prompt
 from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
@@ -115,6 +115,7 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase | None,
         max_tokens: int | None = None,
         vocabulary: int | None = None,
+        check: ColumnCheck | None = None,
     ) -> None:
         """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
 
@@ -122,12 +123,13 @@ class PromptDataset:
             tokenizer: for strings and messages; token ids need none.
             max_tokens: how many tokens a prompt may have by the policy's context; None for no limit.
             vocabulary: how many token ids the policy knows; None for no check.
+            check: raises for a row whose columns do not fit the run; equal ones refuse the same.
 
         Raises:
             ValueError: naming the prompt that is empty, too long, or needs a tokenizer or chat template; if all are
                 too long.
         """
-        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary)
+        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
         if self._lengths and connection == self._connection:
             return
         encoder = self._encoder = self._encoder_of(tokenizer, max_tokens, vocabulary)
@@ -135,6 +137,9 @@ class PromptDataset:
         for numbers, rows in self.rows.batches():
             readings = self._read(numbers, rows)
             names = [reading.name for reading in readings]
+            if check is not None:
+                for number, reading in zip(numbers, readings, strict=True):
+                    check(reading.columns, self._name(number))
             batch = [len(ids) for ids in encoder.encode([reading.content for reading in readings], names)]
             lengths.extend(batch)
             if self.too_long == "error":

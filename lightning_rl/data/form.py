@@ -21,6 +21,9 @@ RENDERING = (
     "tokenize",
 )
 
+ColumnCheck = Callable[[Mapping[str, Any], str], object]
+"""Raises for the columns of a row that do not fit a run; it is told what errors call the row."""
+
 
 class Reading(NamedTuple):
     """What a row says.

@@ -16,7 +16,7 @@ from lightning_rl.arguments import check_bools, check_counts
 from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import TooLong
-from lightning_rl.data.form import PromptForm
+from lightning_rl.data.form import ColumnCheck, PromptForm
 from lightning_rl.data.prompts import Prompt
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.stream import PromptStream
@@ -118,7 +118,11 @@ class PromptDataModule(LightningDataModule):
         self._check_size()
 
     def connect(
-        self, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int | None, vocabulary: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int | None,
+        vocabulary: int | None = None,
+        check: ColumnCheck | None = None,
     ) -> None:
         """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
 
@@ -126,13 +130,14 @@ class PromptDataModule(LightningDataModule):
             tokenizer: for strings and messages; token ids need none.
             max_tokens: how many tokens a prompt may have; None for no limit.
             vocabulary: how many token ids the policy knows; None for no check.
+            check: raises for a row whose columns do not fit the run.
 
         Raises:
             ValueError: naming the prompt that is empty, too long, or needs a tokenizer or chat template.
         """
         for prompts in (self.prompts, self.validation):
             if prompts is not None:
-                prompts.connect(tokenizer, max_tokens, vocabulary)
+                prompts.connect(tokenizer, max_tokens, vocabulary, check)
         self._check_size()
 
     def _check_size(self) -> None:

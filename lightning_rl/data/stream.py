@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.arguments import check_counts
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
 from lightning_rl.data.fingerprint import fingerprint_of
-from lightning_rl.data.form import PromptForm, Reading
+from lightning_rl.data.form import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.prompts import Prompt
 
 CHECKED = 256  # rows that are read before training
@@ -66,6 +66,7 @@ class PromptStream:
         tokenizer: PreTrainedTokenizerBase | None,
         max_tokens: int | None = None,
         vocabulary: int | None = None,
+        check: ColumnCheck | None = None,
     ) -> None:
         """Takes the policy's tokenizer and encodes the first rows, so that a wrong option is found before training.
 
@@ -73,17 +74,21 @@ class PromptStream:
             tokenizer: for strings and messages; token ids need none.
             max_tokens: how many tokens a prompt may have by the policy's context; None for no limit.
             vocabulary: how many token ids the policy knows; None for no check.
+            check: raises for a row whose columns do not fit the run; equal ones refuse the same.
 
         Raises:
             ValueError: naming the row that is wrong; if there is none.
         """
-        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary)
+        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
         if connection == self._connection:
             return
         self._encoder = Encoder.of(self.form, self.max_prompt_tokens, tokenizer, max_tokens, vocabulary)
         readings = self._head()
         if not readings:
             raise ValueError("expected at least one prompt in the stream, got none")
+        if check is not None:
+            for number, reading in enumerate(readings):
+                check(reading.columns, f"prompt {number} of the stream")
         lengths = [len(self._encode(reading)) for reading in readings]
         self.max_prompt_length, self._connection = max(lengths), connection
         if self.too_long == "error":

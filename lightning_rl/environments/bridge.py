@@ -7,13 +7,14 @@ with it: prefix + drawn + bridge, by concatenation, and no token that was drawn 
 
 import inspect
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.environments.environment import Message
+from lightning_rl.environments.form import strings_of
 
 MARK = "mark-of-an-answer-7f3a"
 KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
@@ -112,16 +113,28 @@ class Bridge:
 
     def _cut(self, talk: Sequence[Message], new: Sequence[Message]) -> tuple[int, ...]:
         before, found, after = self._text([*talk, *new]).partition(MARK)
-        if not found or MARK in after:
-            raise BridgeError(f"the template writes an answer {'twice' if found else 'never'} that was given once")
+        if not found:
+            raise BridgeError("the template does not write what an answer says: it has to write each message's content")
+        if MARK in after:
+            raise BridgeError("the template writes an answer twice that was given once")
         closing = self._closing(self.tokenizer(before, add_special_tokens=False)["input_ids"])
         ids = self._ids([*talk, *new])
         places = [place for place, token in enumerate(ids) if token in self.ends]
         if len(places) <= closing:
-            raise BridgeError(
-                f"the template ends an answer by none of the ids {sorted(self.close)} that end a response"
-            )
+            raise BridgeError(self._missing_end(after))
         return tuple(ids[places[closing] :])
+
+    def _missing_end(self, after: str) -> str:
+        """What is wrong with a template that writes none of the closing ids behind an answer."""
+        said = f"the template ends an answer by none of the ids {sorted(self.close)} that end a response"
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        token = next((token for token in ids if token in self._control), None)
+        if token is None:
+            return f"{said}, nor by another control token: it has to write one behind each answer"
+        return (
+            f"{said}, but by {self._control[token]!r} (id {token}): pass sampling=Sampling(eos_token_ids="
+            f"{sorted({*self.close, token})})"
+        )
 
     def _closing(self, ids: Sequence[int]) -> int:
         return sum(token in self.ends for token in ids)
@@ -131,12 +144,12 @@ class Bridge:
 
     def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The conversation as ids, in which no text of a message is a control token."""
-        if (characters := sum(map(len, _strings(messages)))) > MAX_CHARACTERS:
+        if (characters := sum(map(len, strings_of(messages)))) > MAX_CHARACTERS:
             raise BridgeError(f"expected messages of at most {MAX_CHARACTERS} characters, got {characters}")
         if SANITIZES:
             safe = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
             return list(self._render(messages, **safe, **options))
-        texts = list(_strings(messages))
+        texts = list(strings_of(messages))
         if token := next((token for token in self._control.values() if any(token in text for text in texts)), None):
             raise BridgeError(
                 f"the environment's text holds the control token {token!r}, which this version of transformers cannot "
@@ -193,18 +206,6 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         if number != tokenizer.unk_token_id  # which is what any text becomes that the vocabulary lacks
         and (token.special or (token.content in template and not token.content.isspace()))
     }
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All strings of nested values, keys aside."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _strings(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _strings(part)
 
 
 def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Message]]]:

@@ -21,11 +21,10 @@ from lightning_rl.environments.environment import (
     Message,
     TokenEnvironment,
     TokenStep,
-    check_reset,
-    check_step,
 )
 from lightning_rl.environments.failure import TIMEOUT, Failure
-from lightning_rl.environments.generators import name_of, refuse_draws
+from lightning_rl.environments.form import check_reset, check_step, name_of
+from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.rollout import Finish
@@ -43,11 +42,13 @@ class Limits:
         turn_tokens: most tokens that it draws in a turn; None for no limit but that of the whole conversation, which is
             the ``max_new_tokens`` of the first request.
         length: most tokens of prompt and conversation together, of the engine and the model; None for no limit.
+        vocabulary: how many token ids the policy knows, so that a conversation with another one fails; None for any.
     """
 
     turns: int = 8
     turn_tokens: int | None = None
     length: int | None = None
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,7 @@ class Conversation:
             environment = self._environment
             with self._clock():
                 said = environment.reset(copy_plain(dict(row)), seed)
-            prompt = self._prompt(check_reset(environment, said))
+            prompt = self._prompt(check_reset(environment, said, self._limits.vocabulary))
         except PASSED:
             raise
         except BaseException as error:  # noqa: BLE001  whatever an environment raises costs its own row, sys.exit too
@@ -203,7 +204,8 @@ class Conversation:
             return
         try:
             with self._clock():
-                step = check_step(self._partner, self._partner.step(completion.token_ids, completion.finish))
+                said = self._partner.step(completion.token_ids, completion.finish)
+            step = check_step(self._partner, said, self._limits.vocabulary)
         except PASSED:
             raise
         except BaseException as error:  # noqa: BLE001  as above

@@ -2,16 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from lightning_rl.arguments import check_numbers
 from lightning_rl.rollout import Finish
-
-ROLES = ("user", "tool")
-"""Who may answer a policy."""
 
 COUNTED = frozenset(
     {
@@ -30,6 +26,7 @@ COUNTED = frozenset(
 """Figures of every conversation, whose names no environment can give to its own."""
 
 LARGEST = float(np.finfo(np.float32).max)
+TRUTHS = (bool, np.bool_)
 
 Message = Mapping[str, Any]
 """A chat message as templates take it: ``role``, ``content``, perhaps ``tool_calls``, ``name``."""
@@ -197,61 +194,17 @@ def _check_step(name: str, said: Sequence[Any], rewritten: Sequence[Any], *, don
     for what, items in ((name, said), ("rewritten", rewritten)):
         if isinstance(items, (str, Mapping)):
             raise ValueError(f"expected {what} to be a list, got {type(items).__name__} {items!r}")
-    if not isinstance(done, (bool, np.bool_)):
+    if not isinstance(done, TRUTHS):
         raise ValueError(f"expected done to be True or False, got {done!r:.200}")
-    if rewritten and (said or done):
+    if rewritten and done:
         raise ValueError(
-            f"expected rewritten alone, got {name if said else 'done=True'} too: put all that the policy is to read "
-            "into rewritten"
+            "expected rewritten or done=True, got both: nobody reads on in a conversation that is done, so leave "
+            "rewritten out"
         )
+    if rewritten and said:
+        raise ValueError(f"expected rewritten alone, got {name} too: put all that the policy is to read into rewritten")
     if not done and not said and not rewritten:
         raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
-
-
-def check_reset(environment: Environment | TokenEnvironment, said: Any) -> Sequence[Any]:
-    """What an environment begins with: messages, or token ids.
-
-    Raises:
-        TypeError: naming the environment, and what it begins with instead.
-    """
-    _check_items(environment, "reset", said)
-    return said
-
-
-def check_step(environment: Environment | TokenEnvironment, said: Any) -> Any:
-    """What an environment says to an answer: a :class:`Step` of messages, or a :class:`TokenStep` of token ids.
-
-    Raises:
-        TypeError: naming the environment, and what it says instead.
-    """
-    kind = Step if isinstance(environment, Environment) else TokenStep
-    if not isinstance(said, kind):
-        raise TypeError(f"expected {type(environment).__name__}.step to return a {kind.__name__}, got {said!r:.200}")
-    _check_items(environment, "step", said.messages if isinstance(said, Step) else said.token_ids)
-    _check_items(environment, "step", said.rewritten)
-    where = f"{type(environment).__name__}.step"
-    for message in said.messages:
-        if not isinstance(message, Mapping):
-            raise TypeError(f"expected a mapping for each message of {where}, got {message!r:.200}")
-        if isinstance(said, Step) and message["role"] not in ROLES:
-            raise TypeError(f"expected messages of {' or '.join(ROLES)} from {where}, got {message!r:.200}")
-        if isinstance(said, Step) and not isinstance(message.get("content"), (str, list)):
-            raise TypeError(f"expected content in each message of {where}, got {message!r:.200}")
-    return said
-
-
-def _check_items(environment: Environment | TokenEnvironment, call: str, items: Any) -> None:
-    """Refuses anything but a list of messages, or of token ids."""
-    words = isinstance(environment, Environment)
-    kind, one, several = (Mapping, "a mapping", "messages") if words else (Integral, "a token id", "token ids")
-    where = f"{type(environment).__name__}.{call}"
-    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
-        raise TypeError(f"expected {where} to return a list of {several}, got {type(items).__name__} {items!r:.200}")
-    for item in items:
-        if not isinstance(item, kind):
-            raise TypeError(f"expected {one} in what {where} returns, got {type(item).__name__} {item!r:.200}")
-        if isinstance(item, Mapping) and "role" not in item:
-            raise TypeError(f"expected a role in each message that {where} returns, got {item!r:.200}")
 
 
 def check_figures(reward: Any, metrics: Any) -> None:
@@ -260,7 +213,7 @@ def check_figures(reward: Any, metrics: Any) -> None:
     Raises:
         ValueError: naming what is no number.
     """
-    if not isinstance(reward, bool):
+    if not isinstance(reward, TRUTHS):
         check_numbers(finite=True, optional=True, reward=reward)
     if not isinstance(metrics, Mapping):
         raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
@@ -271,5 +224,5 @@ def check_figures(reward: Any, metrics: Any) -> None:
             raise ValueError(f"expected names of metrics to be text, got {name!r:.200}")
         if name in COUNTED:
             raise ValueError(f"expected another name than {name!r} for a metric, which conversations count themselves")
-        if not isinstance(value, bool):
+        if not isinstance(value, TRUTHS):
             check_numbers(finite=True, **{f"metric {name}": value})

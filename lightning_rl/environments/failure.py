@@ -1,9 +1,11 @@
 """Failure: why an environment could not go on."""
 
+import re
 import traceback
 from dataclasses import dataclass
 
 TIMEOUT, DEATH = "timeout", "lost process"
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,8 @@ class EnvironmentFailureError(Exception):
 
 
 def words_of(error: BaseException) -> str:
-    """What an exception says, whatever its ``__str__`` does."""
+    """What an exception says, whatever its ``__str__`` does, without addresses, which tell one cause in many ways."""
     try:
-        return str(error)
+        return ADDRESS.sub("", str(error))
     except BaseException as further:  # noqa: BLE001  code of the user
         return f"its text could not be made, which raised {type(further).__name__}"

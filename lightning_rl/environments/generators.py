@@ -9,8 +9,6 @@ import numpy as np
 import torch
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.environment import TokenEnvironment
-from lightning_rl.environments.messages import MessageEnvironment
 
 
 class GeneratorError(RunEndError):
@@ -49,12 +47,6 @@ def _compare(before: Mapping[str, object], name: str) -> None:
             "what the run trains: use random.Random(seed) with the seed that reset gets, or run it in processes of its "
             "own with environment_workers="
         )
-
-
-def name_of(environment: TokenEnvironment) -> str:
-    """What errors call an environment: its own class, whatever speaks for it in token ids."""
-    called = environment.environment if isinstance(environment, MessageEnvironment) else environment
-    return type(called).__name__
 
 
 def _states() -> dict[str, object]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning_rl.edits import copy_plain
 from lightning_rl.environments.bridge import Bridge
-from lightning_rl.environments.environment import Answer, Environment, Message, Step, TokenStep, check_reset, check_step
+from lightning_rl.environments.environment import Answer, Environment, Message, Step, TokenStep
+from lightning_rl.environments.form import check_context, check_reset, check_step, copy_message
 from lightning_rl.environments.parsing import AnswerParser, plain_text
 from lightning_rl.rollout import Finish
 
@@ -49,7 +50,9 @@ class MessageEnvironment:
                 f"expected {type(self.environment).__name__}.reset to return messages for a prompt of token ids, got "
                 "none: write the prompts as text, or return messages"
             )
-        self._opening = tuple(copy_plain(dict(message)) for message in said or self._prompt)
+        if not said:
+            check_context(self._prompt, "the row's prompt")
+        self._opening = tuple(copy_plain(copy_message(message)) for message in said or self._prompt)
         self._prefix = list(self._bridge.encode(self._opening, self._schemas))
         return self._prefix
 
@@ -63,7 +66,7 @@ class MessageEnvironment:
         self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
         said: Step = check_step(self.environment, self.environment.step(answer))
         self._turn += 1
-        messages = [copy_plain(dict(message)) for message in said.rewritten or said.messages]
+        messages = [copy_plain(copy_message(message)) for message in said.rewritten or said.messages]
         rewritten = self._bridge.encode(messages, self._schemas) if said.rewritten else ()
         ids = () if said.done or rewritten else self._bridge.after(token_ids, messages)
         heard, self.unanswered = self.unanswered, ()

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,16 +27,11 @@ import numpy as np
 import torch
 
 from lightning_rl.environments.conversation import close_quietly
-from lightning_rl.environments.environment import (
-    Environment,
-    TokenEnvironment,
-    TokenStep,
-    check_figures,
-    check_reset,
-    check_step,
-)
-from lightning_rl.environments.environments import begins_itself, environment_of
+from lightning_rl.environments.environment import Environment, TokenEnvironment, TokenStep, check_figures
+from lightning_rl.environments.environments import begins_itself
 from lightning_rl.environments.failure import words_of
+from lightning_rl.environments.form import check_reset, check_step, name_of, plain
+from lightning_rl.environments.shapes import environment_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rewards.worker import Log, adopt_orphans, children, reap, split
 
@@ -157,7 +152,7 @@ class Host:
         schemas = schemas_of(made.tools) if isinstance(made, Environment) else []
         close_quietly(made)
         opens = not isinstance(made, Environment) or begins_itself(made)
-        return {"words": words, "schemas": schemas, "begins_itself": opens}
+        return {"words": words, "schemas": schemas, "begins_itself": opens, "name": name_of(made)}
 
     def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:
         """Makes an environment and begins a conversation, with the global generators of this process seeded."""
@@ -196,24 +191,3 @@ class Host:
 
 def _fields_of(step: Any) -> Mapping[str, Any]:
     return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-
-
-def plain(value: Any) -> Any:
-    """A value as plain Python values, lists and dicts.
-
-    Raises:
-        TypeError: naming what has no such form.
-    """
-    forms: tuple[Any, ...] = (bool, int, float, str, bytes)  # subclasses of theirs become theirs
-    for form in forms:
-        if isinstance(value, form):
-            return form(value)
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [plain(item) for item in value]
-    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
-        return value.tolist()
-    raise TypeError(f"expected plain values, lists and mappings from an environment, got {type(value).__name__}")

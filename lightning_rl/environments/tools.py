@@ -1,15 +1,19 @@
 """Tools: functions that the policy calls, as an environment, and objects of the shape of TRL's ``environment_factory``.
 
 Schemas come from signatures and Google-style docstrings by ``transformers.utils.get_json_schema``, and jsonschema
-checks arguments against them. Whatever is wrong with a call goes back to the policy as a message, and is counted.
+checks arguments against them. Whatever is wrong with a call goes back to the policy as a message, and is counted;
+so is a result that is no data.
 """
 
+import dataclasses
 import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
@@ -21,6 +25,7 @@ from lightning_rl.rewards.extras import require
 
 Tool = Callable[..., Any]
 MAX_CHARACTERS = 16_384
+WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # which write what Python would, not a text
 NO_TOOLS = ("reset", "get_reward", "close")  # what an object's conversation needs, not its policy
 
 
@@ -28,7 +33,8 @@ class ToolEnvironment(Environment):
     """Runs the calls of an answer and says what came of them; an answer without a call ends the conversation.
 
     Calls are made in their order. Coroutines that follow each other wait together, in an event loop of a thread of
-    their own. Text goes to the policy as it is, any other value as JSON.
+    their own. Text goes to the policy as it is, any other value as JSON; what is neither, such as a set or a generator,
+    is an error.
 
     Args:
         tools: functions with a hint and a line under ``Args:`` for each argument; a coroutine function is awaited.
@@ -36,7 +42,8 @@ class ToolEnvironment(Environment):
 
     Raises:
         ImportError: if jsonschema is missing; the message says how to install it.
-        ValueError: if two tools share a name, or one has no schema; the message says which and why.
+        ValueError: if two tools share a name, or one has no schema or cannot be called by it; the message says which
+            and why.
 
     Example:
         >>> def double(number: int) -> int:
@@ -179,10 +186,15 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The JSON schema of each tool, as chat templates take it.
 
     Raises:
-        ValueError: naming the tool, and what its signature or docstring lacks.
+        ValueError: naming the tool, and what its signature or docstring lacks, or which parameter no call can give.
     """
     schemas: list[dict[str, Any]] = []
     for tool in tools:
+        if not callable(tool) or not hasattr(tool, "__name__"):
+            raise ValueError(
+                f"expected each tool to be a function or a method, got an object of class {type(tool).__name__}: write "
+                "a function with a name, hints and a docstring that calls it"
+            )
         try:
             schemas.append(get_json_schema(tool))
         except Exception as error:
@@ -190,7 +202,33 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
                 f"expected a hint and a line under Args: for each argument of tool {name_of(tool)}, got a function "
                 f"without a schema: {error}"
             ) from error
+        _check_parameters(tool)
     return schemas
+
+
+def has_schema(function: Any) -> bool:
+    """Whether a function could be a tool."""
+    try:
+        schemas_of([function])
+    except ValueError:
+        return False
+    return True
+
+
+def _check_parameters(tool: Tool) -> None:
+    """Refuses parameters that a schema names and no call by name can give.
+
+    Raises:
+        ValueError: naming the tool and the parameter.
+    """
+    kinds = inspect.Parameter
+    odd = {kinds.VAR_POSITIONAL: "*{}", kinds.VAR_KEYWORD: "**{}", kinds.POSITIONAL_ONLY: "{}, /"}
+    for name, parameter in inspect.signature(tool).parameters.items():
+        if parameter.kind in odd:
+            raise ValueError(
+                f"expected tool {name_of(tool)} to take each argument by its name, got "
+                f"{odd[parameter.kind].format(name)}: give every argument a parameter of its own, a list for several"
+            )
 
 
 def name_of(tool: Tool) -> str:
@@ -234,12 +272,26 @@ def _text_of(result: Any) -> str | Raised:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):  # keys that JSON cannot hold, or a value that holds itself
-        return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False, default=_data)
+
+
+def _data(value: Any) -> Any:
+    """A value that JSON does not know as one that it does: arrays, collections, and what writes a text of its own.
+
+    Raises:
+        TypeError: for any other, such as a set, whose order differs from process to process.
+    """
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview, range)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if type(value).__str__ in WORDLESS:
+        raise TypeError(f"expected a tool to return text or JSON data, got {type(value).__name__}")
+    return str(value)
 
 
 def _error(text: str) -> str:

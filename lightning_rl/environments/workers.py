@@ -53,11 +53,13 @@ class Description(NamedTuple):
         words: whether they speak in messages; else in token ids.
         schemas: of their tools.
         begins_itself: whether they may begin with messages of their own.
+        name: of their class, for errors.
     """
 
     words: bool
     schemas: Sequence[Mapping[str, Any]]
     begins_itself: bool = True
+    name: str = "an environment"
 
 
 @dataclass(slots=True)
@@ -160,8 +162,8 @@ class WorkerPool:
         """
         description, link = self.describe(name), Link(self, name, budget)
         if not description.words:
-            return RemoteTokenEnvironment(link)
-        return RemoteEnvironment(link, description.schemas, begins_itself=description.begins_itself)
+            return RemoteTokenEnvironment(link, description.name)
+        return RemoteEnvironment(link, description)
 
     def budget(self) -> Budget:
         """What the environment of one sample has."""
@@ -465,12 +467,12 @@ class RemoteEnvironment(Environment):
 
     Args:
         link: to the worker.
-        schemas: of its tools.
-        begins_itself: whether it may begin with messages of its own.
+        description: of it.
     """
 
-    def __init__(self, link: Link, schemas: Sequence[Mapping[str, Any]], *, begins_itself: bool = True) -> None:
-        self._link, self.schemas, self.begins_itself = link, schemas, begins_itself
+    def __init__(self, link: Link, description: Description) -> None:
+        self._link, self.environment_name = link, description.name
+        self.schemas, self.begins_itself = description.schemas, description.begins_itself
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
@@ -494,10 +496,11 @@ class RemoteTokenEnvironment:
 
     Args:
         link: to the worker.
+        name: of its class, for errors.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, name: str) -> None:
+        self._link, self.environment_name = link, name
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """Begins a conversation."""

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt, PromptDataset, PromptSource
+from lightning_rl.data.form import ColumnCheck
 from lightning_rl.policy.build import max_prompt_length
 
 
@@ -14,6 +15,7 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase | None,
     model: PreTrainedModel,
     max_new_tokens: int,
+    check: ColumnCheck | None = None,
 ) -> tuple[Prompt, ...]:
     """Every prompt of a source, in its order.
 
@@ -22,7 +24,7 @@ def encode_prompts(
     """
     prompts = source if isinstance(source, PromptDataset) else PromptDataset(source)
     vocabulary = model.config.get_text_config().vocab_size
-    prompts.connect(tokenizer, max_prompt_length(model, max_new_tokens), vocabulary)
+    prompts.connect(tokenizer, max_prompt_length(model, max_new_tokens), vocabulary, check)
     return tuple(prompts.prompts(range(len(prompts))))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
+from lightning_rl.data.form import ColumnCheck
 from lightning_rl.evaluation.evaluation import Evaluation
 from lightning_rl.evaluation.prompts import encode_prompts
 from lightning_rl.generation import Request, Sampling
@@ -82,6 +83,7 @@ def questions_of(
     tokenizer: PreTrainedTokenizerBase | None,
     sampling: Sampling,
     rewards: Rewards,
+    check: ColumnCheck | None = None,
 ) -> Questions:
     """An evaluation for a policy.
 
@@ -91,6 +93,7 @@ def questions_of(
         tokenizer: its own.
         sampling: that of training, for an evaluation without one: greedy for one sample.
         rewards: those of training, for an evaluation without any.
+        check: raises for a row whose columns do not fit the run.
 
     Raises:
         ValueError: if a prompt does not fit; the message names it and the evaluation.
@@ -98,7 +101,7 @@ def questions_of(
     default = replace(sampling, temperature=0.0) if evaluation.samples == 1 else sampling
     chosen = with_eos(evaluation.sampling or default, model, tokenizer)
     try:
-        prompts = encode_prompts(evaluation.prompts, tokenizer, model, chosen.max_new_tokens)
+        prompts = encode_prompts(evaluation.prompts, tokenizer, model, chosen.max_new_tokens, check)
     except ValueError as error:
         raise ValueError(f'evaluation "{evaluation.name}": {error}') from error
     own = rewards if evaluation.rewards is None else Rewards(evaluation.rewards, seconds=rewards.seconds)

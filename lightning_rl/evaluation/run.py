@@ -76,7 +76,7 @@ class EvaluationRun:
             self.outcomes[number] += samples[number].outcomes
             self.broken[number] += int((rollout.finish == Finish.FAILED).sum())
             self.failing[number] += [call for call in calls if call.failures]
-            texts = sampler.collectives.share([sampler.text(ids) for ids in sampler.answers(samples[number])])
+            texts = sampler.collectives.share(sampler.texts(sampler.answers(samples[number])))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
     def _count(
@@ -227,6 +227,6 @@ def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, r
     collectives = sampler.collectives
     prompts = batch.parts[0][rank :: collectives.ranks]
     (samples,) = sampler.generate_parts([questions.requests(prompts if collectives.generates else [], seed, 0)])
-    rows, texts = collectives.share((samples.rows, [sampler.text(ids) for ids in sampler.answers(samples)]))
+    rows, texts = collectives.share((samples.rows, sampler.texts(sampler.answers(samples))))
     mine = records_of(prompts, rows, texts, {})
     return sorted((record for part in collectives.objects(mine) for record in part), key=lambda record: record["index"])

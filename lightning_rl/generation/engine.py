@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.distributed import process_objects
+from lightning_rl.generation.in_flight import InFlight
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
 
@@ -32,6 +33,7 @@ class Request:
         seed: 31 bits, see :func:`request_seed`.
         sampling: how its tokens are drawn; ``eos_token_ids`` says which ones, if any, and is not None.
         turn: number of the turn in a conversation.
+        rollout: that it is for; where requests have to wait, those of the lowest are drawn first.
 
     Raises:
         ValueError: if there is no prompt, or nobody has said which ids end a response.
@@ -42,6 +44,7 @@ class Request:
     seed: int
     sampling: Sampling
     turn: int = 0
+    rollout: int = 0
 
     def __post_init__(self) -> None:
         """Checks what every engine relies on."""
@@ -154,6 +157,8 @@ class Capabilities:
         shares_policy: it decodes with the module that it is started with, so it needs a copy only of a policy that is
             sharded or trains meanwhile.
         syncs_while_generating: it may take weights while it generates; a completion's tokens then differ in version.
+        concurrent: several threads may have it generate at a time, none of which waits for another, and closing it cuts
+            all of them short.
         sleeps: it gives its memory back between a rollout and the next sync.
         collective: ranks draw from one engine together, so all have to call :meth:`Engine.generate` alike.
         max_rows: that decode together; None for no limit of its own.
@@ -166,6 +171,7 @@ class Capabilities:
     extras: frozenset[str] = frozenset()
     shares_policy: bool = False
     syncs_while_generating: bool = False
+    concurrent: bool = False
     sleeps: bool = False
     collective: bool = False
     max_rows: int | None = None
@@ -187,6 +193,8 @@ class Engine(ABC):
         version: of the weights it holds.
         pushed: versions of all weights that it was given.
         conversing: whether it is in the midst of :meth:`converse`.
+        in_flight: what it has been asked for and has not answered. :meth:`generate` counts its requests as long as it
+            draws; an engine that answers some before others discards those.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -202,6 +210,7 @@ class Engine(ABC):
         self.version = -1
         self.pushed: set[int] = set()
         self.conversing = False
+        self.in_flight = InFlight()
 
     def select_extras(self, names: frozenset[str]) -> None:
         """Says before the start what every completion has to carry in its extras.
@@ -293,7 +302,7 @@ class Engine(ABC):
         """
         self._check_requests(requests)
         self._check_state()
-        with refuse_exit(self, "completions"):
+        with refuse_exit(self, "completions"), self.in_flight.holding(requests, self.version):
             return self._draw(requests, logprobs=logprobs)
 
     def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
@@ -308,10 +317,12 @@ class Engine(ABC):
         """
         self._check_state()
         self.conversing = True
+        counted = _Counted(exchange, self)
         try:
-            self._converse(exchange, logprobs=logprobs)
+            self._converse(counted, logprobs=logprobs)
         finally:
             self.conversing = False
+            counted.end()
 
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
         """In rounds: who asks draws together, and who comes too late joins the next.
@@ -372,6 +383,34 @@ class Engine(ABC):
         self.state = EngineState.ASLEEP
         if self.canary is not None:
             self.canary.forget()
+
+
+class _Counted:
+    """An exchange whose requests an engine counts as in flight, from when it takes them to when it gives them back."""
+
+    def __init__(self, exchange: Exchange, engine: Engine) -> None:
+        self._exchange, self._engine = exchange, engine
+        self._open: dict[int, Request] = {}  # by their identity
+
+    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
+        requests = self._exchange.take(wait=wait, linger=linger)
+        for request in requests:
+            self._open[id(request)] = request
+            self._engine.in_flight.add(request, self._engine.version)
+        return requests
+
+    def give(self, request: Request, completion: Completion) -> None:
+        self._engine.in_flight.discard(request)
+        self._open.pop(id(request), None)
+        self._exchange.give(request, completion)
+
+    def fail(self, error: BaseException) -> None:
+        self._exchange.fail(error)
+
+    def end(self) -> None:
+        """Nothing more is drawn."""
+        for request in self._open.values():
+            self._engine.in_flight.discard(request)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The vocabulary head: log-probability and entropy of given tokens, in chunks, without ever holding all logits."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from typing_extensions import override
 
 from lightning_rl.policy.sampling_mask import from_bits
 
-CHUNK_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+CPU_CHUNK = 2**25  # logits held at once: 128 MiB in float32
+DEVICE_SHARE = 64  # of an accelerator's memory that they may take
+BLOCKS = 64  # parts of a chunk that elementwise arithmetic takes one after the other, so that its results stay small
 FILTERED = -1e30  # logit of a token that could not be drawn: finite, so that 0 times it is 0
 
 
@@ -25,8 +28,9 @@ def token_logprobs(
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
     r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
 
-    Logits, softmax and their gradient are float32 (float64 for float64 parameters) whatever the precision of the run.
-    They are computed chunk by chunk, and once more in the backward; both results carry gradient.
+    Logits, softmax and their gradient are float32 (float64 for float64 parameters) whatever the precision of the run,
+    and so is the sum of the weight's gradient over the tokens. They are computed chunk by chunk in one buffer, and once
+    more in the backward; both results carry gradient.
 
     Args:
         hidden: the last hidden state before each target, shape [A, H].
@@ -61,11 +65,11 @@ def sum_of_squares(
         temperature: what the logits are divided by, above 0.
         sampling_mask: bits of the tokens to normalize over; None for the whole vocabulary.
     """
-    sums = torch.empty(len(hidden), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
+    sums = hidden.new_empty(len(hidden), dtype=exact_dtype(weight))
     with torch.autocast(hidden.device.type, enabled=False):
-        for part in _chunks(hidden, weight):
-            logits = _exclude(_logits(hidden[part], weight, bias, temperature), sampling_mask, part)
-            sums[part] = logits.softmax(-1).square_().sum(-1)
+        for part, logits in _chunks(hidden, _operand(hidden, weight), bias, temperature, sampling_mask):
+            for block, scores in _blocks(part, logits):
+                sums[block] = scores.softmax(-1).square_().sum(-1)
     return sums
 
 
@@ -77,6 +81,19 @@ def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True) -> float:
         exact: whether everything is computed in it, and not under autocast.
     """
     return {torch.float64: 1e-6, torch.float32: 2e-3}.get(dtype, 0.1) if exact else 0.1
+
+
+def chunk_elements(device: torch.device) -> int:
+    """How many logits are held at once on a device: a constant of its kind, so that a rerun rounds alike."""
+    if device.type != "cuda":
+        return CPU_CHUNK
+    share = torch.cuda.get_device_properties(device).total_memory // (4 * DEVICE_SHARE)
+    return 2 ** (share.bit_length() - 1)
+
+
+def exact_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of logits and what follows from them: float32, or float64 for float64 parameters."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 class _Head(torch.autograd.Function):
@@ -91,15 +108,17 @@ class _Head(torch.autograd.Function):
         temperature: float,
         sampling_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        logprobs, entropy, normalizer = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
+        logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(hidden, weight):
-                logits = _exclude(_logits(hidden[part], weight, bias, temperature), sampling_mask, part)
-                normalizer[part] = torch.logsumexp(logits, -1)
-                logits -= normalizer[part, None]
-                logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
-                entropy[part] = -torch.linalg.vecdot(logits.exp(), logits)
+            for part, logits in _chunks(hidden, _operand(hidden, weight), bias, temperature, sampling_mask):
+                for block, scores in _blocks(part, logits):
+                    scores -= (largest := scores.amax(-1, keepdim=True))
+                    weights = scores.exp()
+                    total = weights.sum(-1)
+                    shift = total.log()
+                    normalizer[block] = largest[:, 0] + shift
+                    logprobs[block] = scores.gather(1, targets[block, None])[:, 0] - shift
+                    entropy[block] = shift - weights.mul_(scores).sum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -110,69 +129,90 @@ class _Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, normalizer, entropy, sampling_mask = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        exact, operand = exact_dtype(weight), _operand(hidden, weight)
+        by_logprob, by_entropy = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
+        slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(hidden, weight):
-                logits = _exclude(_logits(hidden[part], weight, bias, ctx.temperature), sampling_mask, part)
-                logits -= normalizer[part, None]
-                grad = _logit_gradient(logits, part, targets, entropy, grad_logprobs, grad_entropy)
-                grad /= ctx.temperature
-                _accumulate(grad, hidden[part], weight, grad_hidden[part], grad_weight)
+            for part, logits in _chunks(hidden, operand, bias, ctx.temperature, sampling_mask):
+                for block, scores in _blocks(part, logits):
+                    scores -= normalizer[block, None]
+                    _logit_gradient(
+                        scores,
+                        targets[block],
+                        slopes[block],
+                        entropy[block],
+                        None if by_entropy is None else by_entropy[block],
+                    )
+                grad = logits.to(operand.dtype)
+                grad_hidden[part] = torch.mm(grad, operand)
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad.t(), hidden[part].to(operand.dtype))
                 if grad_bias is not None:
-                    grad_bias += grad.sum(0).to(grad_bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+                    grad_bias += logits.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _operand(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The weight as matrix products take it: on a GPU half-precision operands give float32 results, unrounded."""
+    return weight.to(hidden.dtype if hidden.is_cuda else exact_dtype(weight))
+
+
+def _chunks(
+    hidden: Tensor, operand: Tensor, bias: Tensor | None, temperature: float, sampling_mask: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The logits of some tokens after the other, each time in the same buffer."""
+    exact, size = exact_dtype(operand), max(16, chunk_elements(hidden.device) // len(operand))
+    buffer = hidden.new_empty(min(size, len(hidden)), len(operand), dtype=exact)
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        rows = hidden[part].to(operand.dtype)
+        logits = buffer[: len(rows)]
+        if operand.dtype == exact:
+            torch.mm(rows, operand.t(), out=logits)
+        else:
+            torch.mm(rows, operand.t(), out_dtype=exact, out=logits)
+        if bias is not None:
+            logits += bias
+        if temperature != 1:
+            logits /= temperature
+        if sampling_mask is not None:
+            for block, scores in _blocks(part, logits):
+                scores.masked_fill_(~from_bits(sampling_mask[block], len(operand)), FILTERED)
+        yield part, logits
+
+
+def _blocks(part: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a chunk, each time with their place among all tokens."""
+    size = max(1, chunk_elements(logits.device) // BLOCKS // logits.shape[1])
+    for start in range(0, len(logits), size):
+        yield slice(part.start + start, part.start + min(start + size, len(logits))), logits[start : start + size]
 
 
 def _logit_gradient(
-    logits: Tensor,
-    part: slice,
-    targets: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """Overwrites normalized ``logits`` with the gradient of the logits, before the division by the temperature."""
-    slope = torch.zeros_like(entropy[part]) if grad_logprobs is None else grad_logprobs[part].to(logits.dtype)
-    if grad_entropy is None:
-        grad = logits.exp_().mul_(-slope[:, None])
+    scores: Tensor, targets: Tensor, slopes: Tensor, entropy: Tensor, by_entropy: Tensor | None
+) -> None:
+    """Overwrites log-probabilities of the vocabulary with the gradient of the logits."""
+    if by_entropy is None:
+        scores.exp_().mul_(-slopes[:, None])
     else:  # dH/dz = -p (log p + H)
-        factor = (logits + entropy[part, None]).mul_(grad_entropy[part, None]).add_(slope[:, None])
-        grad = logits.exp_().mul_(factor).neg_()
-    return grad.scatter_add_(1, targets[part, None], slope[:, None])
+        factor = (scores + entropy[:, None]).mul_(by_entropy[:, None]).add_(slopes[:, None])
+        scores.exp_().mul_(factor).neg_()
+    scores.scatter_add_(1, targets[:, None], slopes[:, None])
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(16, CHUNK_ELEMENTS // len(weight))
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    exact = torch.promote_types(weight.dtype, torch.float32)
-    if hidden.is_cuda and hidden.dtype != exact:  # half-precision operands, float32 results: no rounding of the logits
-        logits = torch.mm(hidden, weight.to(hidden.dtype).t(), out_dtype=exact)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds a matrix product to a sum, which is not rounded to the precision of the operands."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
     else:
-        logits = torch.mm(hidden.to(exact), weight.to(exact).t())
-    if bias is not None:
-        logits += bias
-    return logits.div_(temperature)
-
-
-def _exclude(logits: Tensor, sampling_mask: Tensor | None, part: slice) -> Tensor:
-    if sampling_mask is None:
-        return logits
-    return logits.masked_fill_(~from_bits(sampling_mask[part], logits.shape[1]), FILTERED)
-
-
-def _accumulate(grad: Tensor, hidden: Tensor, weight: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
-    compute = hidden.dtype if hidden.is_cuda else grad.dtype
-    grad = grad.to(compute)
-    grad_hidden.copy_(torch.mm(grad, weight.to(compute)))
-    if grad_weight is None:
-        return
-    if grad_weight.dtype == compute:
-        grad_weight.addmm_(grad.t(), hidden.to(compute))
-    else:
-        grad_weight += torch.mm(grad.t(), hidden.to(compute)).to(grad_weight.dtype)
+        total += torch.mm(left, right, out_dtype=total.dtype)

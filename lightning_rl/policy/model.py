@@ -25,16 +25,44 @@ class Outputs(NamedTuple):
     sum_pi_squared: Float[Tensor, "b T"] | None = None
 
 
-def check_finite(outputs: Outputs, rows: Rollout) -> None:
-    """Raises a FloatingPointError that names sample and position if a valid token has a non-finite log-probability."""
-    for what, tensor in (("log-probability", outputs.logprobs), ("value", outputs.values)):
-        if tensor is None or torch.isfinite(tensor).all():
-            continue
-        row, position = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+class FiniteOutputs:
+    """Whether what a policy says of some microbatches is finite; an accelerator is waited for once, at the end.
+
+    Args:
+        device: of the policy. On the CPU nobody waits for a result, so every microbatch is checked at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._at_once = device.type == "cpu"
+        self._waiting = list[tuple[str, Tensor, Tensor, Tensor]]()  # what, values, identities of the rows, whether so
+
+    def note(self, outputs: Outputs, rows: Rollout) -> None:
+        """Looks at the valid tokens of a microbatch; on an accelerator, without waiting for the result.
+
+        Raises:
+            FloatingPointError: on the CPU, as :meth:`check`.
+        """
+        for what, tensor in (("log-probability", outputs.logprobs), ("value", outputs.values)):
+            if tensor is not None:
+                values = tensor.detach()
+                self._waiting.append((what, values, rows.sample_ids, torch.isfinite(values).all()))
+        if self._at_once:
+            self.check()
+
+    def check(self) -> None:
+        """Waits for the results.
+
+        Raises:
+            FloatingPointError: naming sample and position of the first value that is not finite.
+        """
+        waiting, self._waiting = self._waiting, []
+        if not waiting or bool(torch.stack([finite for *_, finite in waiting]).all()):
+            return
+        what, values, sample_ids, _ = next(one for one in waiting if not one[-1])
+        row, position = (~torch.isfinite(values)).nonzero()[0].tolist()
         raise FloatingPointError(
-            f"expected finite outputs of the policy, got {what} {float(tensor[row, position].detach())} at row {row} "
-            f"(sample {int(rows.sample_ids[row])}), response position {position}: its weights or hidden states are "
-            "broken"
+            f"expected finite outputs of the policy, got {what} {float(values[row, position])} at row {row} (sample "
+            f"{int(sample_ids[row])}), response position {position}: its weights or hidden states are broken"
         )
 
 

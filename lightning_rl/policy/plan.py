@@ -124,15 +124,13 @@ def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: boo
     longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)
     microbatches: list[list[int]] = []
     max_length, total, number = 0, 0, 0
-    for place in lengths.argsort(descending=True, stable=True).tolist():
-        length = int(lengths[place])
-        filled = total + length
-        if not packed:
-            filled = max(max_length, int(longest[place])) * (number + int(numbers[place]))
+    order = lengths.argsort(descending=True, stable=True)
+    for row, length, own, parts in torch.stack([rows, lengths, longest, numbers])[:, order].T.tolist():
+        filled = total + length if packed else max(max_length, own) * (number + parts)
         if not microbatches or filled > budget:
             microbatches.append([])
             max_length, total, number = 0, 0, 0
-        microbatches[-1].append(int(rows[place]))
-        max_length, total = max(max_length, int(longest[place])), total + length
-        number += int(numbers[place])
+        microbatches[-1].append(row)
+        max_length, total = max(max_length, own), total + length
+        number += parts
     return microbatches

@@ -27,6 +27,7 @@ from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.recording.algorithm import algorithm_to_json, replayable
 from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.serialize import to_json
+from lightning_rl.recording.vocabulary import Vocabulary
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURNS, Finish, Rollout, spans_of
 
@@ -61,12 +62,15 @@ class RolloutRecorder(RLCallback):
         self.keep = keep
         self.written: list[Path] = []
         self._draft: _Draft | None = None
+        self._vocabulary: Vocabulary | None = None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
         module = cast(RLLightningModule, pl_module)
         if batch.step == 0:
-            self._draft = _Draft(module, batch.rollout) if batch.rollout % self.every_n_rollouts == 0 else None
+            self._vocabulary = self._vocabulary or Vocabulary(module.tokenizer)
+            due = batch.rollout % self.every_n_rollouts == 0
+            self._draft = _Draft(module, batch.rollout, self._vocabulary) if due else None
         if self._draft is not None:
             self._draft.begin_step(batch)
 
@@ -132,8 +136,8 @@ class RolloutRecorder(RLCallback):
 class _Draft:
     """A recording that is being made."""
 
-    def __init__(self, module: RLLightningModule, number: int) -> None:
-        trainer = module.trainer
+    def __init__(self, module: RLLightningModule, number: int, vocabulary: Vocabulary) -> None:
+        trainer, self.vocabulary = module.trainer, vocabulary
         self.module, self.algorithm = module, replayable(module.algorithm, callbacks_of(trainer))
         self.header = {
             "rollout": number,
@@ -215,7 +219,9 @@ class _Draft:
             }
             for row in range(len(rollout))
         ]
+        ids = torch.cat([rollout.prompt_ids.flatten(), rollout.response_ids.flatten()]).unique().tolist()
+        read = {"samples": samples, "tokens": self.vocabulary.texts(ids)}
         return Recording(
-            header={**self.header, "plan": self.plan, "steps": self.steps, "samples": samples},
+            header={**self.header, "plan": self.plan, "steps": self.steps, **read},
             tensors={**tensors, "sampled/scored": scored, **self.tensors},
         )

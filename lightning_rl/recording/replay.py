@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import ReplayCorrections, StepTrace
+from lightning_rl.corrections import LossView, ReplayCorrections, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import Plan, plan_of_rows
@@ -34,6 +34,7 @@ class Replayed:
         parts: of each optimizer step, this rank's share of the loss's parts, float64; empty for a step without tokens.
         gradients: of each pass, that of the loss with respect to the log-probabilities, [B, T].
         rejected: of each pass, valid tokens whose policy loss counts nothing, [B, T] bool.
+        views: of each optimizer step, what its loss saw of each microbatch, whose rows the plan names.
     """
 
     rollout: Rollout
@@ -41,6 +42,7 @@ class Replayed:
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     rejected: list[Tensor] = field(default_factory=list)
+    views: list[list[LossView]] = field(default_factory=list)
 
 
 def replay(recordings: Sequence[Recording], algorithms: Sequence[Algorithm], *, restore: bool = True) -> list[Replayed]:
@@ -75,6 +77,7 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
         if restore:
             load_states(algorithm, step["states"] or {})
         made = step["states"] is not None
+        replayed.views.append([])
         replayed.parts.append(_replay_step(recording, number, plan, replayed, algorithm, collectives) if made else {})
     return replayed
 
@@ -120,6 +123,7 @@ def _replay_step(
     if table.grad is not None:
         replayed.gradients[-1].add_(table.grad)
     for microbatch, seen in zip(plan.step(number), trace.microbatches, strict=True):
+        replayed.views[-1].append(seen.view)
         view = seen.view.sanitize()
         factor = algorithm.corrections.policy_factor(view).factor
         if factor is not None and len(microbatch.index):

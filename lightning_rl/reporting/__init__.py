@@ -1,5 +1,8 @@
-"""Reporting: what a person looks at while a run goes on."""
+"""Reporting: what a person looks at while a run goes on, and afterwards."""
 
+from lightning_rl.reporting.report import write_report
+from lightning_rl.reporting.run_report import RunReport
 from lightning_rl.reporting.samples import SampleTable
+from lightning_rl.reporting.summary import RolloutSummary
 
-__all__ = ["SampleTable"]
+__all__ = ["RolloutSummary", "RunReport", "SampleTable", "write_report"]

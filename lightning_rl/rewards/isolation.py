@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
@@ -18,6 +19,8 @@ from lightning_rl.rewards.call import EXTRAS, CallStyle, Failure, Notes, Reward,
 from lightning_rl.rewards.limit import CLOCK, TimeUpError
 from lightning_rl.rewards.pool import Answer, Pool, Task
 from lightning_rl.rewards.values import RubbishError, values_of
+
+STARTING = threading.Lock()  # rollouts that are generated beside each other may begin their rewards at the same time
 
 
 class Submitted(NamedTuple):
@@ -114,7 +117,8 @@ class Isolated:
         seconds = self.sample_seconds if self.per_sample else self.seconds
         state = None if self.starts_early else state
         tasks = [(part, Task(_payload(rows.select(part), style, state), seconds)) for part in parts]
-        pool = self._pool or self._start()
+        with STARTING:
+            pool = self._pool or self._start()
         for _, task in tasks:
             pool.submit(task)
         return Submitted(rows, tasks)

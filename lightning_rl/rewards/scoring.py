@@ -140,6 +140,11 @@ class Rewards:
                 draft.collect(isolated[draft.name], submitted[draft.name])
         return [draft.finish() for draft in drafts]
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether :meth:`start` has anything to begin."""
+        return any(isinstance(function, Isolated) and function.starts_early for function in self.functions.values())
+
     def start(
         self,
         prompts: Sequence[Any],

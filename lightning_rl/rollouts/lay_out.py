@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.environments import ConversationRow
-from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, Finish, Rollout, pad_rows
+from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, Finish, Rollout, pad_lists, pad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def lay_out(
         ValueError: if a completion lacks what its engine promised.
     """
     talks = [drawn.row for drawn in rows]
-    numbers = [talk.turn_numbers for talk in talks]
+    numbers = [talk.turn_numbers for talk in talks] if turns else []
     rollout = Rollout.of_samples(
         [talk.prompt_ids for talk in talks],
         [talk.response_ids for talk in talks],
@@ -56,7 +56,7 @@ def lay_out(
     )
     extras = {name: _pad(talks, name, _token_extra) for name in sorted(recorded)}
     if turns:
-        extras[TURNS] = pad_rows([torch.tensor(row) for row in numbers], torch.int64)[0]
+        extras[TURNS] = pad_lists(numbers, torch.int64)[0]
         extras[TURN_REWARDS] = pad_rows([_turn_rewards(talk) for talk in talks], dtype)[0]
     return rollout.replace(
         rollout_logprobs=pad_rows([_logprobs(talk) for talk in talks], dtype)[0] if logprobs else None,
@@ -85,6 +85,8 @@ def _versions(talk: ConversationRow) -> list[int]:
 
 def _logprobs(talk: ConversationRow) -> Tensor:
     """0 where the environment speaks."""
+    if len(talk.turns) == 1 and not talk.turns[0].reply and (alone := talk.turns[0].completion.logprobs) is not None:
+        return alone
     parts = [torch.zeros(0)]
     for turn in talk.turns:
         drawn = turn.completion.logprobs

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.policy import Plan, PolicyModel, Scorer
-from lightning_rl.policy.model import check_finite
+from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.rollout import SUM_PI_SQUARED, TURNS, Rollout
 
 
@@ -32,12 +32,13 @@ def add_logprobs(
     exact = torch.promote_types(policy.model.dtype, torch.float32)
     empty = torch.zeros(rollout.response_ids.shape, dtype=exact, device=rollout.response_ids.device)
     old_logprobs, values, ref_logprobs, sums = (empty.clone() for _ in range(4))
+    finite = FiniteOutputs(rollout.groups.device)
     for microbatch in plan.microbatches():
         rows = microbatch.rows_of(rollout)
         if old or critic or squares:
             with corrections.forward_context(rows):
                 outputs = policy(microbatch.layout, squares=True) if squares else policy(microbatch.layout)
-            check_finite(outputs, rows)
+            finite.note(outputs, rows)
             _write(old_logprobs, microbatch.index, outputs.logprobs)
             if outputs.values is not None:
                 _write(values, microbatch.index, outputs.values)
@@ -45,6 +46,7 @@ def add_logprobs(
                 _write(sums, microbatch.index, outputs.sum_pi_squared)
         if reference is not None:
             _write(ref_logprobs, microbatch.index, reference.logprobs(microbatch.layout))
+    finite.check()
     return rollout.replace(
         old_logprobs=old_logprobs if old else None,
         values=values if critic else None,

@@ -296,6 +296,7 @@ class Sampler:
                 sample_id=sample_id,
                 seed=request_seed(self.seed, number, sample_id),
                 sampling=sampling,
+                rollout=number,
             )
             for prompt, sample_id in ids
         ]
@@ -341,6 +342,8 @@ class Sampler:
         return rows
 
     def _begin_rewards(self, samples: Samples) -> Samples:
+        if not self.rewards.starts_early:
+            return samples
         return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
 
     def converse(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Transcript]:
@@ -387,7 +390,13 @@ class Sampler:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """A completion as the rewards see it."""
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self.texts([token_ids])[0]
+
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Completions as the rewards see them, decoded in one call."""
+        if self.tokenizer is None or not rows:
+            return [""] * len(rows)
+        return self.tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True)
 
     def _whole_text(self, token_ids: Sequence[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
@@ -415,7 +424,7 @@ class Sampler:
         columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
         return {
             "prompts": [prompt.content for prompt in prompts],
-            "completions": [self.text(row) for row in ids],
+            "completions": self.texts(ids),
             "completion_ids": ids,
             "columns": columns | reward_columns(samples.outcomes[: len(ids)]),
         }

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.corrections import REWARDS, Corrections, Stat
 from lightning_rl.edits import EditWatch
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURN_REWARDS, TURNS, Rollout
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
@@ -50,7 +50,10 @@ def estimate_signal(
     scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
     if bonus is not None:
         scores = (scores.double() + bonus).to(scores.dtype)
-    shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens)
+    earned = rollout.token_extras.get(TURN_REWARDS) if estimator.turn_rewards else None
+    if earned is not None:
+        earned = torch.where(rollout.rewarded[:, None], earned, 0.0)
+    shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens, earned)
     _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
     rewards = RewardSignal(
         scores=scores,

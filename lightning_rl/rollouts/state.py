@@ -263,6 +263,7 @@ class RunState:
         self.schedule_behind = False
         self.prefetcher.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
+        self.times = PhaseTimes()
         if self.reference is not None:
             self.reference.to(device)
         if loaded is None:

@@ -14,10 +14,10 @@ import torch
 
 from lightning_rl.audit import Finding
 from lightning_rl.environments import Answer, Environment, TokenEnvironment, ToolCall
-from lightning_rl.environments.environment import check_figures, check_reset, check_step
-from lightning_rl.environments.environments import environment_of
+from lightning_rl.environments.environment import check_figures
+from lightning_rl.environments.form import check_reset, check_step, plain
 from lightning_rl.environments.generators import GeneratorError, refuse_draws
-from lightning_rl.environments.server import plain
+from lightning_rl.environments.shapes import environment_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rollout import Finish
 from lightning_rl.seeding import keep_generators
@@ -37,6 +37,7 @@ MEANINGS = {
 }
 HUGE = 100_000  # characters, or tokens, of the longest answer
 TURNS = 4  # answers of a conversation
+OURS = ("lightning_rl.environments.environment", "lightning_rl.environments.form", "lightning_rl.arguments")
 NONSENSE = (
     "",
     " ",
@@ -251,7 +252,7 @@ def _is_ours(raised: BaseException) -> bool:
     trace, last = raised.__traceback__, ""
     while trace is not None:
         last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
-    return last.startswith(("lightning_rl.environments.environment", "lightning_rl.arguments"))
+    return last.startswith(OURS)
 
 
 def _close(made: Environment | TokenEnvironment) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environments.templates import close_of, tokenizer_of
-from kit.evidence import culprits, evidence_of
+from kit.evidence import evidence_of
 from kit.support import fit, tiny_module, tiny_policy
 from typing_extensions import override
 
@@ -17,7 +17,6 @@ from lightning_rl import Finish, PromptDataModule, Rollout, Sampling
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, resolve_advantages
 from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.environments import Answer, Bridge, Environment, EnvironmentReward, Step, ToolCall, messages
 from lightning_rl.environments.bridge import SANITIZES
 from lightning_rl.generation import Completion, Request, request_seed, turn_seed
@@ -92,47 +91,6 @@ def test_every_turn_has_the_seed_of_its_run_rollout_sample_and_number() -> None:
     assert len(CHECKS["turn_order"](earlier)) == 1, "the same request in another rollout has another seed"
 
 
-CLOSE, HEAD, OTHER = 90, 91, 92
-TAIL = (CLOSE, HEAD, CLOSE, HEAD)  # around a message, from the token on that closes an answer
-
-
-def spoken(closed: int, written: Sequence[int], harmless: Sequence[int] = TAIL, *, head: bool = False) -> SpokenTurn:
-    """An answer of sample 7 with what stands behind it; -1 for one that was cut off."""
-    written, harmless = tuple(written), tuple(harmless)
-    return SpokenTurn(7, 0, cut_off=closed < 0, calls=0, closed=closed, written=written, harmless=harmless, head=head)
-
-
-SEAMS: dict[str, tuple[SpokenTurn, str]] = {
-    "drawn": (spoken(CLOSE, TAIL[1:]), ""),
-    "added": (spoken(-1, TAIL), ""),
-    "another end": (spoken(OTHER, TAIL[1:]), ""),
-    "the right head behind a wrong one": (spoken(OTHER, (CLOSE, HEAD), (CLOSE, HEAD), head=True), ""),
-    "two ends": (spoken(OTHER, TAIL), "two"),
-    "nobody looked": (spoken(CLOSE, (), ()), ""),
-    "twice": (spoken(CLOSE, TAIL), "two"),
-    "added twice": (spoken(-1, (CLOSE, *TAIL)), "two"),
-    "never": (spoken(-1, TAIL[1:]), "none"),
-    "a turn in the text": (spoken(CLOSE, (HEAD, CLOSE, *TAIL[1:])), "others"),
-    "nothing": (spoken(CLOSE, ()), "others"),
-}
-
-
-@pytest.mark.parametrize("case", SEAMS)
-def test_between_two_answers_stand_the_control_tokens_of_harmless_words(case: str) -> None:
-    seam, observed = SEAMS[case]
-    found = CHECKS["bridges"](replace(evidence_of(), spoken=[seam, SEAMS["drawn"][0]]))
-    assert [(finding.observed, list(finding.samples)) for finding in found] == (
-        [(f"{observed} in 1 turns", [7])] if observed else []
-    )
-
-
-def test_calls_of_an_answer_that_was_cut_off_are_found() -> None:
-    whole, cut = spoken(CLOSE, TAIL[1:])._replace(calls=2), spoken(-1, TAIL)
-    assert culprits("cut_calls", replace(evidence_of(), spoken=[whole, cut])) == []
-    (found,) = CHECKS["cut_calls"](replace(evidence_of(), spoken=[whole, cut._replace(calls=1)]))
-    assert (found.observed, list(found.samples)) == ("some in 1 answers", [7])
-
-
 class ByTurns(Estimator):
     """The score of a row beside the mean of its group, in which a row counts once for each of its turns."""
 
@@ -194,7 +152,7 @@ def look(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[An
 
 
 def findings_of(text: str = INJECTED if SANITIZES else "so", **options: Any) -> list[str]:
-    audit = SignalAudit(1, checks=["bridges", "cut_calls", "trained_tokens", "turn_order"])
+    audit = SignalAudit(1, checks=["written_replies", "cut_calls", "trained_tokens", "turn_order"])
     close = sorted(close_of("qwen2.5"))
     defaults = {"environment": partial(Says, text), "rewards": EnvironmentReward(), "tokenizer": TOKENIZER}
     policy = partial(tiny_policy, vocab_size=len(TOKENIZER), max_position_embeddings=512)
@@ -204,7 +162,7 @@ def findings_of(text: str = INJECTED if SANITIZES else "so", **options: Any) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(module, callbacks=[audit], data=PromptDataModule(rows, 4), max_steps=1, limit_val_batches=0)
-    return sorted({f"{finding.check}: {finding.observed.partition(' in ')[0]}" for finding in audit.findings})
+    return sorted({f"{finding.check}: {finding.observed.partition(' behind ')[0]}" for finding in audit.findings})
 
 
 AFTER = Bridge.after
@@ -230,9 +188,9 @@ def render_plainly(bridge: Bridge, drawn: Sequence[int], said: Sequence[Any]) ->
     [
         (AFTER, "so", []),
         (render_plainly, "so", []),
-        (render_plainly, INJECTED, ["bridges: others"]),
-        (close_twice, "so", ["bridges: two"]),
-        (close_never, "so", ["bridges: none"]),
+        (render_plainly, INJECTED, [f"written_replies: {'fewer' if SANITIZES else 'more'} tokens"]),
+        (close_twice, "so", ["written_replies: a second token that closes it"]),
+        (close_never, "so", ["written_replies: no token that closes it"]),
     ],
     ids=["right", "rendered", "a turn in the text", "closed twice", "never closed"],
 )
@@ -246,4 +204,5 @@ def test_what_is_written_between_answers_is_looked_at_in_a_run(
 def test_calls_of_cut_answers_are_looked_at_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings_of(tool_parser=look) == []
     monkeypatch.setattr(messages, "plain_text", see_text)
-    assert findings_of(tool_parser=look) == ["cut_calls: some"]
+    (found,) = findings_of(tool_parser=look)
+    assert found.startswith("cut_calls: some in ")

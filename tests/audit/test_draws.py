@@ -5,6 +5,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,24 @@ import torch
 from datasets import IterableDataset
 from kit.conversations import Echo, talking_module
 from kit.evidence import culprits, evidence_of
-from kit.support import fit, tiny_module, tiny_prompts
-from torch import Tensor
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from torch import Tensor, nn
+from torch.optim import SGD
 from typing_extensions import override
 
 from lightning_rl import Evaluation, Finish, PromptDataModule, Sampling
 from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.checks.draws import surprising_repeats
-from lightning_rl.audit.draws import BUDGET, SMALL_BUDGET, Draw, Earlier, Pair, affordable_draws, moments_of
+from lightning_rl.audit.draws import (
+    BUDGET,
+    SMALL_BUDGET,
+    Draw,
+    Earlier,
+    Pair,
+    _greedy_ratio,
+    affordable_draws,
+    moments_of,
+)
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.prompts import HeldOut, Repeats
 from lightning_rl.data import Prompt
@@ -337,6 +348,32 @@ class PartlyGreedy(TransformersEngine):
             for place, request in enumerate(requests)
         ]
         return super().generate(sure, logprobs=logprobs)
+
+
+def leveled_policy() -> nn.Module:
+    """A model for which all tokens are equally likely, to the last bit."""
+    model = tiny_policy()
+    nn.init.zeros_(model.lm_head.weight)
+    return model
+
+
+@pytest.mark.parametrize("size", [2, 4, 64])
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_likeliest_tokens_that_are_equal_are_no_greedy_choice(size: int, noise: float) -> None:
+    """For a sound engine the likelihood ratio of a sample is 1 on average, also among equal logits (Ville 1939)."""
+    scores = (noise * torch.linspace(-1, 1, size, dtype=torch.float64)).log_softmax(-1)[None]
+    ratios = [_greedy_ratio(scores[:, token], scores, 1e-4) for token in range(size)]
+    average = sum(math.exp(ratio + float(scores[0, token])) for token, ratio in enumerate(ratios))
+    assert 1 - 1e-4 < average <= 1
+
+
+def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
+    audit = SignalAudit(1, checks=["sample_process"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = tiny_module(policy=leveled_policy, optimizer=partial(SGD, lr=0.0))
+        fit(module, callbacks=[audit], data=tiny_prompts(24, 4))
+    assert audit.findings == []
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ def test_copies_of_a_copy_begin_where_it_stands() -> None:
     assert ask_copy(lambda: (count(), [ask_copy(count, 5.0) for _ in range(2)]), 5.0) == [4, [5, 5]]
 
 
+def test_foreign_code_leaves_no_process_behind_in_a_copy() -> None:
+    def fork() -> int:
+        if not (child := os.fork()):
+            time.sleep(60)
+        return child
+
+    for task in (fork, lambda: ask_copy(fork, 5.0), lambda: (ask_copy(count, 5.0), fork())):
+        with pytest.raises(NoReplyError, match=r"would reach out of its process .os\.fork"):
+            ask_copy(task, 5.0)
+
+
 def write(path: Path) -> int:
     with path.open("a") as file:
         return file.write("x")

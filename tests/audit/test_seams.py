@@ -9,9 +9,11 @@ from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.chats import CLOSE, chat_tokenizer
 from kit.evidence import evidence_of
 
-from lightning_rl.audit import CHECKS
-from lightning_rl.audit.seams import Seam, behind_an_answer, order_of
+from lightning_rl.audit import CHECKS, seams
+from lightning_rl.audit.seams import Context, Seam, behind_an_answer
+from lightning_rl.audit.subsample import order_of
 from lightning_rl.environments import Bridge, Message
+from lightning_rl.environments.bridge import control_tokens
 
 SAID: dict[str, list[Message]] = {
     "user": [{"role": "user", "content": "hello world"}],
@@ -31,39 +33,54 @@ def test_both_ways_to_ask_a_template_agree_where_conversations_rely_on_it(name: 
     needed = {"hostile": "user"}.get(kind, kind)
     if bridge.check(needed):
         return  # refused at setup
-    assert behind_an_answer(bridge.tokenizer, bridge.close, {}, SAID[kind]) == bridge.tail(SAID[kind])
+    assert behind_an_answer(bridge, SAID[kind]) == bridge.tail(SAID[kind])
 
 
 def test_an_answer_of_words_that_nobody_knows_is_told_from_another_one() -> None:
-    words = behind_an_answer(chat_tokenizer(), CLOSE, {}, SAID["user"])
+    bridge = Bridge(chat_tokenizer(), CLOSE)
+    words = behind_an_answer(bridge, SAID["user"])
     assert chat_tokenizer().convert_ids_to_tokens(list(words)) == [
         *("<|im_end|>", "\n", "<|im_start|>", "user", "\n", "<unk>", "<unk>", "<|im_end|>", "\n", "<|im_start|>"),
         *("assistant", "\n"),
     ]
-    assert behind_an_answer(chat_tokenizer(), CLOSE, {}, ()) == ()
+    assert behind_an_answer(bridge, ()) == ()
     silent = chat_tokenizer()
     silent.chat_template = "{{ '<|im_end|>' }}"  # of no answer
-    assert behind_an_answer(silent, CLOSE, {}, SAID["user"]) == ()
+    assert behind_an_answer(Bridge(silent, CLOSE), SAID["user"]) == ()
+
+
+@pytest.mark.parametrize("kind", ["hostile", "user"])
+def test_control_tokens_that_cannot_be_plain_text_belong_into_no_row(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a bridge of theirs is another than the template's, with every version of transformers."""
+    bridge = Bridge(tokenizer_of("qwen2.5"), close_of("qwen2.5"))
+    monkeypatch.setattr(seams, "SANITIZES", False)
+    ids, controls = behind_an_answer(bridge, SAID[kind]), control_tokens(bridge.tokenizer)
+    harmless = bridge.tail(SAID["user"])
+    assert [token for token in ids if token in controls] == [token for token in harmless if token in controls]
 
 
 END, TEMPLATE = 7, (7, 20, 30, 31, 7, 20, 40)
 
 
-def slips(*seams: tuple[int, Sequence[int]], template: tuple[int, ...] = TEMPLATE) -> list[str]:
-    found = [Seam(5, 0, drawn, tuple(written), template) for drawn, written in seams]
+def slips(*written: tuple[int, Sequence[int]], opens: bool = False) -> list[str]:
+    found = [Seam(5, 0, drawn, tuple(ids), TEMPLATE, opens) for drawn, ids in written]
     evidence = replace(evidence_of(), seams=found)
     return [finding.observed.partition(" behind")[0] for finding in CHECKS["written_replies"](evidence)]
 
 
 def test_what_the_template_writes_is_silent() -> None:
-    assert slips((END, TEMPLATE[1:]), (-1, TEMPLATE)) == []
-    assert slips((8, TEMPLATE), (8, TEMPLATE[1:])) == []  # the head of another speaker closed it
+    assert slips((END, TEMPLATE[1:]), (-1, TEMPLATE), (8, TEMPLATE[1:])) == []
+    assert slips((END, TEMPLATE[1:]), (8, TEMPLATE), opens=True) == []  # the head of another speaker closed it
 
 
 @pytest.mark.parametrize(
     ("drawn", "written", "slip"),
     [
         (END, TEMPLATE, "a second token that closes it"),
+        (8, TEMPLATE, "a second token that closes it"),
+        (-1, (END, *TEMPLATE), "a second token that closes it"),
         (-1, TEMPLATE[1:], "no token that closes it"),
         (END, TEMPLATE[2:], "fewer tokens"),
         (END, (20, 30, 7, 20, 40), "fewer tokens"),
@@ -85,3 +102,34 @@ def test_a_template_that_does_not_tell_is_skipped() -> None:
 def test_every_rollout_looks_at_other_conversations() -> None:
     orders: list[Any] = [sorted(range(64), key=lambda sample: order_of(sample, number)) for number in range(4)]
     assert len({tuple(order[:4]) for order in orders}) == 4
+
+
+WRITTEN = (3, 7, 20, 30, 40)
+
+
+def prompts(*read: Sequence[int]) -> list[str]:
+    found = [Context(5, 0, tuple(ids), WRITTEN) for ids in read]
+    return [str(finding) for finding in CHECKS["written_prompts"](replace(evidence_of(), contexts=found))]
+
+
+def test_a_context_as_the_template_writes_it_is_silent() -> None:
+    assert prompts(WRITTEN, WRITTEN) == []
+
+
+@pytest.mark.parametrize(
+    ("read", "expected", "observed"),
+    [
+        (WRITTEN[:-1], "[40] at token 4 of 5", "[] of 4"),
+        ((*WRITTEN, 9), "[] at token 5 of 5", "[9] of 6"),
+        ((3, 8, 20, 30, 40), "[7, 20, 30, 40] at token 1 of 5", "[8, 20, 30, 40] of 5"),
+        (WRITTEN[1:], "[3, 7, 20, 30, 40] at token 0 of 5", "[7, 20, 30, 40] of 4"),
+    ],
+)
+def test_the_first_token_that_differs_is_told(read: Sequence[int], expected: str, observed: str) -> None:
+    (finding,) = prompts(WRITTEN, read)
+    assert expected in finding and observed in finding and "1 of 2 contexts" in finding
+
+
+def test_a_template_that_refuses_a_context_is_no_pass() -> None:
+    evidence = replace(evidence_of(), contexts=[Context(5, 0, WRITTEN, ())])
+    assert "refuses" in CHECKS["written_prompts"].judge(evidence).skipped["written_prompts"]

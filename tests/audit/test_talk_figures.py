@@ -61,6 +61,11 @@ def test_what_is_logged_of_conversations() -> None:
     }
 
 
+def test_a_rewritten_context_counts_whole_even_where_it_goes_on_as_before() -> None:
+    rewritten = talk((3, 2), (9, 2), (4, 1), (6, 1))._replace(rewrites=frozenset({2, 3}))  # all of 9, all of 4, one
+    assert values([rewritten], environment=Partner)["env/tokens"] == (14.0, 1.0)
+
+
 def test_calls_are_counted_where_nobody_else_gives_figures_of_them() -> None:
     tools, talks = partial(ToolEnvironment, (look,)), [talk((3, 2), (9, 2)), talk((3, 2))]
     assert values(talks, environment=tools)["env/tool_calls"] == (1.0, 2.0)

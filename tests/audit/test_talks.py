@@ -107,6 +107,21 @@ def test_what_is_told_of_conversations_that_came_to_an_end() -> None:
     assert accounts_of([talk._replace(finish=Finish.FAILED), talk._replace(turns=[])]) == []
 
 
+@pytest.mark.parametrize(
+    ("finish", "calls", "cut"), [("LENGTH", [{}], True), ("STOP", [{}], False), ("LENGTH", [], False)]
+)
+def test_calls_of_an_answer_that_was_cut_off_are_found(finish: str, calls: list[Any], *, cut: bool) -> None:
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": calls}]
+    ((request, completion),) = asked((3, 4, 2))
+    turns = [(request, replace(completion, finish=Finish[finish]))]
+    (account,) = accounts_of([Talk(5, 1, "environment", {}, turns, said, 1.0, (2, 2), Finish.STOP)])
+    assert account.calls_when_cut is cut
+    found = CHECKS["cut_calls"](replace(evidence_of(), told=[account]))
+    assert [(finding.observed, list(finding.samples)) for finding in found] == (
+        [("some in 1 conversations", [5])] if cut else []
+    )
+
+
 def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
     evidence = evidence_of()
     drawn = evidence.rollout.action_mask.clone()

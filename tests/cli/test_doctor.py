@@ -257,7 +257,8 @@ def test_what_no_message_can_follow_is_said_with_the_reason() -> None:
     ]
     assert facts(found(module_of(tokenizer=templated(FORGETFUL))), "template")[:2] == [
         "in several turns, what can follow an answer: nothing",
-        "no bridge over user messages: the template writes an answer never that was given once",
+        "no bridge over user messages: the template does not write what an answer says: it has to write each message's "
+        "content",
     ]
     assert facts(found(module_of(tokenizer=tiny_tokenizer())), "template") == []
 

@@ -10,6 +10,7 @@ from kit.conversations import Echo, Forgetful, Rewriting, talking_module
 from kit.strategy_cases import Watch
 from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import SGD
 from torch.testing import assert_close
@@ -47,11 +48,17 @@ def module_of(environment: type[Echo], **options: Any) -> RLLightningModule:
 
 
 def run_of(
-    environment: type[Echo], *callbacks: Any, folder: Path | None = None, **options: Any
+    environment: type[Echo], *callbacks: Any, folder: Path | None = None, logger: Any = False, **options: Any
 ) -> tuple[list[Rollout], list[dict[str, float]], dict[str, Tensor]]:
     """The rollouts of a run, its figures and its weights."""
     seen, watch, module = list[Rollout](), Watch(), module_of(environment, **options)
-    fit(module, data=data(), callbacks=[recorder(seen)("seen"), watch, *callbacks], default_root_dir=folder)
+    fit(
+        module,
+        data=data(),
+        callbacks=[recorder(seen)("seen"), watch, *callbacks],
+        default_root_dir=folder,
+        logger=logger,
+    )
     return seen, watch.rows, weights_of(module)
 
 
@@ -127,10 +134,12 @@ def test_the_model_reads_each_context_on_its_own() -> None:
     ],
     ids=["small", "padded", "critic"],
 )
-def test_the_audit_has_nothing_to_say(options: dict[str, Any]) -> None:
-    audit = SignalAudit(every_n_rollouts=1, mode="raise")
-    seen, *_ = run_of(Forgetful, audit, NoEOSMask(), policy=tiny_policy, **options)
+@pytest.mark.parametrize("environment", [Forgetful, Rewriting])
+def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str, Any], tmp_path: Path) -> None:
+    audit, logger = SignalAudit(every_n_rollouts=1, mode="raise"), CSVLogger(tmp_path)
+    seen, *_ = run_of(environment, audit, NoEOSMask(), policy=tiny_policy, logger=logger, **options)
     assert audit.findings == [] and all(context_starts(rollout).any() for rollout in seen)
+    assert "logged_metrics" not in audit.skipped
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,28 @@
 """Fits over conversations: what the policy drew trains, and nothing moves with microbatches, order or a resume."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import IterableDataset
 from kit.conversations import Echo, leak_mask, talking_module
 from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_rl import Finish, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl import Evaluation, Finish, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, ReferenceKL, RouterReplay, TruncatedIS
 from lightning_rl.environments import TokenStep
+from lightning_rl.environments.environments import RowCheck
 from lightning_rl.environments.failures import FailedEnvironmentsError
+from lightning_rl.environments.outcome import DEFAULT
+from lightning_rl.generation import Completion, Request, TransformersEngine
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS
 from lightning_rl.rollouts.sample import Sampler
@@ -55,6 +61,30 @@ def test_what_the_environment_says_is_read_and_never_trained() -> None:
         assert torch.isclose(
             rollout.require("old_logprobs")[actions], rollout.require("rollout_logprobs")[actions]
         ).all()
+
+
+class Graded(Echo):
+    """Gives something for every answer."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        said = super().step(token_ids, finish)
+        return replace(said, reward=(said.reward or 0.0) + 0.1 * token_ids[0])
+
+
+def test_a_turn_earns_what_it_and_the_later_ones_were_given() -> None:
+    options = {"advantages": ReinforcePlusPlus(turn_rewards=True), "minibatches": 2, "environment": Graded}
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    for rollout in rollouts_of(talking_module(**options), callbacks=[audit]):
+        turns, valid = rollout.token_extras[TURNS], rollout.valid_tokens
+        earned = rollout.token_extras[TURN_REWARDS].double()
+        given = torch.stack([(earned * (turns == number)).sum(-1) for number in range(1, 5)], -1)
+        to_go = given.flip(-1).cumsum(-1).flip(-1).gather(1, (turns.clamp(min=1) - 1).long())[valid]
+        assert (given[:, 0] != 0).any() and (given[:, 1:] != 0).any()
+        trained = rollout.require("advantages").double()[valid]
+        line = torch.stack([to_go, torch.ones_like(to_go)], -1)
+        fitted = line @ torch.linalg.lstsq(line, trained[:, None]).solution
+        torch.testing.assert_close(trained, fitted[:, 0], atol=1e-4, rtol=0)
 
 
 def test_every_end_of_a_conversation_is_there() -> None:
@@ -261,11 +291,95 @@ def test_one_environment_for_each_row_by_a_column() -> None:
     fit(module, data=PromptDataModule(rows, 4, shuffle=False), callbacks=[recorder(seen)("seen")])
     turns = seen[0].token_extras[TURNS].amax(-1).reshape(4, -1)
     assert (turns[1::2] == 1).all() and (turns[::2] > 1).any()
-    rows[3]["environment"] = "unknown"
-    with pytest.raises(
-        ValueError, match=r"column 'environment' of prompt 3 to name one of \['echo', 'quiet'\], got 'unknown'"
+
+
+class Unasked(TransformersEngine):
+    """Is asked for nothing, because the run is refused before."""
+
+    @override
+    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
+        raise RuntimeError(f"expected a run that is refused, got {len(requests)} requests")
+
+
+WRONG_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": (
+        {"environment": "loud"},
+        r"expected column 'environment' of {} to name one of \['echo', 'quiet'\], got 'loud'",
+    ),
+    "no name": ({"environment": None}, r"to name one of \['echo', 'quiet'\], got None"),
+    "a list": ({"environment": ["echo"]}, r"of {} to name one of \['echo', 'quiet'\], got \['echo'\]"),
+    "no column": (
+        {"place": 1},
+        r"expected a column 'environment' in {} that names one of \['echo', 'quiet'\], got \['place'\]: add it",
+    ),
+    "reserved": (
+        {"environment_reward": 1.0},
+        "expected data without a column 'environment_reward', .*, got one in {}: rename it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROWS)
+@pytest.mark.parametrize("where", ["training", "validation", "evaluation", "stream"])
+def test_a_row_that_fits_no_environment_is_refused_before_anything_is_generated(case: str, where: str) -> None:
+    columns, message = WRONG_ROWS[case]
+    rows = [{"prompt": [2 + place], "environment": "quiet"} for place in range(8)]
+    wrong = [*rows[:5], {"prompt": [7], **columns}, *rows[6:]]
+    names = {"validation": "validation prompt 5", "stream": "prompt 5 of the stream"}
+    module = talking_module(
+        environment={"echo": Echo, "quiet": Quiet},
+        engine=Unasked(),
+        evaluation=[Evaluation("late", wrong)] if where == "evaluation" else [],
+    )
+    sources: dict[str, Any] = {"training": wrong, "stream": IterableDataset.from_generator(lambda: iter(wrong))}
+    with pytest.raises(ValueError, match=message.format(names.get(where, "prompt 5"))):
+        fit(
+            module,
+            data=PromptDataModule(
+                sources.get(where, rows),
+                4,
+                validation=wrong if where == "validation" else None,
+                epoch_length=2 if where == "stream" else None,
+            ),
+        )
+
+
+def test_a_single_environment_with_a_name_is_held_against_the_column_too() -> None:
+    rows = [{"prompt": [2 + place], "environment": "quiet" if place == 2 else "echo"} for place in range(8)]
+    with pytest.raises(ValueError, match=r"column 'environment' of prompt 2 to name one of \['echo'\], got 'quiet'"):
+        fit(talking_module(environment={"echo": Echo}, engine=Unasked()), data=PromptDataModule(rows, 4))
+    check = RowCheck(("echo",))
+    assert (check({}, "row"), check({"environment": "echo"}, "row")) == ("echo", "echo")
+    assert RowCheck((DEFAULT,))({"environment": "quiet"}, "row") == DEFAULT
+
+
+class Foreign(Echo):
+    """Says what no policy here can read, in one row."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        self.foreign = row["place"] == 3
+        return super().reset(row, seed)
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        return TokenStep(token_ids=[10**6]) if self.foreign else super().step(token_ids, finish)
+
+
+def test_an_id_that_no_policy_knows_costs_its_row_alone() -> None:
+    seen: list[Rollout] = []
+    rows = [{"prompt": [2 + place], "place": place} for place in range(8)]
+    with pytest.warns(
+        UserWarning, match=r"expected token ids in \[0, \d+\), .* in what Foreign.step returns, got 1000000"
     ):
-        fit(talking_module(environment={"echo": Echo, "quiet": Quiet}), data=PromptDataModule(rows, 4, shuffle=False))
+        fit(
+            talking_module(environment=Foreign),
+            data=PromptDataModule(rows, 4, shuffle=False),
+            callbacks=[recorder(seen)("seen")],
+            limit_train_batches=1,
+        )
+    failed = (seen[0].finish == Finish.FAILED).reshape(4, -1)
+    assert failed[3].all() and not failed[:3].any()
 
 
 class Quiet(Echo):

@@ -1,12 +1,18 @@
 """Tools: whatever a call does goes back to the policy as a message, and objects of TRL's shape work as they are."""
 
 import asyncio
+import dataclasses
+import datetime
 import json
+import math
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from environments.templates import close_of, tokenizer_of
 from typing_extensions import override
@@ -79,6 +85,17 @@ def said(environment: ToolEnvironment, *calls: ToolCall) -> list[str]:
     return [message["content"] for message in step(environment, *calls).messages]
 
 
+@dataclasses.dataclass
+class Point:
+    """A value that is data."""
+
+    x: int
+
+
+async def several() -> Any:
+    yield 1
+
+
 def returning(value: Any) -> Any:
     def give() -> Any:
         """Gives."""
@@ -112,8 +129,11 @@ def test_an_answer_without_a_call_ends_the_conversation() -> None:
         (2.5, "2.5"),
         ("é", "é"),
         (["é"], '["é"]'),
-        ({1}, '"{1}"'),
-        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (np.float32(0.5), "0.5"),
+        ({"a": np.arange(2)}, '{"a": [0, 1]}'),
+        (datetime.date(2020, 1, 2), '"2020-01-02"'),
+        (Point(1), '{"x": 1}'),
+        (MappingProxyType({"a": 1}), '{"a": 1}'),
         ("half \ud800", "half ?"),
     ],
 )
@@ -232,11 +252,43 @@ def test_a_tool_that_waits_for_its_own_loop_is_told() -> None:
     assert "RuntimeError: expected a thread without the loop of async tools" in text
 
 
+def total(*numbers: int) -> int:
+    """Adds numbers.
+
+    Args:
+        numbers: any.
+    """
+    return sum(numbers)
+
+
+def count(**numbers: int) -> int:
+    """Counts numbers.
+
+    Args:
+        numbers: any.
+    """
+    return len(numbers)
+
+
+def double(number: int, /) -> int:
+    """Doubles a number.
+
+    Args:
+        number: any.
+    """
+    return 2 * number
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
         ([add, add], "expected tools of different names, got add more than once: rename one"),
         ([lambda x: x], "for each argument of tool <lambda>, got a function without a schema: .*docstring"),
+        ([total], r"expected tool total to take each argument by its name, got \*numbers: give every argument"),
+        ([count], r"expected tool count to take each argument by its name, got \*\*numbers: give every argument"),
+        ([double], "expected tool double to take each argument by its name, got number, /: give every argument"),
+        ([partial(add, 1)], "expected each tool to be a function or a method, got an object of class partial: write a"),
+        (["add"], "expected each tool to be a function or a method, got an object of class str"),
     ],
 )
 def test_tools_without_a_name_or_a_schema_of_their_own_are_refused(tools: Any, message: str) -> None:
@@ -396,3 +448,24 @@ def wordless() -> None:
 def test_what_has_no_text_is_an_error_for_the_policy_to_read(tool: Any) -> None:
     said = ToolEnvironment([tool]).step(Answer(text="", tool_calls=[ToolCall(name=tool.__name__, arguments={})]))
     assert "error" in json.loads(said.messages[0]["content"]) and said.metrics["tool_errors"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1}, {"a": {2}}, object(), (one for one in "a"), several(), b"a", math.nan, [math.inf], {(1, 2): 3}, len, 1j],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_data_is_an_error_for_the_policy_to_read_without_addresses(value: Any) -> None:
+    taken = step(ToolEnvironment([returning(value)]), call("give"))
+    (message,) = taken.messages
+    assert set(json.loads(message["content"])) == {"error"} and " at 0x" not in message["content"]
+    assert taken.metrics == {"tool_errors": 1.0}
+
+
+def test_an_error_is_told_without_addresses() -> None:
+    def give() -> None:
+        """Gives."""
+        raise ValueError(object())
+
+    (message,) = step(ToolEnvironment([give]), call("give")).messages
+    assert message["content"] == '{"error": "ValueError: <object object>"}'

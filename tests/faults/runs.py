@@ -25,9 +25,9 @@ from typing_extensions import override
 from faults.fault import Fault
 from faults.on_ranks import beside_each_other, of_strategy, run_on_ranks
 from lightning_rl import PromptDataModule, RLCallback, Rollout
+from lightning_rl.metrics import is_of_the_clock
 
 TEMPERATURE = 0.5
-OF_THE_CLOCK = ("time/", "tokens_per_second")
 
 
 class Rows(Logger):
@@ -158,7 +158,7 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     if len(one.rows) != len(other.rows):
         found.append("number of rows")
     for row, twin in zip(one.rows, other.rows, strict=False):
-        shared = [name for name in row.keys() & twin.keys() if not name.startswith(OF_THE_CLOCK)]
+        shared = [name for name in row.keys() & twin.keys() if not is_of_the_clock(name)]
         found += [f"figure {name}" for name in shared if not _same(row[name], twin[name])]
     if one.rollouts and other.rollouts and any(one.rows) and any(other.rows):
         found += [f"figure {name} is missing" for name in other.rows[-1].keys() - one.rows[-1].keys()]

@@ -95,5 +95,6 @@ def talking_module(**options: Any) -> RLLightningModule:
 def leak_mask(rollout: Rollout) -> Rollout:
     """As if the policy had drawn what the environment said."""
     inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
-    versions = rollout.policy_version.clamp(min=0).where(inside, -1)
+    newest = rollout.policy_version.amax(-1, keepdim=True)
+    versions = torch.where(rollout.action_mask, rollout.policy_version, newest).where(inside, -1)
     return rollout.replace(action_mask=inside, valid_tokens=inside & rollout.trained[:, None], policy_version=versions)

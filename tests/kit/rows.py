@@ -5,6 +5,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl import RLCallback
+from lightning_rl.metrics import is_of_the_clock
 
 
 class Rows(RLCallback):
@@ -18,6 +19,4 @@ class Rows(RLCallback):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
         values = pl_module.run.metrics.values()
-        self.rows.append(
-            {key: value for key, value in values.items() if "time/" not in key and "per_second" not in key}
-        )
+        self.rows.append({key: value for key, value in values.items() if not is_of_the_clock(key)})

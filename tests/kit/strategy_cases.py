@@ -23,6 +23,7 @@ from lightning_rl import FakeEngine, RLCallback, Rollout, Sampling
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Request
+from lightning_rl.metrics import is_of_the_clock
 
 Result = dict[str, Any]
 Sample = tuple[tuple[int, ...], tuple[bool, ...], int, float]
@@ -49,8 +50,7 @@ class Watch(RLCallback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
         values = pl_module.run.metrics.values()
-        timed = {key for key in values if "time/" in key or "per_second" in key}
-        self.rows.append({key: value for key, value in values.items() if key not in timed})
+        self.rows.append({key: value for key, value in values.items() if not is_of_the_clock(key)})
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

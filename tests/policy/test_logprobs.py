@@ -1,11 +1,16 @@
 """The chunked head against log_softmax and gather: values, gradients, chunks, precisions."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_rl.policy import logprobs as head
-from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
+from lightning_rl.policy.logprobs import chunk_elements, sum_of_squares, token_logprobs
 from lightning_rl.policy.sampling_mask import to_bits
 
 exactly = torch.testing.assert_close
@@ -39,7 +44,7 @@ def gradients(outputs: tuple[Tensor, Tensor], of: list[Tensor]) -> tuple[Tensor,
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 1)  # the smallest chunk is 16 tokens
+    monkeypatch.setattr(head, "CPU_CHUNK", 1)  # the smallest chunk is 16 tokens, of one token the smallest block
 
 
 @precisions
@@ -91,18 +96,76 @@ def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     exactly(gradients(cut, leaves), whole_gradients, rtol=0, atol=1e-13)
 
 
-def test_no_more_logits_are_held_than_a_chunk_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
-    softmax_over = torch.logsumexp
+class LargeTensors(TorchDispatchMode):
+    """Gathers the number of elements of every large storage that operations make."""
 
-    def watched(logits: Tensor, dim: int) -> Tensor:
-        held.append(logits.numel())
-        return softmax_over(logits, dim)
+    def __init__(self, above: int) -> None:
+        super().__init__()
+        self.above, self.sizes = above, dict[int, int]()
 
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 20 * 11)
-    monkeypatch.setattr(torch, "logsumexp", watched)
-    token_logprobs(*inputs(50))
-    assert held == [20 * 11, 20 * 11, 10 * 11]
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                number = storage.nbytes() // tensor.element_size()
+                if number > self.above:
+                    self.sizes[storage.data_ptr()] = number
+        return made
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
+def test_one_buffer_holds_the_logits_of_a_chunk_and_nothing_else_is_large(
+    entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CPU_CHUNK", 32 * 1000)
+    hidden, weight = torch.randn(100, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    targets, everything = torch.zeros(100, dtype=torch.int64), to_bits(torch.ones(100, 1000, dtype=torch.bool))
+    with LargeTensors(above=16_000) as forward:
+        outputs = token_logprobs(hidden, weight, None, targets, sampling_mask=everything)
+    loss = outputs[0].sum() + (outputs[1].sum() if entropy else 0)
+    with LargeTensors(above=16_000) as backward:
+        loss.backward()
+    assert list(forward.sizes.values()) == list(backward.sizes.values()) == [32 * 1000]
+
+
+def test_a_weight_is_cast_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    hidden, weight, bias, targets = inputs(100, dtype=torch.float32)
+    halves = [None if leaf is None else leaf.detach().bfloat16().requires_grad_() for leaf in (hidden, weight, bias)]
+    assert halves[0] is not None and halves[1] is not None
+    casts: list[torch.Size] = []
+    cast = Tensor.to
+
+    def watched(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        casts.extend([tensor.shape] if tensor is halves[1] else [])
+        return cast(tensor, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "to", watched)
+    token_logprobs(halves[0], halves[1], halves[2], targets)[0].sum().backward()
+    assert casts == [weight.shape] * 2  # in the forward and in the backward
+
+
+def test_the_gradient_of_a_half_precision_weight_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    hidden, weight, _, targets = inputs(400, dtype=torch.float32, with_bias=False)
+    half = weight.detach().bfloat16().requires_grad_()
+    exact = half.detach().float().requires_grad_()
+    states = hidden.detach().bfloat16()
+    token_logprobs(states, half, None, targets)[0].sum().backward()
+    token_logprobs(states.float(), exact, None, targets)[0].sum().backward()
+    assert half.grad is not None and exact.grad is not None
+    exactly(half.grad, exact.grad.bfloat16(), rtol=0, atol=0)
+
+
+def test_the_chunk_of_a_device_is_a_constant_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chunk_elements(torch.device("cpu")) == 2**25
+    for gigabytes, elements in ((16, 2**26), (24, 2**26), (80, 2**28), (141, 2**29)):
+        device = SimpleNamespace(total_memory=gigabytes * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
+        assert chunk_elements(torch.device("cuda", 0)) == elements
+        assert 4 * elements * 64 <= device.total_memory < 8 * elements * 64
 
 
 @biased

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
-from lightning_rl.policy.model import check_dropout, check_finite, check_scoring
+from lightning_rl.policy.model import FiniteOutputs, check_dropout, check_scoring
 from lightning_rl.rollouts.logprobs import add_logprobs
 
 exactly = torch.testing.assert_close
@@ -137,12 +137,36 @@ def test_the_fingerprint_takes_scalar_parameters() -> None:
 def test_a_non_finite_output_raises_with_sample_and_position(what: str, field: str, broken: float) -> None:
     rows = ragged_rollout(6).replace(sample_ids=torch.arange(6) + 40)
     zeros = torch.zeros(6, rows.width)
-    outputs = Outputs(zeros, zeros, zeros.clone())
-    check_finite(outputs, rows)
+    outputs, finite = Outputs(zeros, zeros, zeros.clone()), FiniteOutputs(torch.device("cuda"))
+    finite.note(outputs, rows)
+    finite.check()
     wrong = zeros.clone()
     wrong[3, 2] = broken
+    finite.note(outputs._replace(**{field: wrong}), rows)
+    finite.note(outputs, rows)
     with pytest.raises(FloatingPointError, match=rf"{what} {broken} at row 3 \(sample 43\), response position 2"):
-        check_finite(outputs._replace(**{field: wrong}), rows)
+        finite.check()
+    with pytest.raises(FloatingPointError, match=rf"{what} {broken} at row 3"):
+        FiniteOutputs(torch.device("cpu")).note(outputs._replace(**{field: wrong}), rows)
+
+
+def test_no_microbatch_of_an_accelerator_is_waited_for_to_see_whether_it_is_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, finite, waits = ragged_rollout(6), FiniteOutputs(torch.device("cuda")), list[Tensor]()
+    zeros = torch.zeros(6, rows.width, requires_grad=True)
+    truth = Tensor.__bool__
+
+    def watched(tensor: Tensor) -> bool:
+        waits.append(tensor)
+        return truth(tensor)
+
+    monkeypatch.setattr(Tensor, "__bool__", watched)
+    for _ in range(5):
+        finite.note(Outputs(zeros, zeros, zeros), rows)
+    assert not waits
+    finite.check()
+    assert len(waits) == 1
 
 
 def test_non_finite_weights_stop_the_scoring_of_a_rollout() -> None:

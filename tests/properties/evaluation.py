@@ -127,6 +127,7 @@ def _tensors(found: Found) -> dict[str, Tensor]:
 def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: Any) -> RewardSignal:
     """What an estimator sees: small token rewards, and the task reward at the last valid token."""
     tokens = changes.pop("token_rewards", rollout.require("returns") / 10)
+    earned = rollout.require("returns") / 5 if changes.pop("turn_rewards", False) else None
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0)
     known: dict[str, Any] = {
         "scores": scores,
@@ -143,5 +144,5 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: An
         "global_sum": global_sum,
         **changes,
     }
-    known.setdefault("shaped", shaped_rewards(known["scores"], tokens, known["valid_tokens"]))
+    known.setdefault("shaped", shaped_rewards(known["scores"], tokens, known["valid_tokens"], earned))
     return RewardSignal(**known)

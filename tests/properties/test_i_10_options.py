@@ -129,7 +129,7 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
     ),
     OPO: Knobs(),
     ReMax: Knobs(),
-    ReinforcePlusPlus: Knobs({"gamma": (1.0, 0.5)}),
+    ReinforcePlusPlus: Knobs({"gamma": (1.0, 0.5), "turn_rewards": (False, True)}),
     ReinforcePlusPlusBaseline: Knobs(),
     GAE: Knobs(
         {
@@ -137,6 +137,7 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
             "lam": (1.0, LengthAdaptive(0.5)),
             "lam_critic": (None, RelativePosition(0.5)),
             "whitened": (True, False),
+            "turn_rewards": (False, True),
         }
     ),
     GAEOverTurns: Knobs(
@@ -145,6 +146,7 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
             "lam": (1.0, RelativePosition(0.5)),
             "lam_critic": (None, RelativePosition(0.5)),
             "whitened": (True, False),
+            "turn_rewards": (False, True),
         },
     ),
     GPG: Knobs({"teaches": ("different", "nonzero")}),
@@ -184,7 +186,8 @@ def options_of(kind: type) -> set[str]:
 def outcome(built: Any) -> list[Tensor]:
     """Everything that an object of any of these kinds gives on the witness batch."""
     if isinstance(built, Estimator):
-        found = built(signal_of(WITNESS)), built(signal_of(WITNESS.replace(rewards=UNEQUAL)))
+        turns = built.turn_rewards
+        found = [built(signal_of(rows, turn_rewards=turns)) for rows in (WITNESS, WITNESS.replace(rewards=UNEQUAL))]
         return [one for both in found for one in both if one is not None]
     if isinstance(built, Clamped):
         return [built(FAR.logprobs, FAR.require("ref_logprobs"))]

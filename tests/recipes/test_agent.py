@@ -4,12 +4,17 @@ import csv
 import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import agent
 import pytest
 from kit.conversations import leak_mask
+from lightning import pytorch
+from lightning.pytorch import Callback, Trainer
 
+from lightning_rl.audit import SignalAudit
 from lightning_rl.rollouts.sample import Sampler
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "agent.py"
@@ -18,7 +23,8 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "agent.py"
 def logprobs_of_the_environment(folder: Path) -> list[float]:
     """``env/logprob`` of each rollout."""
     (file,) = folder.rglob("metrics.csv")
-    return [float(row["env/logprob"]) for row in csv.DictReader(file.open()) if row["env/logprob"]]
+    with file.open() as lines:
+        return [float(row["env/logprob"]) for row in csv.DictReader(lines) if row["env/logprob"]]
 
 
 def check(folder: Path, output: str) -> None:
@@ -49,12 +55,25 @@ def test_it_rises_ahead_of_the_update_and_on_two_ranks_too(options: str, seed: i
 
 
 @pytest.mark.long
-def test_training_what_the_environment_says_shows_in_its_log_probability(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaks", [True, False])
+def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_the_audit(
+    leaks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lay_out = Sampler._lay_out  # noqa: SLF001
-    monkeypatch.setattr(Sampler, "_lay_out", lambda *arguments: leak_mask(lay_out(*arguments)))
+    if leaks:
+        lay_out = Sampler._lay_out  # noqa: SLF001
+        monkeypatch.setattr(Sampler, "_lay_out", lambda *arguments: leak_mask(lay_out(*arguments)))
+    audit = SignalAudit(1, checks=["environment_moves"])
+    monkeypatch.setattr(pytorch, "Trainer", with_callback(pytorch.Trainer, audit))
     monkeypatch.chdir(tmp_path)
+    warnings.filterwarnings("ignore", "the audit of rollout")
     agent.main(seed=0)
     first, *_, last = logprobs_of_the_environment(tmp_path)
-    assert last - first > 2
+    assert last - first > 2 if leaks else abs(last - first) < 1.5
+    assert {finding.check for finding in audit.findings} == ({"environment_moves"} if leaks else set())
+
+
+def with_callback(trainer: type[Trainer], callback: Callback) -> Callable[..., Trainer]:
+    """A Trainer that has one callback more."""
+    return lambda **options: trainer(**{**options, "callbacks": [*options["callbacks"], callback]})

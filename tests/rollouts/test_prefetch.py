@@ -1,7 +1,8 @@
 """Rollouts that are generated while the policy trains on earlier ones: whose weights draw them, and what is known."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_rl import (
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, OffPolicyIS, RolloutKL, TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Request
+from lightning_rl.rollouts.prefetch import stream_context
 from lightning_rl.rollouts.sample import check_staleness
 
 WAIT = 60.0  # seconds after which a test that would hang fails
@@ -282,3 +284,40 @@ def test_versions_that_no_sync_had_are_refused_before_anything_trains(tmp_path: 
 
     with pytest.raises(EngineError, match="weights that were pushed, the last of which is 0 from Ahead, got version 9"):
         fit(module_of(2, engine=Ahead(Steps())), callbacks=[TruncatedIS()], default_root_dir=tmp_path)
+
+
+def test_an_engine_on_a_stream_of_its_own_waits_for_its_weights_and_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened = list[str]()
+
+    @contextmanager
+    def note(what: str) -> Iterator[None]:
+        happened.append(f"enter {what}")
+        yield
+        happened.append(f"leave {what}")
+
+    class Stream:
+        def wait_event(self, event: str) -> None:
+            """Notes what it waits for."""
+            happened.append(f"wait for {event}")
+
+        def synchronize(self) -> None:
+            """Notes that somebody waits for it."""
+            happened.append("synchronize")
+
+    def fail_in(context: Any) -> None:
+        with context():
+            happened.append("draw")
+            raise RuntimeError("in the engine")
+
+    stream: Any = Stream()
+    weights: Any = "weights"
+    monkeypatch.setattr(torch.cuda, "stream", lambda entered: note("the stream" if entered is stream else "another"))
+    with pytest.raises(RuntimeError, match="in the engine"):
+        fail_in(stream_context(lambda: note("the device"), stream, weights))
+    assert happened == ["enter the device", "wait for weights", "enter the stream", "draw", "synchronize"]
+    happened.clear()
+    with stream_context(lambda: note("the device"), stream, weights)():
+        pass
+    assert happened[-3:] == ["leave the stream", "synchronize", "leave the device"]

@@ -146,6 +146,25 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
     assert seen["completions"][0] == "b", "EOS is no text"
 
 
+def test_the_texts_of_a_round_are_decoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, calls, seen = tiny_tokenizer(), list[int](), list[str]()
+    decode = type(tokenizer).batch_decode
+
+    def watched(self: Any, sequences: Any, **options: Any) -> Any:
+        calls.append(len(sequences))
+        return decode(self, sequences, **options)
+
+    def reading(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.0] * len(prompts)
+
+    monkeypatch.setattr(type(tokenizer), "batch_decode", watched)
+    rollout = sample_groups(sampler_of(rewards=[reading], tokenizer=tokenizer), stream().take(3))
+    assert calls == [len(rollout)]
+    rows = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
+    assert seen == [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
+
+
 @pytest.mark.parametrize(
     ("logprobs", "got"), [(None, "none"), (torch.zeros(1), "1"), (torch.zeros(3), "3")], ids=["none", "short", "long"]
 )

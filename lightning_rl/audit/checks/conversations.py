@@ -1,4 +1,4 @@
-"""Checks of conversations: turns and their seeds, what stands between them, and where their rewards lie."""
+"""Checks of conversations: turns and their seeds, calls and rewards, and what must not train."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from lightning_rl.audit.checks.rewards import samples_of_calls
 from lightning_rl.audit.draws import turns_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.finding import Skip, differences
-from lightning_rl.audit.spoken import SpokenTurn
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.finding import Finding
 from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TURN_REWARDS, TURNS
 
 ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
-LEAST_MOVES, SHARE = 6, 1 / 4  # rollouts; of how far the policy's tokens moved
+LEAST_MOVES = 6  # rollouts
+LEAST_NATS, SHARE = 1.0, 1 / 4  # for each word of an environment; of how far the policy's tokens moved
 
 
 @check(
@@ -92,52 +92,15 @@ def _environment_rewards(evidence: Evidence) -> dict[int, float]:
 
 
 @check(
-    culprit="stage draw, what is written between two answers",
-    cure="put the closing token behind an answer once, and encode what an environment says without control tokens",
-)
-def bridges(evidence: Evidence) -> Iterator[Finding]:
-    """Between two answers stand the control tokens that the chat template writes around harmless words: the token that
-    closes the answer once, drawn or added, and none that the environment's text brought along.
-    """
-    wrong = defaultdict[tuple[str, str], list[int]](list)
-    for spoken in evidence.spoken:
-        if spoken.harmless and spoken.written not in _bridges_of(spoken):
-            wrong[_wrong_bridge(spoken)].append(spoken.sample)
-    for (expected, observed), samples in wrong.items():
-        yield Finding(expected=expected, observed=f"{observed} in {len(samples)} turns", samples=samples[:4])
-
-
-def _bridges_of(spoken: SpokenTurn) -> list[tuple[int, ...]]:
-    """What may be written behind an answer: the closing token unless it was drawn.
-
-    Where a speaker's head closes an answer, the right one may follow a wrong one.
-    """
-    whole, rest = spoken.harmless, spoken.harmless[1:]
-    if spoken.closed < 0:
-        return [whole]
-    return [rest, whole] if spoken.head and spoken.closed != whole[0] else [rest]
-
-
-def _wrong_bridge(spoken: SpokenTurn) -> tuple[str, str]:
-    """What should stand behind an answer, and what does."""
-    whole = spoken.harmless
-    if spoken.written == (whole if spoken.closed >= 0 else (whole[0], *whole)):
-        return f"one token {whole[0]} that closes it behind an answer", "two"
-    if spoken.closed < 0 and spoken.written == whole[1:]:
-        return f"one token {whole[0]} that closes it behind an answer", "none"
-    return "the control tokens of harmless words behind an answer", "others"
-
-
-@check(
-    culprit="stage draw, the answers that the environment was given",
+    culprit="stage draw, the tool calls of answers",
     expected="no tool call of an answer that was cut off",
     cure="parse nothing in an answer that ended for its length: half a call is no call",
 )
 def cut_calls(evidence: Evidence) -> Iterator[Finding]:
     """No tool call is read in an answer that a limit of tokens cut off, so none is made."""
-    cut = [spoken.sample for spoken in evidence.spoken if spoken.cut_off and spoken.calls]
+    cut = [one.sample for one in evidence.told if one.calls_when_cut]
     if cut:
-        yield Finding(observed=f"some in {len(cut)} answers", samples=cut[:4])
+        yield Finding(observed=f"some in {len(cut)} conversations", samples=cut[:4])
 
 
 @check(
@@ -175,7 +138,7 @@ def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
 )
 def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
     """What environments say is read and not trained: over the last audited rollouts the updates do not make it
-    likelier, beyond what the policy draws, by a quarter of how far that moves.
+    likelier, beyond what the policy draws, by a nat and by a quarter of how far the log-odds of that move.
     """
     if TURNS not in evidence.rollout.token_extras:
         return
@@ -184,8 +147,8 @@ def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Skip(f"{len(moves)} rollouts of {LEAST_MOVES} with words of environments were looked at")
         return
     risen, size = sum(move.said - max(move.drawn, 0.0) for move in moves), sum(move.size for move in moves)
-    if risen > SHARE * size:
+    if risen > max(LEAST_NATS, SHARE * size):
         yield Finding(
             observed=f"{risen:.3g} nats more for each of their tokens in {len(moves)} rollouts, in which tokens of the "
-            f"policy moved by {size:.3g}"
+            f"policy moved by {size:.3g} in log-odds"
         )

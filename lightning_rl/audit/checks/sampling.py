@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
@@ -14,6 +16,7 @@ from lightning_rl.finding import Finding
 from lightning_rl.rollout import TURNS, Finish, Rollout
 
 DRAW = "stage draw"
+Array = NDArray[Any]
 
 
 @check(
@@ -27,19 +30,21 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
     silent = torch.ones_like(rollout.action_mask) if rollout.rollout_logprobs is None else rollout.rollout_logprobs == 0
+    tokens, alone = _Tokens.of(rollout), (~(rollout.action_mask | silent).all(-1)).tolist()
+    versions, actions, finishes = rollout.policy_version.numpy(), rollout.action_mask.numpy(), rollout.finish.tolist()
     for row, sample in enumerate(rollout.sample_ids.tolist()):
         if not (turns := samples.get(sample)):
             continue
-        if what := _wrong_tokens(rollout, row, turns):
+        if what := tokens.wrong(row, turns):
             wrong[what].append(sample)
-        elif rollout.policy_version[row][rollout.action_mask[row]].tolist() != _versions_of(turns):
+        elif versions[row][actions[row]].tolist() != _versions_of(turns):
             wrong["versions"].append(sample)
-        elif not bool((rollout.action_mask[row] | silent[row]).all()):
+        elif alone[row]:
             wrong["log-probabilities alone"].append(sample)
         elif all(completion.logprobs is not None for _, completion in turns):
             rows.append(row)
             logprobs += [completion.logprobs for _, completion in turns if completion.logprobs is not None]
-        if not _may_end(Finish(int(rollout.finish[row])), turns[-1][1].finish, talks=TURNS in rollout.token_extras):
+        if not _may_end(Finish(finishes[row]), turns[-1][1].finish, talks=TURNS in rollout.token_extras):
             wrong["finish reason"].append(sample)
     if rollout.rollout_logprobs is not None and rows:
         places = rollout.action_mask[rows]
@@ -55,30 +60,53 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _wrong_tokens(rollout: Rollout, row: int, turns: Sequence[Pair]) -> str:
-    """What of a row is not as the engine drew it, turn by turn; empty if all is."""
-    prompt, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
-    ids = [*rollout.prompt_ids[row, :prompt].tolist(), *rollout.response_ids[row, :length].tolist()]
-    drawn = [False] * len(ids)
-    numbers = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else None
-    context, end = 0, prompt  # where what the policy read in this turn begins, and where it ends
-    for number, (request, completion) in enumerate(turns, 1):
-        if numbers is not None and number > 1 and end - prompt < length and numbers[end - prompt] == 1 - number:
-            context = end
-        begin = context + len(request.prefix_ids)
-        end = begin + len(completion.token_ids)
-        drawn[begin:end] = [True] * (end - begin)
-        if number > 1 and list(request.prefix_ids) != ids[context:begin]:
-            return "prefix of each turn"
-        trains = len(ids) >= end and bool(rollout.action_mask[row, begin - prompt : end - prompt].all())
-        if trains and ids[begin:end] != list(completion.token_ids):
-            return "token ids"
-        if numbers is not None and any(said != number for said in numbers[begin - prompt : end - prompt]):
-            return "turn of each token"
-    same = rollout.action_mask[row, :length].tolist() == drawn[prompt:] and not rollout.action_mask[row, length:].any()
-    if not same:
-        return "sampled tokens as actions"
-    return "" if len(ids) == end else "last token at the end of the row"
+class _Tokens(NamedTuple):
+    """What of a rollout is held against what the engine drew, as arrays: a row of them is quickly read."""
+
+    prompts: Array
+    responses: Array
+    actions: Array
+    turns: Array | None
+    prompt_lengths: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self:
+        """Those of a rollout on the CPU."""
+        turns = rollout.token_extras.get(TURNS)
+        return cls(
+            rollout.prompt_ids.numpy(),
+            rollout.response_ids.numpy(),
+            rollout.action_mask.numpy(),
+            None if turns is None else turns.numpy(),
+            rollout.prompt_lengths.tolist(),
+            rollout.response_lengths.tolist(),
+        )
+
+    def wrong(self, row: int, turns: Sequence[Pair]) -> str:
+        """What of a row is not as the engine drew it, turn by turn; empty if all is."""
+        prompt, length = self.prompt_lengths[row], self.lengths[row]
+        ids = self.prompts[row, :prompt].tolist() + self.responses[row, :length].tolist()
+        actions = self.actions[row].tolist()
+        drawn = [False] * (prompt + len(actions))
+        numbers = None if self.turns is None else self.turns[row, :length].tolist()
+        context, end = 0, prompt  # where what the policy read in this turn begins, and where it ends
+        for number, (request, completion) in enumerate(turns, 1):
+            if numbers is not None and number > 1 and end - prompt < length and numbers[end - prompt] == 1 - number:
+                context = end
+            begin = context + len(request.prefix_ids)
+            end = begin + len(completion.token_ids)
+            drawn[begin:end] = [True] * (end - begin)
+            if number > 1 and list(request.prefix_ids) != ids[context:begin]:
+                return "prefix of each turn"
+            trains = len(ids) >= end and all(actions[begin - prompt : end - prompt])
+            if trains and ids[begin:end] != list(completion.token_ids):
+                return "token ids"
+            if numbers is not None and any(said != number for said in numbers[begin - prompt : end - prompt]):
+                return "turn of each token"
+        if actions != drawn[prompt:]:
+            return "sampled tokens as actions"
+        return "" if len(ids) == end else "last token at the end of the row"
 
 
 def _versions_of(turns: Sequence[Pair]) -> list[int]:

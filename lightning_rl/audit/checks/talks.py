@@ -42,16 +42,44 @@ def written_replies(evidence: Evidence) -> Iterator[Finding | Skip]:
         )
 
 
+@check(
+    culprit="stage draw, what a conversation begins with",
+    cure="render the messages and the schemas of the tools by the template, whole, and no word of theirs as a control "
+    "token",
+)
+def written_prompts(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What the policy reads before its first answer, and where a context is rewritten, is token by token what the chat
+    template writes for the messages that the conversation has there and for the tools of its environment: no message,
+    schema or head of an answer is lost, and no word became a control token.
+    """
+    if any(not context.template for context in evidence.contexts):
+        yield Skip("the chat template refuses what some conversations begin with")
+    wrong = [one for one in evidence.contexts if one.template and one.read != one.template]
+    if wrong:
+        first = wrong[0]
+        pairs = zip(first.read, first.template, strict=False)
+        alike = next((place for place, (read, right) in enumerate(pairs) if read != right), None)
+        place = min(len(first.read), len(first.template)) if alike is None else alike
+        yield Finding(
+            expected=f"{list(first.template[place : place + 16])} at token {place} of {len(first.template)} in turn "
+            f"{first.turn}",
+            observed=f"{list(first.read[place : place + 16])} of {len(first.read)}; {len(wrong)} of "
+            f"{len(evidence.contexts)} contexts are others",
+            samples=[one.sample for one in wrong][:4],
+        )
+
+
 def _forms_of(seam: Seam) -> list[tuple[int, ...]]:
     """What may stand behind an answer; where the head of a speaker closes it, the right one may follow a wrong one."""
+    whole, rest = seam.template, seam.template[1:]
     if seam.drawn < 0:
-        return [seam.template]
-    return [seam.template[1:]] if seam.drawn == seam.template[0] else [seam.template[1:], seam.template]
+        return [whole]
+    return [rest, whole] if seam.opens and seam.drawn != whole[0] else [rest]
 
 
 def _slip_of(seam: Seam) -> str:
     right, wrong = _forms_of(seam)[0], seam.written
-    if seam.drawn >= 0 and wrong == seam.template:
+    if wrong == (seam.template if seam.drawn >= 0 else (seam.template[0], *seam.template)):
         return "a second token that closes it"
     if seam.drawn < 0 and wrong == right[1:]:
         return "no token that closes it"

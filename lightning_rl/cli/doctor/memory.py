@@ -25,7 +25,7 @@ from lightning_rl.cli.doctor.findings import error, fact
 from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Scorer
-from lightning_rl.policy.logprobs import CHUNK_ELEMENTS
+from lightning_rl.policy.logprobs import chunk_elements
 
 GIB = 2**30
 FULL = 0.95  # of the device's memory
@@ -74,7 +74,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
     itemsize = 2 if "16" in str(module.trainer.precision) else policy.model.dtype.itemsize
     layer = 34 * text.hidden_size * module.token_budget * itemsize / 2
     layers = 2 / 34 * text.num_hidden_layers + 1 if module.activation_checkpointing else text.num_hidden_layers
-    logits = 2.0 * 4 * min(CHUNK_ELEMENTS, module.token_budget * text.vocab_size)
+    logits = 2.0 * 4 * min(chunk_elements(module.device), module.token_budget * text.vocab_size)
     return MemoryPlan(
         weights=weights,
         gradients=trained,

@@ -5,19 +5,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lightning_rl.generation.engine import EngineError
+from lightning_rl.generation.engine import EngineError, Request
+from lightning_rl.generation.vllm.crew import Crew
 from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
 from lightning_rl.generation.vllm.http import Calls, Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.push import WeightPush
 from lightning_rl.generation.weights.stream import Shape
 
 LOG = logging.getLogger(__name__)
-AT_ONCE = 256  # requests that a server is sent at the same time
 ATTEMPTS = 6  # of one request, each at a server that was healthy a moment before
 POLL = 1.0  # seconds between two health checks
 BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds before a server that was lost is asked again; doubles with each loss
@@ -59,15 +59,19 @@ class ServerPool:
         push: brings a server to the current weights.
         patience: seconds without any server until requests fail.
         rank: of this process.
+        at_once: requests that a server is sent at the same time; further ones wait, those of the oldest rollout first.
 
     Attributes:
         oldest: number of the oldest push that answers may come from; that of the last one that every server has.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], push: WeightPush, *, patience: float, rank: int = 0) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], push: WeightPush, *, patience: float, rank: int = 0, at_once: int = 256
+    ) -> None:
         self.servers = [Server(endpoint) for endpoint in endpoints]
-        self.push, self.patience, self.rank = push, patience, rank
+        self.push, self.patience, self.rank, self.at_once = push, patience, rank, at_once
         self.oldest = 0
+        self._crew = Crew(at_once * len(self.servers))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -90,6 +94,7 @@ class ServerPool:
         for watcher in self._watchers:
             if watcher.is_alive():
                 watcher.join()
+        self._crew.close()
 
     def ready(self) -> list[Server]:
         """Those that may be asked."""
@@ -149,36 +154,56 @@ class ServerPool:
 
         After the first failure all others are cut short: the servers notice, and end what they were doing.
         """
-        if not items:
-            return []
-        with self._crew(len(items)) as (threads, calls):
-            futures = [threads.submit(function, item, calls) for item in items]
+        crew = Crew(max(1, min(len(items), self.at_once * len(self.servers))))
+        try:
+            return self._map(crew, function, [(0, item) for item in items])
+        finally:
+            crew.close()
+
+    def draw(self, function: Callable[[Request, Calls], Result], requests: Sequence[Request]) -> list[Result]:
+        """The same for requests, as many at a time as the servers take; those of an earlier rollout go first."""
+        return self._map(self._crew, function, [(request.rollout, request) for request in requests])
+
+    def _map(
+        self, crew: Crew, function: Callable[[Item, Calls], Result], items: Sequence[tuple[int, Item]]
+    ) -> list[Result]:
+        with self._batch(crew, function) as submit:
+            futures = [submit(rank, item) for rank, item in items]
             for future in as_completed(futures):
                 future.result()
         return [future.result() for future in futures]
 
-    def each(self, function: Callable[[Item, Calls], None], take: Callable[[], Sequence[Item]]) -> None:
-        """Runs a function of (item, calls) for every item that comes up, many at a time, until none is taken.
+    def each(self, function: Callable[[Request, Calls], None], take: Callable[[], Sequence[Request]]) -> None:
+        """Runs a function of (request, calls) for every request that comes up, until none is taken.
 
         After a failure of ``take`` all others are cut short, as in :meth:`map`.
         """
-        with self._crew() as (threads, calls):
-            while items := take():
-                for item in items:
-                    threads.submit(function, item, calls)
+        with self._batch(self._crew, function) as submit:
+            while requests := take():
+                for request in requests:
+                    submit(request.rollout, request)
 
     @contextmanager
-    def _crew(self, most: int | None = None) -> Iterator[tuple[ThreadPoolExecutor, Calls]]:
-        """Threads for calls, which are cut short after a failure."""
-        calls, bound = Calls(), AT_ONCE * len(self.servers)
-        with ThreadPoolExecutor(bound if most is None else min(most, bound)) as threads:
-            try:
-                yield threads, calls
-            except BaseException:
-                calls.cancel()
-                self._notify()
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+    def _batch(
+        self, crew: Crew, function: Callable[[Item, Calls], Result]
+    ) -> Iterator[Callable[[int, Item], "Future[Result]"]]:
+        """What submits calls that belong together: after a failure they are cut short; at the end all have ended."""
+        calls, futures = Calls(), list[Future[Result]]()
+
+        def submit(rank: int, item: Item) -> "Future[Result]":
+            futures.append(crew.submit(rank, lambda: function(item, calls)))
+            return futures[-1]
+
+        try:
+            yield submit
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            calls.cancel()
+            self._notify()
+            raise
+        finally:
+            wait(futures)
 
     def ask(
         self,

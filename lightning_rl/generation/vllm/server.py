@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
+from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
 from lightning_rl.generation.vllm.endpoint import Endpoint
@@ -48,13 +48,15 @@ class VLLMServerEngine(Engine):
             will do on one machine.
         timeout: seconds for one response, to its last byte, or for one load of the weights.
         patience: seconds without any server until the run ends with an EngineError.
+        at_once: requests that a server is sent at the same time, each by a thread; as many as it decodes together
+            (vLLM's ``max_num_seqs``), or it decodes fewer than it could.
         canary: proves each sync, on every server; None switches it off.
 
     Raises:
         ValueError: if an argument is out of range, or a server on another machine has no storage to load from.
     """
 
-    capabilities = Capabilities(filters=True, scores=True, syncs_while_generating=True)
+    capabilities = Capabilities(filters=True, scores=True, syncs_while_generating=True, concurrent=True)
     holds_copy = True
 
     def __init__(
@@ -66,6 +68,7 @@ class VLLMServerEngine(Engine):
         storage: str | Path | None = None,
         timeout: float = 1800.0,
         patience: float = 600.0,
+        at_once: int = 256,
         canary: Canary | bool | None = True,
     ) -> None:
         super().__init__()
@@ -73,7 +76,8 @@ class VLLMServerEngine(Engine):
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"expected URLs of one or more servers, each of them once, got {list(self.urls)}")
         check_numbers(above=0, finite=True, timeout=timeout, patience=patience)
-        self.storage, self.timeout, self.patience = storage, timeout, patience
+        check_counts(1, at_once=at_once)
+        self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
         self.ca = None if ca is None else Path(ca)
         self._key = find_key(api_key)
         self._endpoints()
@@ -110,7 +114,7 @@ class VLLMServerEngine(Engine):
             canary=canary,
             private=self.storage is None,
         )
-        pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank)
+        pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank, at_once=self.at_once)
         push.open()
         for error in pool.refresh():
             if isinstance(error, ValueError):
@@ -166,7 +170,7 @@ class VLLMServerEngine(Engine):
         draw = self._drawer(logprobs=logprobs)
         for request in requests:
             draw.limits.check(request)
-        return self._running().map(draw, requests)
+        return self._running().draw(draw, requests)
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
@@ -193,7 +197,8 @@ class VLLMServerEngine(Engine):
             vocabulary=pool.push.description.vocabulary,
             has_tokenizer=pool.push.has_tokenizer,
         )
-        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs)
+        answered = self.in_flight.discard
+        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs, answered=answered)
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
@@ -234,10 +239,12 @@ class _Drawer:
     limits: Limits
     oldest: int  # number of the push
     logprobs: bool
+    answered: Callable[[Request], None]
 
     def __call__(self, request: Request, calls: Calls, seat: Seat | None = None) -> Completion:
         parameters, name = parameters_of(request, logprobs=self.logprobs), f"{request.sample_id}-{request.turn}"
         sample = self.pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=self.oldest, seat=seat)
+        self.answered(request)
         versions = tuple(label.version for label in sample.labels)
         return Completion(
             token_ids=sample.token_ids,

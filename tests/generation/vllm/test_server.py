@@ -475,3 +475,32 @@ def test_tokens_of_weights_before_the_last_sync_are_drawn_again(one: ScriptedSer
     one.script = script
     assert [completion.version for completion in engine.generate(requests(1))] == [1] and len(answers) == 3
     engine.close()
+
+
+def test_several_threads_share_the_places_at_a_server_and_the_oldest_rollout_goes_first() -> None:
+    gate = threading.Event()
+
+    def hold(_: dict[str, Any], answer: Answer) -> Answer:
+        assert gate.wait(20)
+        return answer
+
+    busy = ScriptedServer(hold)
+    with servers(busy):
+        engine = an_engine(busy, at_once=2)
+        newer, older = ([replace(each, rollout=number) for each in requests(3)] for number in (4, 1))
+        drawn = list[int]()
+        threads = [threading.Thread(target=lambda: drawn.append(len(engine.generate(newer))))]
+        threads[0].start()
+        busy.until(lambda server: len(server.requests) == 2)
+        threads.append(threading.Thread(target=lambda: drawn.append(len(engine.generate(older)))))
+        threads[1].start()
+        while engine.in_flight.tokens() < 6 * 4:
+            threading.Event().wait(0.01)
+        assert len(busy.requests) == 2, "no more at once than the server takes"
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert drawn == [3, 3] and engine.in_flight.tokens() == 0
+        numbers = [int(body["request_id"].split("-")[1]) for body in busy.requests]
+        assert numbers[-1] == 102, "the last of the newer rollout, after all of the older one"
+        engine.close()

@@ -1,0 +1,116 @@
+"""The vocabulary head against naive logits: seconds and memory, forward and backward.
+
+    python benchmarks/head.py
+
+Naive: logits, ``log_softmax``, what is gathered of it, and the entropy without gradient. Both get the gradient of the
+log-probabilities of the same tokens; their values and gradients are compared first. Memory is the growth of the peak in
+a process of its own over a baseline that holds weight, hidden states and the gradients that both return.
+"""
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from jsonargparse import auto_cli
+from measure import Report, peak_memory, take_turns
+from torch import Tensor
+
+from lightning_rl.policy.logprobs import token_logprobs
+
+Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """All logits at once."""
+    scores = torch.mm(hidden, weight.t()).log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(scores.exp() * scores).sum(-1)
+    return scores.gather(1, targets[:, None])[:, 0], entropy
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk."""
+    logprobs, entropy = token_logprobs(hidden, weight, None, targets)
+    return logprobs, entropy.detach()
+
+
+VARIANTS: dict[str, Score] = {"naive": naive, "token_logprobs": ours}
+
+
+def inputs(vocabulary: int, width: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and targets."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=draw).requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, width, generator=draw)).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=draw)
+
+
+def work(score: Score, hidden: Tensor, weight: Tensor, targets: Tensor) -> int:
+    """Forward and backward; returns the number of tokens that got a gradient."""
+    hidden.grad = weight.grad = None
+    logprobs, _ = score(hidden, weight, targets)
+    torch.dot(logprobs, torch.linspace(-1, 2, len(logprobs))).backward()
+    return 0 if hidden.grad is None else int(hidden.grad.any(-1).sum())
+
+
+def largest_difference(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """Of values and gradients of the two, relative to the largest of each."""
+    results = []
+    for score in VARIANTS.values():
+        values = score(hidden, weight, targets)
+        work(score, hidden, weight, targets)
+        results.append(
+            [tensor.detach().clone() for tensor in (*values, hidden.grad, weight.grad) if tensor is not None]
+        )
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))
+
+
+def growth(name: str, vocabulary: int, width: int, tokens: int) -> None:
+    """Prints the bytes by which the peak of this process grows, beyond the gradients that are returned."""
+    hidden, weight, targets = inputs(vocabulary, width, tokens)
+    baseline = [tensor.detach().clone() for tensor in (hidden, weight)]  # of the size of the gradients
+    before = peak_memory()
+    del baseline
+    work(VARIANTS[name], hidden, weight, targets)
+    print(peak_memory() - before)
+
+
+def main(
+    vocabulary: int = 151_936,
+    width: int = 896,
+    tokens: int = 2048,
+    rounds: int = 5,
+    threads: int = 1,
+    memory_of: str = "",
+) -> None:
+    """Compares the two, or says what memory one of them takes."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    if memory_of:
+        growth(memory_of, vocabulary, width, tokens)
+        return
+    report, given = Report("head"), inputs(vocabulary, width, tokens)
+    report.bound("largest relative difference", largest_difference(*given), at_most=1e-4)
+    seconds = take_turns(
+        {name: partial(work, score, *given) for name, score in VARIANTS.items()}, rounds, tokens=tokens
+    )
+    title = f"Head, forward and backward: vocabulary {vocabulary}, hidden {width}, {tokens} tokens, float32"
+    report.table(title, seconds, base="naive")
+    sizes = [f"--vocabulary={vocabulary}", f"--width={width}", f"--tokens={tokens}", f"--threads={threads}"]
+    command = [sys.executable, __file__, *sizes]
+    run = partial(subprocess.run, capture_output=True, text=True, check=True)
+    memory = {name: int(run([*command, f"--memory_of={name}"]).stdout) for name in VARIANTS}
+    rows = [(name, f"{number / 2**20:.0f}", f"1/{memory['naive'] / number:.1f}") for name, number in memory.items()]
+    report.rows("Memory beyond weight, hidden states and their gradients", ("", "MiB", "of naive"), rows)
+    report.bound("memory, of naive", memory["token_logprobs"] / memory["naive"], at_most=1 / 15)
+    cpu = {name: median(both.cpu) for name, both in seconds.items()}
+    report.bound("CPU seconds, of naive", cpu["token_logprobs"] / cpu["naive"], at_most=1.05)
+    report.finish()
+
+
+if __name__ == "__main__":
+    auto_cli(main, as_positional=False)

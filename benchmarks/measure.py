@@ -1,0 +1,153 @@
+"""What the benchmarks share: variants that take turns in one process, tables, bounds that can fail, and JSON.
+
+A benchmark counts the tokens that each variant says it has worked on, so that none wins by doing less. CPU seconds do
+not see what else the machine does, wall-clock seconds do; medians of at least five rounds follow one that warms up.
+"""
+
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+RESULTS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
+PACKAGES = ("torch", "transformers", "lightning", "lightning-rl")
+MIN_ROUNDS = 5
+
+Variant = Callable[[], int]
+"""Does the work once, and returns how many tokens it was."""
+
+
+class Seconds(NamedTuple):
+    """Wall-clock and CPU seconds of each round."""
+
+    wall: list[float]
+    cpu: list[float]
+
+    def add(self, wall: float, cpu: float) -> None:
+        """Adds a round."""
+        self.wall.append(wall)
+        self.cpu.append(cpu)
+
+    def tail(self, number: int) -> "Seconds":
+        """The last rounds."""
+        return Seconds(self.wall[-number:], self.cpu[-number:])
+
+
+def take_turns(variants: Mapping[str, Variant], rounds: int, *, tokens: int) -> dict[str, Seconds]:
+    """The seconds of every variant, in turn.
+
+    Args:
+        variants: by name.
+        rounds: that are measured, after one that is not.
+        tokens: that every variant has to work on.
+
+    Raises:
+        RuntimeError: if a variant does other work.
+    """
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"expected at least {MIN_ROUNDS} rounds, got {rounds}")
+    seconds = {name: Seconds([], []) for name in variants}
+    for number in range(rounds + 1):
+        for name, run in variants.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            worked = run()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if worked != tokens:
+                raise RuntimeError(f"expected {tokens} tokens from {name}, got {worked}")
+            if number:
+                seconds[name].add(wall, cpu)
+    return seconds
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far; it never falls, so a variant needs a process of its own."""
+    status = Path("/proc/self/status")  # what getrusage says begins with the peak of the parent
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+    return int(lines[0].split()[1]) * 1024
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, and with what."""
+    names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+class Report:
+    """What a benchmark prints, and writes to ``build/benchmarks/<name>.json``.
+
+    Args:
+        name: of the benchmark.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tables, self.bounds = name, dict[str, Any](), dict[str, Any]()
+        facts = machine()
+        print(", ".join(f"{key} {value}" for key, value in facts.items() if value is not None))
+        self._machine = facts
+
+    def table(self, title: str, seconds: Mapping[str, Seconds], *, base: str) -> None:
+        """Medians with minimum and maximum, and their ratios to one variant."""
+        rows = [
+            (
+                name,
+                *(
+                    f"{median(own):.4f} [{min(own):.4f}..{max(own):.4f}] {median(own) / median(other):.3f}"
+                    for own, other in zip(both, seconds[base], strict=True)
+                ),
+            )
+            for name, both in seconds.items()
+        ]
+        self.rows(title, ("seconds, ratio", "CPU", "wall"), [(name, cpu, wall) for name, wall, cpu in rows])
+        self.tables[title] = {name: both._asdict() for name, both in seconds.items()}
+
+    def rows(self, title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of anything."""
+        texts = [[str(cell) for cell in row] for row in (head, *rows)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        print(f"\n{title}")
+        for row in texts:
+            print("  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        self.tables[title] = [dict(zip(head, row, strict=True)) for row in rows]
+
+    def bound(self, what: str, value: float, *, at_most: float) -> None:
+        """A figure that has to stay at or below something."""
+        self.bounds[what] = {"value": value, "at_most": at_most, "holds": value <= at_most}
+
+    def finish(self) -> None:
+        """Prints the bounds, writes the file, and ends the process with status 1 if a bound does not hold."""
+        print()
+        for what, bound in self.bounds.items():
+            print(
+                f"{'PASS' if bound['holds'] else 'FAIL'}  {what}: {bound['value']:.4g} (at most {bound['at_most']:g})"
+            )
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        content = {"machine": self._machine, "tables": self.tables, "bounds": self.bounds}
+        path = RESULTS / f"{self.name}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written: {path.relative_to(RESULTS.parents[1])}")
+        if not all(bound["holds"] for bound in self.bounds.values()):
+            sys.exit(1)

@@ -1,0 +1,170 @@
+"""Run report: the report of a run, written while it goes on and when it ends."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from typing_extensions import override
+
+from lightning_rl.audit import SignalAudit
+from lightning_rl.configuration import configuration
+from lightning_rl.data import Ticket
+from lightning_rl.files import write_atomically
+from lightning_rl.metrics import callbacks_of
+from lightning_rl.module import RLLightningModule
+from lightning_rl.recording import RolloutRecorder
+from lightning_rl.recording.recording import stem_of
+from lightning_rl.reporting.folder import BEGIN, FINDINGS, METRICS, RUN, STEP
+from lightning_rl.reporting.report import OWN_FOLDER, Pages, write_report
+from lightning_rl.terminal import dump_visible
+
+FILE = "report.html"
+
+
+class RunReport(RolloutRecorder):
+    """Writes ``report/report.html`` beside the run whenever it has recorded a rollout, and when the run ends.
+
+    The report is one file that needs neither a server nor a network: curves, ledger, findings, configuration, and the
+    recorded rollouts token by token (docs/report.md). It takes no part in the signal. In its folder are the recordings
+    (:class:`~lightning_rl.recording.RolloutRecorder`), rows of metrics and findings that it is made from, so that
+    ``lightning-rl report`` makes it again; a run that resumes goes on with them.
+
+    Args:
+        every_n_rollouts: how often a rollout is recorded and the report written.
+        keep: how many recorded rollouts are kept, the newest; None for all.
+        folder: where it goes; by default ``report`` in the folder of the logger.
+
+    Raises:
+        ValueError: if a number is below 1.
+    """
+
+    name = "run_report"
+
+    def __init__(self, every_n_rollouts: int = 10, *, keep: int | None = 20, folder: str | Path | None = None) -> None:
+        super().__init__(folder or OWN_FOLDER, every_n_rollouts, keep=keep)
+        self._asked = None if folder is None else Path(folder)
+        self._rows: _RowKeeper | None = None
+        self._pages = Pages()
+        self._begun, self._reported = False, 0
+        self._rollout = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        logged = Path(trainer.log_dir or trainer.default_root_dir)  # asked on every rank
+        self.folder = self._asked or logged / OWN_FOLDER
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begun, self._reported, self.written = False, 0, []
+        if trainer.is_global_zero:
+            self._rows = _RowKeeper(self.folder, trainer.default_root_dir)
+            trainer.loggers.append(self._rows)
+            if isinstance(pl_module, RLLightningModule):
+                self._rows.write(RUN, json.dumps(configuration(pl_module, trainer), default=str))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._rollout = batch.rollout
+        if not self._begun:
+            self._begin(trainer, cast(RLLightningModule, pl_module), batch)
+        self._begun = True
+
+    def _begin(self, trainer: Trainer, module: RLLightningModule, ticket: Ticket) -> None:
+        """Goes on with what an earlier life of the run left, up to here; what it wrote of later ones is void."""
+        keeper = _RowKeeper(self.folder, trainer.default_root_dir)
+        if trainer.is_global_zero:
+            keeper.append(METRICS, {BEGIN: ticket.index})
+        keeper.append(self._findings_file(trainer), {BEGIN: ticket.rollout})
+        parallel = module.parallel
+        for path in sorted(self.folder.glob("rollout-*.json")):
+            digits = path.stem.removeprefix("rollout-")[:6]
+            if not digits.isdecimal() or path.stem != stem_of(int(digits), parallel.rank, parallel.ranks):
+                continue
+            if int(digits) < ticket.rollout + (ticket.step > 0):
+                self.written.append(path)
+            else:
+                path.unlink()
+                path.with_suffix(".safetensors").unlink(missing_ok=True)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+    ) -> None:
+        number = len(self.written)
+        last = self.written[-1:]
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if (len(self.written), self.written[-1:]) != (number, last):
+            self._report(trainer)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.barrier("report")  # the recordings of all ranks are there
+        self._report(trainer)
+        self._leave(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self._report(trainer)
+        self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        if self._rows in trainer.loggers:
+            trainer.loggers.remove(self._rows)
+        self._rows = None
+
+    def _findings_file(self, trainer: Trainer) -> str:
+        return FINDINGS + (f"-rank{trainer.global_rank}" if trainer.global_rank else "") + ".jsonl"
+
+    def _report(self, trainer: Trainer) -> None:
+        """Writes new findings, and on rank 0 the report; a full disk is no reason to end a run."""
+        keeper = _RowKeeper(self.folder, trainer.default_root_dir)
+        try:
+            audits = [callback for callback in callbacks_of(trainer) if isinstance(callback, SignalAudit)]
+            findings = [finding for audit in audits for finding in audit.findings]
+            for finding in findings[self._reported :]:
+                keeper.append(self._findings_file(trainer), {"rollout": self._rollout, **asdict(finding)})
+            self._reported = len(findings)
+            if self._rows is not None:
+                write_report([self.folder], self.folder / FILE, pages=self._pages)
+        except FileNotFoundError:
+            return  # nothing was logged or recorded
+        except OSError as failure:
+            text = f"expected to write the report to {self.folder}, got {failure}; the run goes on"
+            warnings.warn(text, stacklevel=2)
+
+
+class _RowKeeper(DummyLogger):
+    """A logger beside those of the run, which writes the rows that they get into a file."""
+
+    def __init__(self, folder: Path, root: str) -> None:
+        super().__init__()
+        self._folder, self._root = folder, root
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        """Where a run without a logger writes, so that this one changes no path."""
+        return self._root
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        figures = {name: float(value) for name, value in metrics.items()}
+        self.append(METRICS, {**figures, STEP: 0 if step is None else step})
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Adds a line to a file."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / name).open("a", encoding="utf-8") as lines:
+            lines.write(dump_visible(line) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Puts a file in the place of the one before."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._folder / name, lambda part: part.write_text(text, encoding="utf-8"))

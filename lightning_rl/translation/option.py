@@ -1,0 +1,113 @@
+"""Option: one option of another trainer, and what becomes of it here, as plain data."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["same", "different", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of another trainer.
+
+    Attributes:
+        name: as the other trainer writes it.
+        default: what it is when nobody sets it; a refused option is fine as long as it is this.
+        verdict: ``"same"`` if it is translated and means the same, ``"different"`` if ``says`` has to be known,
+            ``"refused"`` if any other value than the default ends the translation.
+        ours: where it goes, as code in Markdown; empty if there is nothing to set.
+        says: how it differs, or why it is refused and what to do instead; empty for ``"same"``.
+    """
+
+    name: str
+    default: Any
+    verdict: Verdict
+    ours: str = ""
+    says: str = ""
+
+
+def same(name: str, default: Any, ours: str) -> Option:
+    """An option that means here what it means there."""
+    return Option(name, default, "same", ours)
+
+
+def different(name: str, default: Any, ours: str, says: str) -> Option:
+    """An option that is translated or left out, with something to know about it."""
+    return Option(name, default, "different", ours, says)
+
+
+def refusal(name: str, default: Any, says: str) -> Option:
+    """An option that has to keep its default."""
+    return Option(name, default, "refused", "", says)
+
+
+def table(options: Iterable[Option]) -> Mapping[str, Option]:
+    """Options by name.
+
+    Raises:
+        ValueError: if a name stands there twice.
+    """
+    rows = tuple(options)
+    by_name = {option.name: option for option in rows}
+    if len(by_name) < len(rows):
+        raise ValueError("expected each option once")
+    return by_name
+
+
+class RefusedError(Exception):
+    """What a configuration asks for and cannot get.
+
+    Attributes:
+        reasons: from the name of each refused option to the reason.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__("\n".join(f"{name}: {reason}" for name, reason in self.reasons.items()))
+
+
+class Settings:
+    """The options of a configuration over the defaults of a table, and what is found out about them on the way.
+
+    Args:
+        options: the table.
+        values: what the configuration sets.
+        unknown: why a name that is not in the table is refused.
+
+    Attributes:
+        notes: from the name of an option to what has to be known about it.
+        reasons: from the name of a refused option to the reason.
+    """
+
+    def __init__(self, options: Mapping[str, Option], values: Mapping[str, Any], unknown: str) -> None:
+        self.options, self.values = options, values
+        self.notes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+        for name, value in values.items():
+            option = options.get(name)
+            if option is None:
+                self.reasons[name] = unknown
+            elif value == option.default and isinstance(value, bool) is isinstance(option.default, bool):
+                continue
+            elif option.verdict == "refused":
+                self.reasons[name] = option.says
+            elif option.verdict == "different":
+                self.notes[name] = option.says
+
+    def __getitem__(self, name: str) -> Any:
+        """The value that the run would have."""
+        return self.values.get(name, self.options[name].default)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Refuses an option for a reason that its value alone does not give; the first reason stands."""
+        self.reasons.setdefault(name, reason)
+
+    def check(self) -> None:
+        """Ends the translation if anything was refused.
+
+        Raises:
+            RefusedError: with every reason.
+        """
+        if self.reasons:
+            raise RefusedError(self.reasons)

@@ -1,0 +1,33 @@
+"""What an engine has been asked for and has not answered, and copies of it."""
+
+import copy
+
+from lightning_rl.generation import Request, Sampling
+from lightning_rl.generation.in_flight import InFlight
+
+
+def request(sample: int, tokens: int = 8) -> Request:
+    sampling = Sampling(max_new_tokens=tokens, eos_token_ids=(1,))
+    return Request(prefix_ids=(2, 3), sample_id=sample, seed=0, sampling=sampling)
+
+
+def test_limits_add_up_and_the_oldest_version_counts() -> None:
+    counted, first, second = InFlight(), request(1), request(2, tokens=5)
+    assert counted.tokens() == 0 and counted.oldest() is None
+    counted.add(first, 3)
+    with counted.holding([second], 4):
+        assert counted.tokens() == 13 and counted.oldest() == 3
+        counted.discard(first)
+        assert counted.tokens() == 5 and counted.oldest() == 4
+    assert counted.tokens() == 0
+
+
+def test_a_copy_has_asked_for_nothing() -> None:
+    original = InFlight()
+    original.add(first := request(1), 3)
+    copied = copy.deepcopy(original)
+    assert copied.oldest() is None and copied.tokens() == 0
+    copied.add(request(2), 4)
+    assert original.oldest() == 3
+    original.discard(first)
+    assert copied.oldest() == 4

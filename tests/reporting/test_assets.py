@@ -1,0 +1,67 @@
+"""What a report is made of: texts that stay texts, a chart library with its licence, one table of metrics."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.audit.coverage import check_of_metric
+from lightning_rl.reporting.glossary import entry_of, glossary, table
+from lightning_rl.reporting.report import ASSETS, SCRIPTS, STYLES
+
+ROOT = Path(__file__).parents[2]
+OWN = [name for name in SCRIPTS if not name.endswith(".min.js")]
+SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|srcdoc"
+SINKS += r"|\beval\b|\bFunction\(|setTimeout\(|setInterval\(|fetch\(|XMLHttpRequest|WebSocket|sendBeacon|\bimport\("
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_script_makes_no_markup_and_asks_for_nothing(name: str) -> None:
+    text = (ASSETS / name).read_text()
+    assert re.findall(SINKS, text) == [] and '"use strict";' in text and len(text.splitlines()) <= 250
+
+
+def test_the_chart_library_makes_no_markup_either() -> None:
+    assert re.findall(SINKS, (ASSETS / "uplot.min.js").read_text()) == []
+
+
+def test_everything_that_lies_there_is_used() -> None:
+    names = {entry.name for entry in ASSETS.iterdir()}
+    assert names == {*SCRIPTS, *STYLES, "report.html", "glossary.toml", "uplot.LICENSE"}
+    assert not re.findall(r"url\((?!#)|@import|http", (ASSETS / "report.css").read_text())
+
+
+def test_the_licence_of_what_is_brought_along_is_said() -> None:
+    assert (ASSETS / "uplot.LICENSE").read_text().startswith("The MIT License (MIT)")
+    version = re.findall(r"leeoniya/uPlot \(v([\d.]+)\)", (ASSETS / "uplot.min.js").read_text())
+    assert f"| uPlot {version[0]} | MIT |" in (ROOT / "docs" / "licences.md").read_text()
+
+
+def test_the_page_of_metrics_is_made_from_the_glossary() -> None:
+    assert table() in (ROOT / "docs" / "metrics.md").read_text(), "python -m lightning_rl.reporting.glossary"
+
+
+def test_every_entry_is_of_metrics_that_are_logged() -> None:
+    for entry in glossary():
+        assert entry.meaning and (entry.low is None or entry.high is None or entry.low <= entry.high)
+        for name in entry.names:
+            metric = re.sub(r"<\w+>", "x", name)
+            assert "neither the core" not in check_of_metric(metric), name
+
+
+@pytest.mark.parametrize(
+    ("metric", "part"),
+    [
+        ("reward/task", "weighted sum"), ("reward/parity/failed", "failed on"), ("reward/parity", "own value"),
+        ("reward/parity/length", "noted"), ("val/sums/pass@8/low", "solved"), ("ledger/weight/used", "reaches"),
+        ("ledger/tokens/opsm.sequence_mask", "took"), ("opsm/rejected", "masks"), ("opsm/delta", "own name"),
+        ("env/trail/turns", "by their names"), ("time/sync", "each phase"), ("test/sums/reward/task", "trainer.test"),
+    ],
+)  # fmt: skip
+def test_a_metric_finds_its_entry(metric: str, part: str) -> None:
+    entry = entry_of(metric)
+    assert entry is not None and part in str(entry.to_json()["meaning"])
+
+
+def test_a_name_that_nobody_logs_has_no_entry() -> None:
+    assert entry_of("mine") is None

@@ -1,0 +1,162 @@
+"""Rollouts that are generated all at once: what the bound admits is in flight, batches stay in the order of prompts."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.scripted_clock import ScriptedClock, window
+from kit.support import fit, recorder, tiny_module, tiny_prompts
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_rl import RLCallback, Rollout
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import TruncatedIS
+from lightning_rl.cli.plan import Load, drawn_lengths, forecast
+from lightning_rl.generation.paced import Pace, PacedEngine
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pre-optimization state.*:UserWarning",  # Lightning, of every checkpoint under manual optimization
+    "ignore:The dirpath has changed:UserWarning",  # a resumed run of these tests saves elsewhere
+    "ignore:Be aware that when using `ckpt_path`:UserWarning",  # or nowhere
+)
+
+PER_ROLLOUT, GROUP = 2, 4
+SKEWED = drawn_lengths(PER_ROLLOUT * GROUP, 24, mean=8.0, sigma=1.2, limit=56, seed=3)
+PACE = Pace(devices=1, slots=64, fixed=1.0, each=0.02)
+
+
+def run(
+    clock: ScriptedClock,
+    max_staleness: int,
+    *callbacks: Any,
+    lengths: Sequence[Sequence[int]] = SKEWED,
+    step_seconds: float = 10.0,
+    engine: dict[str, Any] | None = None,
+    **options: Any,
+) -> PacedEngine:
+    """A fit of as many rollouts as there are lengths, in scripted time."""
+    paced = clock.drive(lengths, PACE, **(engine or {"sync_seconds": 0.5}))
+    module = tiny_module(
+        max_staleness=max_staleness, engine=paced, group_size=GROUP, max_new_tokens=56, max_idle_rollouts=None
+    )
+    data = options.pop("data", None) or tiny_prompts(PER_ROLLOUT * len(lengths), PER_ROLLOUT)
+    fit(module, callbacks=[TruncatedIS(), *callbacks, clock.trains(step_seconds)], data=data, **options)
+    return paced
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_the_plan_says_how_long_the_trainer_waits(max_staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ScriptedClock(monkeypatch)
+    run(clock, max_staleness)
+    load = Load(lengths=SKEWED, step_seconds=10.0, sync_seconds=0.5)
+    plan = forecast(load, PACE, max_staleness)
+    idle, seconds = window(clock, max_staleness)
+    assert idle == pytest.approx(plan.idle, abs=0.005) and seconds == pytest.approx(plan.seconds, rel=0.005)
+    assert plan.idle > 0.02, "or there would be nothing to foresee"
+
+
+def test_all_at_once_is_twice_as_fast_as_one_rollout_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, ids = list[float](), list[torch.Tensor]()
+    for concurrent in (False, True):
+        with monkeypatch.context() as patched:
+            clock, rollouts = ScriptedClock(patched), list[Rollout]()
+            run(clock, 4, recorder(rollouts)("seen"), engine={"concurrent": concurrent})
+            seconds.append(window(clock, 4)[1])
+            ids.append(torch.stack([rollout.sample_ids for rollout in rollouts]))
+    assert seconds[0] > 2 * seconds[1]
+    assert torch.equal(ids[0], ids[1]) and ids[0].flatten().tolist() == list(range(ids[0].numel()))
+
+
+class Watch(RLCallback):
+    """How many rollouts the engine was asked for when each one begins to train, and the figures of its row."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        self.asked, self.rows = list[int](), list[dict[str, float]]()
+        self.engine: PacedEngine | None = None
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+        self.rows.append(pl_module.run.metrics.values())
+        self.asked.append(pl_module.engine.asked)
+
+
+def test_what_the_bound_admits_is_in_flight_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, rollouts, audit = Watch(), list[Rollout](), SignalAudit(1, "raise", ["versions", "trained_tokens"])
+    run(ScriptedClock(monkeypatch), 2, watch, audit, recorder(rollouts)("seen"), lengths=SKEWED[:10])
+    assert watch.asked == [3, 4, 5, 6, 7, 8, 9, 10, 10, 10], "(version + 1 + 2) rollouts"
+    mixed = 0
+    for number, rollout in enumerate(rollouts):
+        versions = rollout.policy_version[rollout.action_mask]
+        assert versions.min() == max(number - 2, 0) and versions.max() <= number
+        mixed += sum(len(row[row >= 0].unique()) > 1 for row in rollout.policy_version)
+    assert mixed, "long answers go on through a sync"
+    assert max(row["staleness/max"] for row in watch.rows) == 2 == max(r["in_flight/staleness"] for r in watch.rows)
+    assert watch.rows[0]["in_flight/tokens"] == 0 < max(row["in_flight/tokens"] for row in watch.rows) <= 3 * 8 * 56
+
+
+def test_a_checkpoint_waits_for_nothing_and_holds_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    lengths = [[50 if number == 2 else 4] * 8 for number in range(6)]
+    clock = ScriptedClock(monkeypatch)
+    run(clock, 2, saving, lengths=lengths, step_seconds=8.0, enable_checkpointing=True)
+    (rank,) = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["lightning_rl"]["ranks"]
+    assert [(each["rollout"], each["samples"] is None) for each in rank["prefetched"]] == [(2, True), (3, False)]
+    rollouts, resumed = list[Rollout](), ScriptedClock(monkeypatch)
+    engine = run(resumed, 2, recorder(rollouts)("seen"), lengths=lengths, ckpt_path=tmp_path / "step=2.ckpt")
+    versions = [sorted(set(rollout.policy_version[rollout.action_mask].tolist())) for rollout in rollouts]
+    assert [rollout.groups.unique().tolist() for rollout in rollouts] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert versions[:2] == [[2], [1]], "the one is drawn anew, the other is that of the checkpoint"
+    assert engine.asked == 3
+
+
+def test_prompts_that_replace_filtered_ones_come_in_the_order_in_which_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Once(RLCallback):
+        """Drops a group of each rollout in its first round."""
+
+        name = "once"
+        max_rounds = 2
+
+        @override
+        def keep_groups(self, rollout: Rollout) -> torch.Tensor:
+            return (
+                rollout.groups != rollout.groups.min() if len(rollout) > GROUP else torch.ones_like(rollout.groups) > 0
+            )
+
+    found = list[list[list[int]]]()
+    for step_seconds in (3.0, 300.0):
+        with monkeypatch.context() as patched:
+            rollouts, lengths = list[Rollout](), [[5] * 8] * 6
+            data = tiny_prompts(40, PER_ROLLOUT)
+            clock = ScriptedClock(patched)
+            run(
+                clock, 2, Once(), recorder(rollouts)("seen"), lengths=[[5] * 8] * 6, data=data,
+                step_seconds=step_seconds, max_steps=5,
+            )  # fmt: skip
+            found.append([rollout.groups.unique().tolist() for rollout in rollouts])
+            assert len(lengths) == 6
+    assert found[0] == found[1] and found[0][0] == [1, 6]
+
+
+def test_an_error_in_flight_ends_all_of_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ScriptedClock(monkeypatch)
+
+    class Stops(RLCallback):
+        name = "stops"
+
+        @override
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        run(clock, 4, Stops(), lengths=[[4] * 8] + [[50] * 8] * 9)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]

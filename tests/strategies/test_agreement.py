@@ -1,0 +1,115 @@
+"""Ranks that would begin differently, as nodes with disks of their own may, are refused before anything trains."""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.ranks import STRATEGIES, run_ranks
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from lightning.pytorch import Trainer
+
+from lightning_rl.checkpointing import agreement
+from lightning_rl.checkpointing.agreement import check_agreement, identity_of, weights_at_a_glance
+
+ALIKE = {"checkpoint": "last.ckpt of run a at step 2", "policy": "p", "reference": "r", "data": "d"}
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [("checkpoint", "none, it begins anew"), ("policy", "q"), ("reference", "s"), ("data", "e"), ("lightning-rl", "0")],
+)
+def test_the_ranks_that_differ_are_named_with_both_sides(
+    what: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(value: tuple[str, dict[str, str]]) -> list[Any]:
+        return [value, value, ("elsewhere", {**value[1], what: other})]
+
+    monkeypatch.setattr(agreement, "process_objects", gather)
+    mine = ALIKE.get(what, agreement.__version__)
+    with pytest.raises(ValueError, match="expected all ranks to begin alike") as refused:
+        check_agreement(ALIKE)
+    assert f"as {what} {mine} on rank 0 ({socket.gethostname()})" in str(refused.value)
+    assert f"{other} on rank 2 (elsewhere): " in str(refused.value)
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    check_agreement(ALIKE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 257, 5000])
+def test_the_ends_of_every_tensor_are_looked_at(size: int) -> None:
+    known = weights_at_a_glance([("a", torch.zeros(size)), ("b", torch.zeros(0))])
+    for place in (0, -1):
+        other = torch.zeros(size)
+        other[place] = 1
+        assert weights_at_a_glance([("a", other), ("b", torch.zeros(0))]) != known
+    assert weights_at_a_glance([("a", torch.zeros(size)), ("b", torch.zeros(0))]) == known
+    assert weights_at_a_glance([("a", torch.zeros(size + 1)), ("b", torch.zeros(0))]) != known
+
+
+def test_a_checkpoint_is_told_by_its_seal(tmp_path: Path) -> None:
+    trainer = fit(tiny_module(), data=tiny_prompts(8, 4), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert identity_of(tmp_path / "a.ckpt").startswith("a.ckpt of run ") and identity_of(tmp_path / "a.ckpt").endswith(
+        "step 1"
+    )
+    assert identity_of(tmp_path / "b.ckpt") == "b.ckpt, which is not on its disk"
+    assert identity_of(None) == "none, it begins anew"
+    assert identity_of("s3://bucket/a.ckpt") == "s3://bucket/a.ckpt"
+
+
+def on_two_ranks(folder: Path) -> None:
+    """What a second node with a disk of its own gets wrong, one thing at a time; then nothing."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+
+    def run(**options: Any) -> Trainer:
+        policy, data = options.pop("policy", tiny_policy), options.pop("data", tiny_prompts(8, 4))
+        return fit(tiny_module(policy=policy), data=data, strategy=STRATEGIES["ddp"](), devices=2, **options)
+
+    for steps in (1, 2):
+        run(max_steps=steps).save_checkpoint(folder / f"{steps}.ckpt")
+    here = folder / f"disk-{rank}"
+    (here / "older").mkdir(parents=True)
+    shutil.copy(folder / f"{2 - rank}.ckpt", here / "older" / "last.ckpt")
+    cases: dict[str, dict[str, Any]] = {
+        "no checkpoint": {"ckpt_path": (folder / "2.ckpt") if rank == 0 else None},
+        "not on the disk": {"ckpt_path": (folder if rank == 0 else here) / "2.ckpt"},
+        "an older one": {"ckpt_path": here / "older" / "last.ckpt"},
+        "other weights": {"policy": partial(tiny_policy, rank)},
+        "other rows": {"data": tiny_prompts(8 + 4 * rank, 4)},
+    }
+    for name, options in cases.items():
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match="expected all ranks to begin alike") as refused:
+            run(**options)
+        (here / name).write_text(f"{time.monotonic() - begin} {refused.value}")
+    assert run(max_steps=3, max_epochs=9, ckpt_path=folder / "2.ckpt").global_step == 3
+
+
+@pytest.mark.slow
+def test_a_second_disk_with_something_else_is_refused_on_every_rank_within_seconds(tmp_path: Path) -> None:
+    run_ranks(__file__, 2, tmp_path)
+    begins = {
+        "no checkpoint": ("2.ckpt of run", "none, it begins anew"),
+        "not on the disk": ("2.ckpt of run", "2.ckpt, which is not on its disk"),
+        "an older one": ("at step 2 on rank 0", "at step 1 on rank 1"),
+        "other weights": ("as policy", "model files"),
+        "other rows": ("as data", "the same rows"),
+    }
+    for name, words in begins.items():
+        for rank in (0, 1):
+            seconds, said = (tmp_path / f"disk-{rank}" / name).read_text().split(" ", 1)
+            assert all(word in said for word in words), (name, said)
+            assert float(seconds) < 10, (name, seconds)
+
+
+if __name__ == "__main__":
+    on_two_ranks(Path(sys.argv[1]))

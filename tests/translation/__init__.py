@@ -1,0 +1,1 @@
+"""What is compared with TRL itself, which lies in an environment of its own."""
