@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.checkpointing.seal import read_seal
-from lightning_rl.distributed.collectives import process_objects
+from lightning_rl.distributed.collectives import process_count, process_objects
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.version import __version__
 
@@ -35,7 +35,8 @@ class AgreeingConnector(_CheckpointConnector):
 
     @override
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        check_agreement({"checkpoint": identity_of(checkpoint_path)})
+        if process_count() > 1:
+            check_agreement({"checkpoint": identity_of(checkpoint_path)})
         super().resume_start(checkpoint_path, weights_only)
 
 

@@ -63,12 +63,13 @@ def seal_folder(folder: Path, seal: Seal) -> None:
 
 
 def read_seal(path: Path) -> Seal | None:
-    """The seal of a checkpoint, or None of one without; nothing is checked."""
+    """The seal of a checkpoint, or None of one without; nothing is checked, and no pipe is opened."""
     if path.is_dir():
-        lines = (path / SUMS).read_text("utf-8", errors="replace").split("\n") if (path / SUMS).exists() else [""]
+        lines = (path / SUMS).read_text("utf-8", errors="replace").split("\n") if (path / SUMS).is_file() else [""]
         words = lines[0].split()
-        return Seal("" if words[2] == "-" else words[2], int(words[4])) if len(words) == 5 else None
-    tail = _tail(path)
+        told = len(words) == 5 and words[4].lstrip("-").isdigit()
+        return Seal("" if words[2] == "-" else words[2], int(words[4])) if told else None
+    tail = _tail(path) if path.is_file() else None
     if tail is None:
         return None
     run, step = tail[len(WORDS[0]) :][:RUN], tail[len(WORDS[0]) + RUN + len(WORDS[1]) :][:STEP]

@@ -129,6 +129,18 @@ def test_what_is_no_checkpoint_at_all_gives_one_sentence_that_says_what_it_is(tm
         assert "\n" not in str(refused.value)
 
 
+def test_what_is_no_file_or_has_no_numbers_has_no_seal(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    assert read_seal(tmp_path / "pipe.ckpt") is None
+    (tmp_path / "folder").mkdir()
+    assert read_seal(tmp_path / "folder") is None
+    os.mkfifo(tmp_path / "folder" / "SHA256SUMS")
+    assert read_seal(tmp_path / "folder") is None
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "SHA256SUMS").write_text("# run 0123abcd step seven\n")
+    assert read_seal(tmp_path / "other") is None
+
+
 def test_a_folder_is_sealed_by_a_list_that_covers_itself(tmp_path: Path) -> None:
     folder = tmp_path / "sharded.ckpt"
     (folder / "inner").mkdir(parents=True)
