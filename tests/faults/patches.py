@@ -104,7 +104,9 @@ def renormalized(result: Tensor, per_token: Tensor, factor: Tensor, valid: Tenso
     return result * valid.sum() / (valid & (factor != 0)).sum().clamp(min=1)
 
 
-def score_at_the_last_position(scores: Tensor, token_rewards: Tensor | None, valid: Tensor) -> Tensor:
+def score_at_the_last_position(
+    scores: Tensor, token_rewards: Tensor | None, valid: Tensor, _turn_rewards: Tensor | None = None
+) -> Tensor:
     """Loses the score wherever the last position is masked."""
     shaped = torch.zeros_like(valid, dtype=scores.dtype) if token_rewards is None else token_rewards * valid
     shaped[:, -1] = shaped[:, -1] + scores
