@@ -7,7 +7,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadgroup
+# A worker that ends is not replaced: pytest-xdist may wait for the new one for ever.
+PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 # A test that hangs ends its worker with the stack of every thread, and counts as failed.
 WATCHED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # For each worker: threads of several workers wait for each other.
