@@ -2,9 +2,10 @@
 
 ``python -m tests.faults [part of a name ...]`` prints a table and ends with ``faults injected=N caught=N``;
 ``python -m tests.faults --effective [part of a name ...]`` shows instead what each fault changes in a run without the
-audit, and ends with ``faults injected=N effective=N``.
+audit, and ends with ``faults injected=N effective=N``; ``--missed`` takes those that are known to be missed.
 """
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -66,13 +67,16 @@ def effect_of(fault: Fault) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the faults, prints a table, and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="part of a name", help="faults with such a name; all without one")
+    parser.add_argument("--effective", action="store_true", help="show what each changes in a run without the audit")
+    parser.add_argument("--missed", action="store_true", help="take those that are known to be missed")
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    wanted = [argument for argument in arguments if not argument.startswith("--")]
-    known = MISSED if "--missed" in arguments else (*FAULTS, *MISSED) if wanted else FAULTS
-    chosen = [fault for fault in known if not wanted or any(part in fault.name for part in wanted)]
-    effective = "--effective" in arguments
-    good = sum(_show_effect(fault) if effective else _show_findings(fault) for fault in chosen)
-    sys.stdout.write(f"faults injected={len(chosen)} {'effective' if effective else 'caught'}={good}\n")
+    known = MISSED if given.missed else (*FAULTS, *MISSED) if given.names else FAULTS
+    chosen = [fault for fault in known if not given.names or any(part in fault.name for part in given.names)]
+    good = sum(_show_effect(fault) if given.effective else _show_findings(fault) for fault in chosen)
+    sys.stdout.write(f"faults injected={len(chosen)} {'effective' if given.effective else 'caught'}={good}\n")
     return 0 if good == len(chosen) else 1
 
 
