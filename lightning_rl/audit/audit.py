@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.rewards import samples_of_calls
@@ -180,6 +181,13 @@ class SignalAudit(RLCallback):
         self._since_last, self._spent = self._spent, 0.0
 
     @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        begin = time.perf_counter()
+        if self._run is not None:
+            self._run.keep_algorithm()
+        self._count(begin)
+
+    @override
     def traces_step(self, rollout_number: int, step: int) -> bool:
         return self._run is not None and self._run.traces_step()
 
@@ -260,6 +268,7 @@ class _RunWatch:
         self._talk_figures: dict[str, Stat] = {}
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
+        self._algorithm: Algorithm | None = None
         self._scheduled: int | None = None
         self._ticket, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
@@ -278,7 +287,8 @@ class _RunWatch:
 
     def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
-        self._scheduled, self._step, self._ticket = _epoch_of(self.module), None, ticket.index
+        self._scheduled, self._ticket = _epoch_of(self.module), ticket.index
+        self._step = self._algorithm = None
         if ticket.step == 0:
             self.audited, self._number = audited, ticket.rollout
             self.batches, self.calls, self.rounds, self._evidence, self._passes = [], [], [], None, {}
@@ -344,13 +354,18 @@ class _RunWatch:
         scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
         return self.audited and not scaled
 
+    def keep_algorithm(self) -> None:
+        """A step is differentiated: its corrections are those of now, whatever they follow once it is made."""
+        if self._evidence is not None and self._algorithm is None and self.traces_step():
+            self._algorithm = repeatable(self.module.algorithm, self._corrections)
+
     def look_at_step(self, trace: StepTrace) -> None:
         """An optimizer step has been made. Every rank takes part."""
         evidence, module = self._evidence, self.module
         if evidence is None:
             return
         self.fields.look()
-        algorithm, last = repeatable(module.algorithm, self._corrections), trace.step == module.steps_per_rollout - 1
+        algorithm, last = self._algorithm or evidence.algorithm, trace.step == module.steps_per_rollout - 1
         moves = self._moves.after(trace.rollout_number) if last else self._moves.moves
         evidence = replace(evidence, algorithm=algorithm, moves=moves)
         collectives, rank = module.parallel.collectives, module.parallel.rank

@@ -1,5 +1,7 @@
 """Saved evidence: all that a check looked at in one file of plain values, and the checks run again from it."""
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -38,7 +40,8 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     """Writes evidence and findings to a file that loads under ``weights_only=True``.
 
     It holds the whole rollout, the rows that were looked at with what the models said of them, what the engine and the
-    reward functions returned, the optimizer step, and the plain values of the run; neither weights nor code.
+    reward functions returned, the optimizer step, the state of the corrections and the plain values of the run; neither
+    weights nor code.
     """
     state: dict[str, Any] = {name: getattr(evidence, name).state() for name in ROLLOUTS}
     for name in OUTPUTS:
@@ -69,6 +72,7 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     state["repeats"] = None if evidence.repeats is None else tuple(evidence.repeats)
     state["numbers"] = [{name: dict(part) for name, part in numbers.items()} for numbers in evidence.numbers]
     state["rounds"] = [part.state() for part in evidence.rounds]
+    state["states"] = _states_of(evidence.algorithm.corrections.callbacks)
     if (step := evidence.step) is not None:
         parameters = {name: vars(parameter) for name, parameter in step.parameters.items()}
         values = {"rows": step.rows.state(), "outputs": tuple(step.outputs), "parameters": parameters}
@@ -90,7 +94,8 @@ def recheck(
     """Runs the checks of a saved file again, without the run: no model, no engine, no Trainer.
 
     What a check repeats (estimator, loss, reduction, corrections) is that of ``module`` and ``callbacks``, so a finding
-    that is gone was cured by a change of theirs. Reward functions are not called again.
+    that is gone was cured by a change of theirs; what corrections knew, such as a coefficient that adapts, is that of
+    the run, as far as ``state_dict`` holds it in plain values. Reward functions are not called again.
 
     Args:
         path: of the file that a finding names.
@@ -104,8 +109,12 @@ def recheck(
     """
     state = load_archive(path)
     try:
+        algorithm = repeatable(module.algorithm, callbacks)
+        for callback in algorithm.corrections.callbacks:
+            if callback.name in state["states"]:
+                callback.load_state_dict(state["states"][callback.name])
         names = list(dict.fromkeys(finding["check"] for finding in state["findings"]) if checks is None else checks)
-        evidence = _evidence(state, repeatable(module.algorithm, callbacks))
+        evidence = _evidence(state, algorithm)
     except (TypeError, KeyError, AttributeError, ValueError) as wrong:
         raise ValueError(
             f"expected evidence as SignalAudit saves it, got {path}: {type(wrong).__name__}: {wrong}"
@@ -151,6 +160,21 @@ def _evidence(state: Mapping[str, Any], algorithm: Algorithm) -> Evidence:
         step=None if state["step"] is None else _step(state["step"]),
         edits=[Finding(**edit) for edit in state["edits"]],
     )
+
+
+def _states_of(callbacks: Sequence[RLCallback]) -> dict[str, Any]:
+    """What corrections know, by name, of those that say it in plain values."""
+    states = dict[str, Any]()
+    for callback in callbacks:
+        stream, state = io.BytesIO(), _on_cpu(callback.state_dict())
+        try:
+            torch.save(state, stream)
+            stream.seek(0)
+            torch.load(stream, weights_only=True)
+        except (pickle.PickleError, TypeError, AttributeError):
+            continue
+        states |= {callback.name: state} if state else {}
+    return states
 
 
 def _sample(asked: Mapping[str, Any], returned: Mapping[str, Any]) -> tuple[Request, Completion]:

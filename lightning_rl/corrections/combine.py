@@ -102,6 +102,7 @@ class Corrections:
         self._contributors = {
             method: tuple(callback for callback, methods in offers if method in methods) for method in CONTRIBUTIONS
         }
+        self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda one: one.bends))
 
     def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
         """The callbacks that offer any of some contribution methods; see :data:`CONTRIBUTIONS`."""
@@ -218,7 +219,9 @@ class Corrections:
         return self._merge("metrics", view)
 
     def observe(self, rollout: Rollout) -> None:
-        """Shows the finished rollout to everyone who looks."""
+        """Shows the finished rollout to everyone who looks: first to those who bend nothing, so that they see the
+        corrections as the signal was made with, before a coefficient follows it.
+        """
         for _ in self._each("observe", rollout):
             pass
 

@@ -1,7 +1,7 @@
 """What is legal gives no alarm, or can be declared in one line."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from lightning_rl import LossView, Normalized, RLCallback, Stat
+from lightning_rl import LossTerm, LossView, Normalized, RLCallback, Stat
 from lightning_rl.audit import AuditError, SignalAudit
-from lightning_rl.callbacks import DynamicSampling
+from lightning_rl.callbacks import AdaptiveKL, DynamicSampling
 
 
 def fractional(prompts: Any, completions: Any, *, completion_ids: Sequence[Any], **_: Any) -> list[float]:
@@ -104,3 +104,56 @@ def test_a_rollout_of_which_every_group_was_dropped_gives_no_alarm() -> None:
 
 def test_the_same_without_a_filter_gives_no_alarm() -> None:
     assert alarms(rewards=equal, max_idle_rollouts=None) == []
+
+
+@pytest.mark.parametrize("as_loss", [False, True])
+def test_a_coefficient_that_follows_the_rollout_gives_no_alarm(as_loss: bool) -> None:
+    options: dict[str, Any] = {"advantages": "gae", "critic": "shared", "minibatches": 2}
+    quick = AdaptiveKL(0.1, target=1e-3, horizon=16, as_loss=as_loss)  # by up to a fifth after every rollout
+    assert alarms(quick, optimizer=partial(AdamW, lr=0.02), **options) == []
+
+
+class Pull(RLCallback):
+    """Pulls every log-probability towards -1, more with every optimizer step."""
+
+    name = "pull"  # before the audit in the order of the names
+
+    def __init__(self) -> None:
+        self.coef = 0.1
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=(view.logprobs + 1).square(), coef=self.coef)
+
+    @override
+    def metrics(self, view: LossView) -> Mapping[str, Stat]:
+        return {"pull/coef": Stat.of(torch.full_like(view.logprobs, self.coef), view.valid_tokens)}
+
+
+class GrowsOnceObserved(Pull):
+    """The coefficient moves when a step is observed."""
+
+    @override
+    def observe_step(self, trace: Any) -> None:
+        self.coef *= 1.5
+
+
+class GrowsInTheStep(Pull):
+    """The coefficient moves once the gradients are there."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.coef *= 1.5
+
+
+class GrowsBehindTheStep(Pull):
+    """The coefficient moves when the step is over."""
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.coef *= 1.5
+
+
+@pytest.mark.parametrize("kind", [GrowsOnceObserved, GrowsInTheStep, GrowsBehindTheStep])
+def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
+    assert alarms(kind(), minibatches=2, rollouts=2) == []

@@ -1,11 +1,16 @@
 """Returns and advantages of single tokens, against their definition."""
 
+import warnings
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.evidence import culprits, evidence_of
+from kit.support import fit, tiny_module, tiny_prompts
+from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl import GAE
@@ -18,8 +23,10 @@ from lightning_rl.advantages import (
     RelativePosition,
     RewardSignal,
 )
+from lightning_rl.audit import SignalAudit, recheck
 from lightning_rl.audit.checks.returns import step_advantages, steps_of
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.callbacks import AdaptiveKL
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.returns import gae
 
@@ -122,3 +129,15 @@ def test_what_trains_is_that_of_the_definition(estimator: Any, checks: list[str]
     found = {name: culprits(name, evidence) for name in ("returns_end_with_the_reward", "token_returns")}
     assert [name for name, named in found.items() if named] == checks
     assert {culprit for named in found.values() for culprit in named} <= {f"estimator {estimator.name}"}
+
+
+def test_a_saved_rollout_is_judged_with_the_coefficient_of_then(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"advantages": Doubled(), "critic": "shared", "optimizer": partial(AdamW, lr=0.02)}
+    adaptive = partial(AdaptiveKL, 0.1, target=1e-3, horizon=16)
+    audit = SignalAudit(1, checks=["token_returns"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tiny_module(**options), callbacks=[adaptive(), audit], data=tiny_prompts(12, 4), default_root_dir=tmp_path)
+    path = tmp_path / "audit" / "rollout-2.pt"
+    assert recheck(path, tiny_module(**options), [adaptive()]) == [audit.findings[-1]]
+    assert not recheck(path, tiny_module(**options), [adaptive()], checks=["returns_end_with_the_reward"])

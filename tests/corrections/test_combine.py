@@ -315,3 +315,11 @@ def test_a_metric_under_a_name_that_the_core_logs_is_refused(method: str, name: 
         ValueError, match=f'mine to log under other names than "mine/{name}" in {metrics}, which the core'
     ):
         call(Corrections([callback]), metrics, seen_by(metrics))
+
+
+def test_who_only_looks_is_shown_a_rollout_before_who_follows_it() -> None:
+    order = list[str]()
+    follows = callback_of("a", observe=lambda _: order.append("a"), reward_bonus=lambda seen: torch.zeros(len(seen)))
+    looks = callback_of("b", observe=lambda _: order.append("b"))
+    Corrections([follows, looks]).observe(seen_by("observe"))
+    assert order == ["b", "a"]
