@@ -9,6 +9,7 @@ while another rank waits for a server.
 """
 
 import atexit
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -164,9 +165,11 @@ def failing_together(what: str, kind: type[RuntimeError] = RuntimeError) -> Iter
 
 
 def end_at_exit() -> None:
-    """Lets the process group end before the interpreter does.
+    """Lets the process groups end before the interpreter does.
 
-    Threads of gloo that outlive it now and then abort a process that had finished; Lightning ends only NCCL's group.
+    A thread of gloo that has not let go of a tensor yet asks for the interpreter's lock, and aborts the process that had
+    finished. Lightning ends only NCCL's group, and ``destroy_process_group`` joins the threads of a gloo group only once
+    nobody holds it.
     """
     atexit.unregister(_end_group)
     atexit.register(_end_group)
@@ -174,7 +177,9 @@ def end_at_exit() -> None:
 
 def _end_group() -> None:
     if dist.is_available() and dist.is_initialized():
+        _made.clear()
         dist.destroy_process_group()
+        gc.collect()  # trainers and strategies, which hold groups, are cycles
 
 
 def _gather_objects(value: Anything, number: int, group: dist.ProcessGroup | None) -> list[Anything]:

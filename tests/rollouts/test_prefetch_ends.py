@@ -139,6 +139,24 @@ def test_a_synchronous_run_can_go_on_ahead(tmp_path: Path) -> None:
     assert versions == [[1], [1]], "the first one had nobody to draw it ahead"
 
 
+def test_a_finished_run_goes_on_with_the_prompts_of_a_longer_one_and_newer_weights(tmp_path: Path) -> None:
+    longer, seen = run(trainer={"max_steps": 12}), list[Rollout]()
+    run(tmp_path, trainer={"max_steps": 8})
+    full = {"max_steps": 12, "ckpt_path": tmp_path / "step=4.ckpt"}  # the next rollout is in flight
+    assert differing(run(trainer=full), longer) == []
+    further = run(None, recorder(seen)("seen"), trainer={**full, "ckpt_path": tmp_path / "step=8.ckpt"})
+    assert further.global_step == 12 and differing(further, longer)
+    assert [rollout.groups.unique().tolist() for rollout in seen] == [[8, 9, 10, 11]]
+    assert seen[0].policy_version[seen[0].action_mask].unique().tolist() == [2], "in the longer run it is 1"
+
+
+def test_a_finished_run_without_rollouts_ahead_goes_on_bitwise_as_a_longer_one(tmp_path: Path) -> None:
+    longer = run(max_staleness=0, trainer={"max_steps": -1, "max_epochs": 2})
+    run(tmp_path, max_staleness=0, trainer={"max_steps": -1, "max_epochs": 1})
+    further = {"max_steps": -1, "max_epochs": 2, "ckpt_path": tmp_path / "step=8.ckpt"}
+    assert differing(run(max_staleness=0, trainer=further), longer) == []
+
+
 def test_validation_and_answers_wait_for_the_rollout_in_flight_and_change_nothing() -> None:
     engine = Gated()
 
