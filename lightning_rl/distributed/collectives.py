@@ -167,9 +167,9 @@ def failing_together(what: str, kind: type[RuntimeError] = RuntimeError) -> Iter
 def end_at_exit() -> None:
     """Lets the process groups end before the interpreter does.
 
-    A thread of gloo that has not let go of a tensor yet asks for the interpreter's lock, and aborts the process that had
-    finished. Lightning ends only NCCL's group, and ``destroy_process_group`` joins the threads of a gloo group only once
-    nobody holds it.
+    A thread of gloo that has not let go of a tensor yet asks for the interpreter's lock, and aborts the process that
+    had finished. Lightning ends only NCCL's group, and ``destroy_process_group`` joins the threads of a gloo group only
+    once nobody holds it.
     """
     atexit.unregister(_end_group)
     atexit.register(_end_group)

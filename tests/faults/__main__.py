@@ -67,7 +67,7 @@ def effect_of(fault: Fault) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the faults, prints a table, and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="part of a name", help="faults with such a name; all without one")
     parser.add_argument("--effective", action="store_true", help="show what each changes in a run without the audit")
     parser.add_argument("--missed", action="store_true", help="take those that are known to be missed")
