@@ -22,6 +22,9 @@ VERIFIERS_INSTALLED := .venv-verifiers/.installed
 VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_endpoint.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or adapters.md'
+LOGGERS ?= tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic comet-ml==3.58.8
+LOGGERS_BIN := .venv-loggers/bin
+LOGGERS_INSTALLED := .venv-loggers/.installed
 TRL ?= trl==1.16.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed
@@ -35,7 +38,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +76,9 @@ test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an e
 
 test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in an environment of its own
 	$(VERIFIERS_TESTS)
+
+test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Comet, offline, in an environment of their own
+	$(LOGGERS_BIN)/python -m pytest tests/reporting/test_loggers.py
 
 bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in an environment of its own
 	TRL_PYTHON=$(TRL_BIN)/python $(BIN)/pytest tests/translation
@@ -171,6 +177,13 @@ $(TRL_INSTALLED):
 	$(PYTHON) -m venv .venv-trl
 	$(TRL_BIN)/python -m pip install --quiet '$(TORCH)'
 	$(TRL_BIN)/python -m pip install --quiet '$(TORCH)' '$(TRL)'
+	@touch $@
+
+# What .venv has is seen through a path file, as below. MLflow keeps its runs in a file of SQLite.
+$(LOGGERS_INSTALLED): $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-loggers
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-loggers/lib/python*/site-packages)/below.pth"
+	$(LOGGERS_BIN)/python -m pip install --quiet '$(TORCH)' $(LOGGERS) -e .
 	@touch $@
 
 # It reads the library and imports nothing of it.

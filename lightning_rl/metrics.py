@@ -18,7 +18,7 @@ from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments
 from lightning_rl.distributed import ALONE, Collectives
 
-ON_THE_BAR = ("reward/task", "kl/rollout", "length/mean", "tokens_per_second")
+ON_THE_BAR = "reward/task"  # more would not fit into a line beside the bar; a `RolloutSummary` says the rest
 LIGHTNINGS_DEFAULT = 50  # log_every_n_steps of a Trainer that was given none
 
 
@@ -264,10 +264,7 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int
     if every and (ticket + 1) % every == 0:
         row = metrics.row()
         _write(module.trainer, row, ticket)
-        names = (
-            ON_THE_BAR[:1] if module.trainer.progress_bar_callback is None else ON_THE_BAR
-        )  # Lightning is slow at it
-        shown = module.current_epoch, {name: row[name] for name in names if name in row}
+        shown = module.current_epoch, {ON_THE_BAR: row[ON_THE_BAR]} if ON_THE_BAR in row else {}
         if shown != metrics.shown:  # it keeps the last value of each for an epoch
             module.log_dict(shown[1], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
             metrics.shown = shown

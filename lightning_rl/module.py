@@ -686,8 +686,8 @@ class RLLightningModule(LightningModule):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Shows what the run does, and measures how long it takes."""
-        if self._trainer is not None and self._trainer.training:
-            show_phase(self._trainer, name)
+        if self._trainer is not None and self._trainer.training and self.run.mark is not None:
+            show_phase(self._trainer, self.run.mark.ticket.rollout, name)
         with self.run.times.phase(name, self.device):
             yield
 

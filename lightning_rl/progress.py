@@ -4,13 +4,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
+PHASE_WIDTH = len("generate")  # so that the bar keeps its place
 
-def show_phase(trainer: Trainer, phase: str) -> None:
-    """Writes what the run does behind the epoch of the training bar; a bar of another kind is left alone.
+
+def show_phase(trainer: Trainer, rollout: int, phase: str) -> None:
+    """Writes which rollout it is, and what the run does, before the training bar; another kind of bar is left alone.
 
     A terminal sees it at once, since no batch ends while answers are generated; a file sees it at the next refresh.
     """
-    bar, text = trainer.progress_bar_callback, f"Epoch {trainer.current_epoch} {phase}"
+    bar, text = trainer.progress_bar_callback, f"Rollout {rollout} {phase:<{PHASE_WIDTH}}"
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         shown = bar.train_progress_bar
         shown.set_description(text, refresh=bool(shown.fp.isatty()))
@@ -19,7 +21,7 @@ def show_phase(trainer: Trainer, phase: str) -> None:
 
 
 def show_line(trainer: Trainer, text: str) -> None:
-    """Prints a line on the first rank, above a progress bar if there is one."""
+    """Prints a line, or several, on the first rank, above a progress bar if there is one."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar | RichProgressBar) and bar.is_enabled:
         bar.print(text)

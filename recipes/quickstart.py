@@ -48,6 +48,7 @@ def main(
 
     from lightning_rl import GAE, GRPO, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
     from lightning_rl.callbacks import NoEOSMask, TruncatedIS
+    from lightning_rl.reporting import RolloutSummary
 
     critic = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # on the policy's hidden states
     options = critic if algorithm == "ppo" else {"advantages": GRPO(), "group_size": 8}
@@ -64,7 +65,7 @@ def main(
     trainer = Trainer(
         accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=1, num_sanity_val_steps=0,
         logger=CSVLogger("runs", "sorting"), log_every_n_steps=1, val_check_interval=min(5, rollouts) * updates,
-        callbacks=[NoEOSMask(), *([TruncatedIS()] if max_staleness else [])],
+        callbacks=[NoEOSMask(), RolloutSummary(), *([TruncatedIS()] if max_staleness else [])],
     )  # fmt: skip
     with task.report(trainer, module, data):
         trainer.fit(module, data)

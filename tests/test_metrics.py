@@ -205,8 +205,8 @@ def test_the_bar_shows_how_training_goes() -> None:
     bar = TQDMProgressBar()
     trainer = fit(tiny_module(), callbacks=[bar], enable_progress_bar=True)
     shown = bar.get_metrics(trainer, cast(RLLightningModule, trainer.lightning_module))
-    assert set(shown) >= {"reward/task", "kl/rollout", "length/mean", "tokens_per_second"}
-    assert bar.train_progress_bar.desc == "Epoch 0 update: "
+    assert set(shown) == {"reward/task"}  # what a line has room for
+    assert bar.train_progress_bar.desc == "Rollout 3 update  : "
 
 
 def test_a_rich_bar_shows_the_phase_as_well() -> None:
@@ -220,7 +220,7 @@ def test_a_rich_bar_shows_the_phase_as_well() -> None:
 
     bar = RichProgressBar()
     fit(tiny_module(), callbacks=[bar, Phases()], enable_progress_bar=True)
-    assert Phases.seen == ["Epoch 0 update"] * 4
+    assert Phases.seen == [f"Rollout {number} update  " for number in range(4)]
 
 
 def test_the_last_rollout_stays_readable_in_every_row() -> None:

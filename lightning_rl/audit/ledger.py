@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,6 +29,7 @@ from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, St
 from lightning_rl.data import Ticket
 from lightning_rl.metrics import RunningStats
 from lightning_rl.module import RLLightningModule
+from lightning_rl.progress import show_line
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout, concatenate
 
@@ -158,7 +158,7 @@ class SignalLedger(RLCallback):
         if batch.rollout % self.every_n_rollouts == 0:
             figures = {name: value for stats in self._table if stats.keys for name, value in stats.figures().items()}
             stages = [*sampling_stages(self._corrections), *update_stages(self._corrections)]
-            rank_zero_info(table(batch.rollout, stages, figures))
+            show_line(trainer, table(batch.rollout, stages, figures))
         self._table = None
 
     @override

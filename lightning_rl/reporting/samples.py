@@ -1,16 +1,16 @@
-"""Sample table: a few samples with their rewards, in the terminal and in the logger, every n rollouts."""
+"""Sample table: a few samples with their rewards, in the terminal and in the loggers, every n rollouts."""
 
 import math
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
+from textwrap import indent
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,18 +18,23 @@ from lightning_rl.arguments import check_counts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import Ticket
 from lightning_rl.module import RLLightningModule
+from lightning_rl.progress import show_line
+from lightning_rl.reporting.loggers import log_samples
+from lightning_rl.reporting.picture import rollout_picture
 from lightning_rl.rollout import Finish, Rollout, spans_of
-from lightning_rl.terminal import dump_visible, visible
+from lightning_rl.terminal import visible
 
-FILE = "samples.jsonl"
+TEXTS = ("prompt", "response")
 
 
 class SampleTable(RLCallback):
     """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of as many groups as there are rows.
 
-    Rank 0 prints a table (by rich, where it is installed) and gives it to every logger that has a place for one: a
-    table in W&B, a text in TensorBoard, otherwise lines of ``samples.jsonl`` beside the run. It takes no part in the
-    signal. Control characters of what the model wrote are shown, never acted on.
+    Rank 0 prints a table above the progress bar (by rich, where it is installed) and gives it to every logger that can
+    hold one: TensorBoard, W&B, MLflow and Comet; otherwise it becomes lines of ``samples.jsonl`` beside the run. Where
+    matplotlib is installed these loggers get a picture as well: the rewards of the groups of this rank, and how likely
+    each token of the samples was. It takes no part in the signal. Control characters of what the model wrote are shown
+    in a terminal, never acted on.
 
     Args:
         every_n_rollouts: how often.
@@ -59,10 +64,11 @@ class SampleTable(RLCallback):
         if self._ticket is None or self._module is None or not len(rollout):
             return
         ticket, module = self._ticket, self._module
-        samples = [_sample(rollout, row, module) for row in choose_rows(rollout, self.rows)]
-        rank_zero_info(format_table(f"Samples of rollout {ticket.rollout}", samples, self.width))
-        for logger in module.trainer.loggers or [None]:
-            log_table(logger, samples, ticket, Path(module.trainer.log_dir or module.trainer.default_root_dir))
+        trainer, rows = module.trainer, choose_rows(rollout, self.rows)
+        samples = [_sample(rollout, row, module) for row in rows]
+        show_line(trainer, format_table(f"Samples of rollout {ticket.rollout}", samples, self.width))
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        log_samples(trainer.loggers, samples, partial(rollout_picture, rollout, rows), ticket, folder)
 
 
 def choose_rows(rollout: Rollout, number: int) -> list[int]:
@@ -102,41 +108,40 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
 
 def format_table(title: str, samples: Sequence[dict[str, Any]], width: int) -> str:
     """Samples below each other, for a terminal; drawn by rich where it is installed."""
-    cells = [{key: _cell(value, width) for key, value in sample.items()} for sample in samples]
+    rewards = [key for key in samples[0] if key.startswith("reward/") and key != "reward/task"]
+    if len(rewards) == 1 and all(sample[rewards[0]] == sample["reward/task"] for sample in samples):
+        samples = [{key: value for key, value in sample.items() if key != rewards[0]} for sample in samples]
+    cells = [{_head(key): _cell(value, width) for key, value in sample.items()} for sample in samples]
     try:
         from rich.console import Console  # an optional package
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        lines = ["  ".join(f"{key}={value}" for key, value in sample.items()) for sample in cells]
-        return "\n".join([title, *lines])
+        return "\n".join([title, *map(_block, cells)])
     table = Table(title=title, show_lines=True)
-    for key in cells[0]:
-        table.add_column("reward" if key == "reward/task" else key.removeprefix("reward/"), overflow="fold")
+    for head in cells[0]:
+        table.add_column(head, overflow="fold")
     for sample in cells:
         table.add_row(*(Text(value) for value in sample.values()))
     drawn = StringIO()
     Console(file=drawn, width=shutil.get_terminal_size((120, 0)).columns).print(table)
-    return drawn.getvalue()
+    return drawn.getvalue().rstrip()
 
 
-def log_table(logger: Logger | None, samples: Sequence[dict[str, Any]], ticket: Ticket, folder: Path) -> None:
-    """Gives samples to a logger that can show a table or a text; lines of a file in ``folder`` otherwise."""
-    columns = list(samples[0])
-    if isinstance(logger, WandbLogger):
-        logger.log_table("samples", columns, [list(sample.values()) for sample in samples], step=ticket.index)
-    elif isinstance(logger, TensorBoardLogger):
-        rows = ["    " + dump_visible(sample) for sample in samples]  # a code block: nothing renders
-        logger.experiment.add_text("samples", "\n".join(rows), ticket.index)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / FILE).open("a", encoding="utf-8") as lines:
-            for sample in samples:
-                lines.write(dump_visible({"rollout": ticket.rollout, **sample}) + "\n")
+def _head(key: str) -> str:
+    return "reward" if key == "reward/task" else key.removeprefix("reward/")
+
+
+def _block(cells: dict[str, str]) -> str:
+    """The figures of a sample in a line, and what was said below it."""
+    texts = [f"  {head:<8}  {indent(cells[head], ' ' * 12).lstrip()}" for head in TEXTS if head in cells]
+    return "\n".join(["  ".join(f"{head} {value}" for head, value in cells.items() if head not in TEXTS), *texts])
 
 
 def _cell(value: Any, width: int) -> str:
     """A value for the terminal, with visible control characters and not too long."""
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
     text = visible(str(value))

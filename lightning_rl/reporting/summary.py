@@ -1,7 +1,7 @@
 """Rollout summary: one line for each rollout that a person can follow, in the terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -20,21 +20,25 @@ COLUMNS: Mapping[str, str] = {
     "policy/entropy": "entropy",
     "length/mean": "length",
     "length/truncated": "cut off",
-    "groups/zero_variance": "equal groups",
+    "groups/zero_variance": "equal",
     "optim/grad_norm": "norm",
     "ledger/weight/used": "used",
     "signal_audit/findings": "findings",
     "tokens_per_second": "tokens/s",
 }
-"""Metrics of a line, in their order, by the words that stand before them."""
+"""Metrics of a line, in their order, by the words above them."""
 SHARES = {metric for metric in COLUMNS if (entry := entry_of(metric)) is not None and entry.unit == "share"}
+HEADER_EVERY = 20  # lines, so that one is on the screen
+WIDTH = 7  # of a figure
 
 
 class RolloutSummary(RLCallback):
     """Says in one line what a rollout was, when its last optimizer step is made.
 
     Reward, mismatch, entropy, length, gradient norm and speed; what a ledger and an audit add if they are there. A
-    figure beyond what is normal (docs/metrics.md) has an exclamation mark. It takes no part in the signal.
+    figure beyond what is normal (docs/metrics.md) has an exclamation mark, one without a value is a dash. The words
+    stand above the first line, above every twentieth, and above one with a metric that is new. It takes no part in the
+    signal.
 
     Args:
         every_n_rollouts: how often.
@@ -43,8 +47,11 @@ class RolloutSummary(RLCallback):
         ValueError: if it is below 1.
 
     Example:
-        >>> summary_line(3, {"reward/task": 0.5, "kl/rollout": 0.2, "length/truncated": 0.05})
-        'rollout 3  reward 0.5  kl 0.2!  cut off 5%'
+        >>> columns = ["reward/task", "kl/rollout", "length/truncated"]
+        >>> print(summary_header(columns))
+        rollout   reward       kl  cut off
+        >>> print(summary_line(3, {"reward/task": 0.5, "kl/rollout": 0.2, "length/truncated": 0.05}, columns))
+              3    0.500    0.200!      5%
     """
 
     name = "rollout_summary"
@@ -52,6 +59,8 @@ class RolloutSummary(RLCallback):
     def __init__(self, every_n_rollouts: int = 1) -> None:
         check_counts(1, every_n_rollouts=every_n_rollouts)
         self.every_n_rollouts = every_n_rollouts
+        self._columns: list[str] = []
+        self._lines = 0
 
     @override
     def on_train_batch_end(
@@ -60,22 +69,42 @@ class RolloutSummary(RLCallback):
         if not isinstance(pl_module, RLLightningModule) or batch.step < pl_module.steps_per_rollout - 1:
             return
         if batch.rollout % self.every_n_rollouts == 0 and batch.rollout not in pl_module.skip_rollouts:
-            show_line(trainer, summary_line(batch.rollout, pl_module.run.metrics.values()))  # a collective
+            self.show(trainer, batch.rollout, pl_module.run.metrics.values())  # a collective
+
+    def show(self, trainer: Trainer, rollout: int, figures: Mapping[str, float]) -> None:
+        """Prints the line of a rollout with those figures that there are, and the words above it if they are due."""
+        columns = [metric for metric in COLUMNS if metric in figures or metric in self._columns]
+        if columns != self._columns or self._lines % HEADER_EVERY == 0:
+            show_line(trainer, summary_header(columns))
+            self._columns, self._lines = columns, 0
+        show_line(trainer, summary_line(rollout, figures, columns))
+        self._lines += 1
 
 
-def summary_line(rollout: int, figures: Mapping[str, float]) -> str:
-    """The line of a rollout, with those figures that there are."""
-    known = {metric: figures[metric] for metric in COLUMNS if metric in figures}
-    cells = [f"{COLUMNS[metric]} {_figure(metric, value)}" for metric, value in known.items()]
-    return "  ".join([f"rollout {rollout}", *cells])
+def summary_header(columns: Sequence[str]) -> str:
+    """The words above the figures of some metrics."""
+    return "  ".join(["rollout", *(f"{COLUMNS[metric]:>{WIDTH}}" for metric in columns)])
 
 
-def _figure(metric: str, value: float) -> str:
+def summary_line(rollout: int, figures: Mapping[str, float], columns: Sequence[str]) -> str:
+    """The line of a rollout, below the words of its columns; marks stand in the gaps."""
+    cells = [_cell(metric, figures.get(metric, math.nan)) for metric in columns]
+    return f"{rollout:>{len('rollout')}} {''.join(cells)}".rstrip()
+
+
+def _cell(metric: str, value: float) -> str:
     entry = entry_of(metric)
     low, high = (None, None) if entry is None else (entry.low, entry.high)
     beyond = (low is not None and value < low) or (high is not None and value > high)
+    return f" {_figure(metric, value):>{max(WIDTH, len(COLUMNS[metric]))}}{'!' if beyond else ' '}"
+
+
+def _figure(metric: str, value: float) -> str:
+    if math.isnan(value):
+        return "-"
     if metric in SHARES:
-        text = f"{value:.0%}"
-    else:
-        text = f"{value:.0f}" if abs(value) >= 1000 and math.isfinite(value) else f"{value:.3g}"
-    return text + "!" * beyond
+        return f"{value:.0%}"
+    if math.isfinite(value) and (abs(value) >= 1000 or value.is_integer()):
+        return f"{value:.0f}"
+    text = f"{value:#.3g}".rstrip(".")
+    return text if len(text) <= WIDTH else f"{value:.0e}"

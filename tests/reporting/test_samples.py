@@ -1,4 +1,4 @@
-"""Sample table: which samples it shows, what reaches the terminal and the loggers, and that it changes nothing."""
+"""Sample table: which samples it shows, what reaches the terminal, and that it changes nothing of a run."""
 
 import json
 import sys
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kit.support import fit, rollout_of, tiny_module, tiny_prompts, tiny_tokenizer, weights_of
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl.data import Ticket
 from lightning_rl.reporting import SampleTable
-from lightning_rl.reporting.samples import choose_rows, format_table, log_table
+from lightning_rl.reporting.samples import choose_rows, format_table
 
 SAMPLE: dict[str, Any] = {"sample": 3, "reward/task": 0.5, "prompt": "a b", "response": "\x1b[31mc\x07 <b>[red]d"}
 
@@ -37,8 +37,24 @@ def test_what_a_model_wrote_cannot_act_on_a_terminal(rich: bool, monkeypatch: py
 
 def test_long_text_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    shown = format_table("Samples", [{"response": "a" * 50 + "b" * 50}], 25)
-    assert shown == f"Samples\nresponse={'a' * 10} ... {'b' * 10}"
+    shown = format_table("Samples", [{"sample": 3, "reward/task": None, "response": "a" * 50 + "b" * 50}], 25)
+    assert shown == f"Samples\nsample 3  reward -\n  response  {'a' * 10} ... {'b' * 10}"
+
+
+def test_a_reward_that_stands_alone_is_shown_once() -> None:
+    sample = {"reward/task": 0.25, "reward/right": 0.25}
+    assert "right" not in format_table("Samples", [sample], 40)
+    assert "right" in format_table("Samples", [{**sample, "reward/right": 0.5}], 40)
+    assert "short" in format_table("Samples", [{**sample, "reward/short": 0.25}], 40)
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_a_table_stands_above_the_bar(bar: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"enable_progress_bar": True, "default_root_dir": tmp_path}
+    fit(tiny_module(), callbacks=[bar(), SampleTable(1, rows=1)], data=tiny_prompts(4, 4), **options)
+    printed = capsys.readouterr().out.splitlines()
+    (title,) = (place for place, line in enumerate(printed) if line.strip() == "Samples of rollout 0")
+    assert [line[0] for line in printed[title + 1 : title + 6]] == list("┏┃┡│└")
 
 
 def test_lines_lie_beside_the_run_of_a_logger_without_tables(tmp_path: Path) -> None:
@@ -50,30 +66,6 @@ def test_lines_lie_beside_the_run_of_a_logger_without_tables(tmp_path: Path) -> 
     for line in lines:
         assert line["reward/task"] == line["tokens"] % 2  # of the very sample that is shown
         assert len(line["response"].split()) == line["tokens"]
-
-
-def test_loggers_with_a_place_for_a_table_get_one(tmp_path: Path) -> None:
-    given: list[Any] = []
-
-    class Tables(WandbLogger):
-        def __init__(self) -> None:
-            pass
-
-        def log_table(self, *arguments: Any, **options: Any) -> None:
-            given.append((arguments, options))
-
-    log_table(Tables(), [SAMPLE], Ticket(1, 0, 7), tmp_path)
-    assert given == [(("samples", list(SAMPLE), [list(SAMPLE.values())]), {"step": 7})]
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_text_in_tensorboard_renders_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    logger = TensorBoardLogger(tmp_path)
-    log_table(logger, [SAMPLE], Ticket(1, 0, 7), tmp_path)
-    logger.experiment.flush()
-    (events,) = Path(logger.log_dir).glob("events*")
-    assert b"    {" in events.read_bytes() and not (tmp_path / "samples.jsonl").exists()
 
 
 def test_a_table_changes_nothing_of_a_run(tmp_path: Path) -> None:

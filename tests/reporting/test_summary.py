@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from lightning_rl.audit import SignalLedger
 from lightning_rl.reporting import RolloutSummary
 from lightning_rl.reporting.folder import read_folder
-from lightning_rl.reporting.summary import COLUMNS, summary_line
+from lightning_rl.reporting.summary import COLUMNS, SHARES, summary_header, summary_line
 
 
 def test_a_line_holds_the_logged_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -22,26 +22,51 @@ def test_a_line_holds_the_logged_figures(tmp_path: Path, caplog: pytest.LogCaptu
     module = tiny_module(minibatches=2, optimizer=partial(AdamW, lr=0.05))
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         fit(module, callbacks=[RolloutSummary(2), SignalLedger()], data=tiny_prompts(12, 4), logger=logger)
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rollout ")]
-    lines = [line for line in lines if "  reward " in line]
+    said = [record.getMessage() for record in caplog.records]
+    header = next(line for line in said if line.startswith("rollout   reward"))
+    lines = [line for line in said if re.match(r" +\d+ ", line)]
     metrics = read_folder([tmp_path]).metrics
-    figures = {name: metrics[name][5] for name in COLUMNS if name in metrics}
-    assert [line.split("  ")[0] for line in lines] == ["rollout 0", "rollout 2"]
-    assert lines[1] == summary_line(2, figures) and re.search(r"used \d+%", lines[1])
+    columns = [name for name in COLUMNS if name in metrics]
+    figures = {name: metrics[name][5] for name in columns}
+    assert header == summary_header(columns) and "used" in header
+    assert lines[0].split()[0] == "0" and lines[1:] == [summary_line(2, figures, columns)]
+    assert re.search(r" \d+%", lines[1])
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_a_line_stands_above_the_bar(bar: type, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tiny_module(), callbacks=[bar(), RolloutSummary()], data=tiny_prompts(8, 4), enable_progress_bar=True)
-    printed = capsys.readouterr()
-    text = re.sub(r"\s+", " ", printed.out + printed.err)
-    assert len(re.findall(r"rollout [01] reward [\d.]+ kl ", text)) == 2
+    printed = capsys.readouterr().out.splitlines()
+    (header,) = (place for place, line in enumerate(printed) if line.startswith("rollout   reward"))
+    assert [line.split()[0] for line in printed[header + 1 :] if re.match(r" +\d+ ", line)] == ["0", "1"]
 
 
-def test_what_is_beyond_normal_is_marked() -> None:
+def test_figures_stand_below_their_words_and_what_is_beyond_normal_is_marked() -> None:
     figures = {"kl/rollout": 0.2, "kl/old": 9.0, "signal_audit/findings": 2.0, "tokens_per_second": 12345.6}
-    assert summary_line(7, figures) == "rollout 7  kl 0.2!  findings 2!  tokens/s 12346"
-    assert summary_line(7, {"length/truncated": 0.25}) == "rollout 7  cut off 25%!"
+    columns = [name for name in COLUMNS if name in figures]
+    header, line = summary_header(columns), summary_line(7, figures, columns)
+    assert header == "rollout       kl  findings  tokens/s"
+    assert line == "      7    0.200!        2!    12346"
+    assert summary_line(7, {"length/truncated": 0.25}, ["length/truncated"]) == "      7      25%!"
+
+
+def test_every_figure_keeps_its_column() -> None:
+    columns = list(COLUMNS)
+    ends = [match.end() for match in re.finditer(r"\S+( off)?", summary_header(columns))]
+    for value in (0.0, 4.7e-10, -1.3e-5, -0.00123456, 123.456, 54321.0, -0.25, float("nan"), float("inf")):
+        line = summary_line(3, {name: min(value, 1.0) if name in SHARES else value for name in columns}, columns)
+        assert [match.end() for match in re.finditer(r"[^ !]+", line)] == ends, line
+
+
+def test_the_words_are_said_again_when_a_metric_is_new_and_after_a_screen(caplog: pytest.LogCaptureFixture) -> None:
+    summary, trainer = RolloutSummary(), fit(tiny_module())
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    caplog.clear()
+    for rollout in range(45):
+        new = {"ledger/weight/used": 0.5} if rollout % 10 == 3 else {}
+        summary.show(trainer, rollout, {"reward/task": 0.5, **new})
+    words = [record.getMessage().split()[0] for record in caplog.records]
+    assert [words[place + 1] for place, word in enumerate(words) if word == "rollout"] == ["0", "3", "23", "43"]
 
 
 def test_a_summary_changes_nothing_of_a_run() -> None:

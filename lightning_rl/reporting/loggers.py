@@ -1,0 +1,113 @@
+"""Loggers: what each of them holds of a rollout's samples, a table and a picture; all others a file beside the run.
+
+Every function here is called on rank 0 alone, where a logger's experiment is.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+from lightning.pytorch.loggers import CometLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from lightning_rl.data import Ticket
+from lightning_rl.terminal import dump_visible, visible
+
+FILE = "samples.jsonl"
+TABLE, PICTURE = "samples", "samples/picture"
+MARKUP = re.compile(r"[!-/:-@\[-`{-~]")  # punctuation, of which Markdown makes something
+
+Samples = Sequence[Mapping[str, Any]]
+Picture = UInt8[np.ndarray, "H W 3"]
+
+
+def _tensorboard(logger: TensorBoardLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
+    logger.experiment.add_text(TABLE, markdown_table(samples), ticket.index)
+    if picture is not None:
+        logger.experiment.add_image(PICTURE, picture, ticket.index, dataformats="HWC")
+
+
+def _wandb(logger: WandbLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
+    logger.log_table(TABLE, list(samples[0]), [list(sample.values()) for sample in samples], step=ticket.index)
+    if picture is not None:
+        logger.log_image(PICTURE, [picture], step=ticket.index)
+
+
+def _mlflow(logger: MLFlowLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
+    table = {column: [sample[column] for sample in samples] for column in samples[0]}
+    logger.experiment.log_table(str(logger.run_id), table, f"{TABLE}.json")  # behind what the file holds
+    if picture is not None:
+        logger.experiment.log_image(str(logger.run_id), picture, key=PICTURE, step=ticket.index)
+
+
+def _comet(logger: CometLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
+    rows = [list(sample.values()) for sample in samples]
+    logger.experiment.log_table(f"{TABLE}_{ticket.rollout:06d}.csv", rows, headers=list(samples[0]))
+    if picture is not None:
+        logger.experiment.log_image(picture, name=PICTURE, step=ticket.index)
+
+
+HOLDERS: Mapping[type[Logger], Callable[[Any, Samples, Picture | None, Ticket], None]] = {
+    TensorBoardLogger: _tensorboard,
+    WandbLogger: _wandb,
+    MLFlowLogger: _mlflow,
+    CometLogger: _comet,
+}
+"""Who can hold samples, and how. Whatever is none of these is a logger without a place for them."""
+NEEDS: Mapping[type[Logger], str] = {MLFlowLogger: "pandas"}
+"""Packages without which a logger's own package holds no table: mlflow brings it, mlflow-skinny does not."""
+
+
+def log_samples(
+    loggers: Sequence[Logger],
+    samples: Samples,
+    draw: Callable[[], Picture | None],
+    ticket: Ticket,
+    folder: Path,
+) -> None:
+    """Gives samples to every logger; what has no place for them, or no logger at all, gets lines of one file.
+
+    Args:
+        loggers: of the trainer.
+        samples: at least one; all with the same keys.
+        draw: makes the picture, if a logger wants it.
+        ticket: of the rollout.
+        folder: beside the run, where ``samples.jsonl`` goes.
+    """
+    rows = [{"rollout": ticket.rollout, **sample} for sample in samples]
+    held = [(logger, hold) for logger in loggers if (hold := holder(logger)) is not None]
+    picture = draw() if held else None
+    for logger, hold in held:
+        hold(logger, rows, picture, ticket)
+    if len(held) < len(loggers) or not loggers:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / FILE).open("a", encoding="utf-8") as lines:
+            lines.writelines(dump_visible(row) + "\n" for row in rows)
+
+
+def holder(logger: Logger) -> Callable[[Any, Samples, Picture | None, Ticket], None] | None:
+    """How a logger holds samples; None if it cannot."""
+    kinds = (kind for kind in HOLDERS if isinstance(logger, kind))
+    return next((HOLDERS[kind] for kind in kinds if kind not in NEEDS or find_spec(NEEDS[kind])), None)
+
+
+def markdown_table(samples: Samples) -> str:
+    r"""Samples as a table of Markdown in which nothing but the table is markup.
+
+    Example:
+        >>> print(markdown_table([{"reward": 0.5, "response": "a|b\n<img>"}]))
+        | reward | response |
+        |---|---|
+        | 0&#46;5 | a&#124;b<br>&#60;img&#62; |
+    """
+    lines = [samples[0].keys(), *(sample.values() for sample in samples)]
+    rows = ["| " + " | ".join(_escape(value) for value in line) + " |" for line in lines]
+    return "\n".join([rows[0], "|" + "---|" * len(samples[0]), *rows[1:]])
+
+
+def _escape(value: Any) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else visible(str(value))
+    return "".join("<br>" if mark == "\n" else f"&#{ord(mark)};" if MARKUP.match(mark) else mark for mark in text)
