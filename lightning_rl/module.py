@@ -181,7 +181,7 @@ class RLLightningModule(LightningModule):
         *,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
-        reduction: str | Reduction | SequenceSumNorm = "token_mean",
+        reduction: str | SequenceSumNorm | Reduction = "token_mean",
         value_loss: ValueLoss = ValueLoss(),  # noqa: B008  frozen
         reference: ModelSource | None = None,
         critic: ModelSource | None = None,

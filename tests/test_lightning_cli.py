@@ -10,11 +10,12 @@ import yaml
 from kit.support import tiny_policy, tiny_tokenizer
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_rl import ClippedSurrogate, PromptDataModule, RLLightningModule
+from lightning_rl import ClippedSurrogate, PromptDataModule, RLLightningModule, SequenceSumNorm
 from lightning_rl.advantages import ESTIMATORS
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.losses import LOSSES
 from lightning_rl.metrics import callbacks_of
+from lightning_rl.rewards import NumberMatch
 from lightning_rl.signal.reductions import REDUCTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
@@ -118,6 +119,18 @@ def test_every_known_name_is_printed_as_a_file_that_is_read_again(
         assert {option: config["model"][option] for option in names} == chosen
         (folder / "again.yaml").write_text(yaml.safe_dump(config))
         assert printed(capsys, "--config", "again.yaml") == config
+
+
+def test_a_reward_and_a_reduction_with_options_are_what_the_file_says(folder: Path) -> None:
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    reward = {"class_path": "lightning_rl.rewards.NumberMatch", "init_args": {"strict": True}}
+    reduction = {"class_path": "lightning_rl.SequenceSumNorm", "init_args": {"length": 8}}
+    for rewards, weights in ((reward, {"NumberMatch": 1.0}), ({"right": [reward, 0.5]}, {"right": 0.5})):
+        config["model"] |= {"rewards": rewards, "reduction": reduction}
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        model = LightningCLI(RLLightningModule, PromptDataModule, args=["--config", "run.yaml"], run=False).model
+        assert model.rewards.weights == weights and model.reduction == SequenceSumNorm(8)
+        assert list(model.rewards.functions.values()) == [NumberMatch(strict=True)]
 
 
 MODELS = """

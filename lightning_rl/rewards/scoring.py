@@ -26,8 +26,8 @@ from lightning_rl.rewards.values import RubbishError, values_of
 from lightning_rl.rewards.waiting import LOOP
 
 RewardSource = (
-    Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward] | Reward
-)  # configuration files try in order
+    Reward | Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward]
+)  # configuration files try in order: a class_path is one reward, not a mapping from its name
 """One function, several, which are named after themselves, or a mapping from a name to a function or to one with its
 weight: what its value is multiplied with in the sum, 1 by default. A weight of 0 only logs.
 """
