@@ -1,13 +1,15 @@
 """A small language model learns to ask its environment as often as it has to, in a minute or two on a laptop.
 
     python recipes/agent.py
-    python recipes/agent.py --engine vllm --seed 1
-    python recipes/agent.py --devices 2 --strategy fsdp2 --max_staleness 1
+    python recipes/agent.py --tiny
+    python recipes/agent.py --engine vllm --devices 2 --strategy fsdp2 --max_staleness 1
+    python recipes/train.py fit --config recipes/yaml/agent.yaml
 
 A conversation has up to 7 turns; what the environment says is in the row and is not trained. The task lies in
-`trail_task.py`; docs/environments.md says how to write an environment of your own.
+`trail_task.py`; docs/environments.md says how to write one.
 """
 
+from sys import argv
 from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import auto_cli
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 def main(
     engine: Literal["transformers", "vllm"] = "transformers",
     rollouts: int = 30,
+    warm_start: int = 180,
     max_staleness: int = 0,
     seed: int = 0,
     accelerator: str = "cpu",
@@ -30,6 +33,7 @@ def main(
     Args:
         engine: what generates: the policy itself, or vLLM beside it.
         rollouts: how many.
+        warm_start: steps of supervised learning that the policy begins with.
         max_staleness: how many rollouts are generated ahead while the policy trains.
         seed: of everything that is drawn.
         accelerator: cpu or gpu, as Lightning knows them.
@@ -48,19 +52,18 @@ def main(
     from lightning_rl.environments import EnvironmentReward
 
     module = RLLightningModule(
-        policy=partial(task.warm_started_policy, seed), tokenizer=task.trail_tokenizer(),
+        policy=partial(task.warm_started_policy, seed, warm_start), tokenizer=task.trail_tokenizer(),
         environment=task.Trail, rewards=EnvironmentReward(), max_turns=7, max_turn_tokens=6,
         engine=VLLMEngine() if engine == "vllm" else None, group_size=16, advantages="grpo",
         sampling=Sampling(max_new_tokens=40, eos_token_ids=task.ENDS),
         optimizer=partial(AdamW, lr=5e-4, weight_decay=0.0, fused=True),
-        lr_scheduler=warmup_then_linear(5, rollouts), max_staleness=max_staleness, seed=seed,
+        lr_scheduler=warmup_then_linear(min(5, rollouts // 2), rollouts), max_staleness=max_staleness, seed=seed,
     )  # fmt: skip
-    held_out = task.held_out_trails()
-    rows = task.trails(rollouts * 16, seed=seed, exclude=held_out)
-    data = PromptDataModule(rows, prompts_per_rollout=16, validation=held_out, seed=seed)
+    rows = task.trails(rollouts * 16, seed=seed, exclude=task.held_out_trails())
+    data = PromptDataModule(rows, prompts_per_rollout=16, validation=task.held_out_trails(), seed=seed)
     trainer = Trainer(
         accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=1, num_sanity_val_steps=0,
-        logger=CSVLogger("runs", "agent"), log_every_n_steps=1, val_check_interval=min(10, rollouts),
+        val_check_interval=min(10, rollouts), logger=CSVLogger("runs", "agent"),
         callbacks=[TruncatedIS()] if max_staleness else [],
     )  # fmt: skip
     before = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
@@ -73,4 +76,5 @@ def main(
 
 
 if __name__ == "__main__":
-    auto_cli(main, as_positional=False)
+    words = " ".join(argv[1:]).replace("--tiny", "--rollouts 3 --warm_start 30").split()
+    auto_cli(main, args=words, as_positional=False)

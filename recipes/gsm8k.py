@@ -1,20 +1,29 @@
 """Grade-school mathematics (GSM8K): GRPO with a number reward, and pass@k on the test split before and after.
 
-    python recipes/gsm8k.py
-    python recipes/gsm8k.py --tiny
     python recipes/gsm8k.py --policy Qwen/Qwen2.5-1.5B-Instruct --engine vllm --devices 4 --strategy fsdp2
+    python recipes/gsm8k.py --tiny
+    python recipes/train.py fit --config recipes/yaml/gsm8k.yaml
 
-`--tiny` runs this file offline on a CPU in about a minute, with the small model and the bundled rows of
-`tiny_gsm8k.py`. Every option is a keyword of `main`; to change anything else, copy this file.
+Source: Shao et al. 2024 (GRPO), arXiv:2402.03300. `--tiny` runs this file offline on a CPU in about a minute, with the
+small model and the bundled rows of `tiny_gsm8k.py`; the rows are otherwise those of the hub.
 """
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
+import tiny_gsm8k as small
 from jsonargparse import auto_cli
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import AdamW
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
+from lightning_rl.data import PromptDataset
+from lightning_rl.reporting import SampleTable
+from lightning_rl.rewards import NumberMatch, RegexMatch
 
 BEST = "val/greedy/pass@1"
 SHOWN = (BEST, "val/sampled/pass@4", "val/sampled/reward/task", "val/sampled/reward/correct", "val/sampled/reward/form")
@@ -22,48 +31,12 @@ SYSTEM = "Reason step by step, and write the answer alone behind #### at the end
 
 
 def main(
-    *,
-    tiny: bool = False,
-    policy: str = "Qwen/Qwen2.5-0.5B-Instruct",
-    engine: Literal["transformers", "vllm"] = "transformers",
-    rollouts: int = 500,
-    prompts_per_rollout: int = 32,
-    max_new_tokens: int = 512,
-    learning_rate: float = 1e-6,
-    seed: int = 0,
-    accelerator: str = "auto",
-    devices: int = 1,
-    strategy: str = "auto",
-) -> "Trainer":
-    """Train on eight answers to each question; keep the checkpoint with the best pass@1, and every sample evaluated.
-
-    Args:
-        tiny: use the small model, its rows, and the numbers that suit it.
-        policy: name or folder of a chat model.
-        engine: what generates: the policy itself, or vLLM beside it.
-        rollouts: how many; one optimizer step each.
-        prompts_per_rollout: questions in a rollout.
-        max_new_tokens: most tokens of an answer.
-        learning_rate: of AdamW.
-        seed: of everything that is drawn.
-        accelerator: cpu or gpu, as Lightning knows them.
-        devices: how many of them.
-        strategy: auto, ddp, fsdp2 or another that Lightning knows.
-    """
-    from functools import partial  # here, so that --help does not wait for torch
-
-    import tiny_gsm8k as small
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger
-    from lightning.pytorch.utilities import rank_zero_info
-    from torch.optim import AdamW
-
-    from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
-    from lightning_rl.data import PromptDataset
-    from lightning_rl.reporting import SampleTable
-    from lightning_rl.rewards import NumberMatch, RegexMatch
-
+    *, tiny: bool = False, policy: str = "Qwen/Qwen2.5-0.5B-Instruct",
+    engine: Literal["transformers", "vllm"] = "transformers", rollouts: int = 500, prompts_per_rollout: int = 32,
+    max_new_tokens: int = 512, learning_rate: float = 1e-6, seed: int = 0, accelerator: str = "auto",
+    devices: int = 1, strategy: str = "auto",
+) -> Trainer:  # fmt: skip
+    """Train on eight answers to each question; keep the checkpoint with the best pass@1, and every sample evaluated."""
     questions = {"columns": {"prompt": "question"}, "chat": True}
     if tiny:
         model, tokenizer = partial(small.warm_started_policy, seed), small.tiny_tokenizer()
@@ -73,33 +46,21 @@ def main(
         model, tokenizer, hub = policy, None, {"name": "main", "system": SYSTEM, **questions}
         train, test = (PromptDataset("openai/gsm8k", split=split, **hub) for split in ("train", "test"))
     quarter = max(1, rollouts // 4)
-    form = RegexMatch(pattern=r"#### -?[0-9][0-9.,]*$")
     module = RLLightningModule(
-        policy=model,
-        tokenizer=tokenizer,
-        rewards={"correct": NumberMatch(strict=True), "form": (form, 0.2)},
+        policy=model, tokenizer=tokenizer,
+        rewards={"correct": NumberMatch(strict=True), "form": (RegexMatch(pattern=r"#### -?[0-9][0-9.,]*$"), 0.2)},
         evaluation=[Evaluation("greedy", test), Evaluation("sampled", test, samples=4)],
-        engine=VLLMEngine() if engine == "vllm" else None,
-        sampling=Sampling(max_new_tokens=max_new_tokens),
-        group_size=8,
-        token_budget=16_384,
+        engine=VLLMEngine() if engine == "vllm" else None, sampling=Sampling(max_new_tokens=max_new_tokens),
+        advantages="grpo", group_size=8, token_budget=16_384,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
-        lr_scheduler=warmup_then_linear(rollouts // 10, rollouts),
-        seed=seed,
-    )
+        lr_scheduler=warmup_then_linear(rollouts // 10, rollouts), seed=seed,
+    )  # fmt: skip
     best = ModelCheckpoint(monitor=BEST, mode="max", filename="{step}", save_last=True)
     trainer = Trainer(
-        accelerator=accelerator,
-        devices=devices,
-        strategy=strategy,
-        precision="32-true" if tiny else "bf16-mixed",
-        max_steps=rollouts,
-        val_check_interval=quarter,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        logger=CSVLogger("runs", "gsm8k"),
-        callbacks=[best, LearningRateMonitor(), SampleTable(quarter)],
-    )
+        accelerator=accelerator, devices=devices, strategy=strategy, precision="32-true" if tiny else "bf16-mixed",
+        max_steps=rollouts, val_check_interval=quarter, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        logger=CSVLogger("runs", "gsm8k"), callbacks=[best, LearningRateMonitor(), SampleTable(quarter)],
+    )  # fmt: skip
     data = PromptDataModule(train, prompts_per_rollout, seed=seed)
     (before,) = trainer.validate(module, data, verbose=False)
     trainer.fit(module, data)

@@ -7,7 +7,7 @@ number, which it guesses. That is enough to see the whole path work and the rewa
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 FOLDER = Path(__file__).parent / "data" / "gsm8k"
 TEMPLATE = (
@@ -80,14 +81,34 @@ def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
 def warm_started(seed: int) -> Qwen2ForCausalLM:
     """A policy that has learnt the form of an answer from the bundled training rows, mostly."""
     model = untrained_policy(seed)
-    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    for ids, labels in warm_start_batches(seed):
+    imitate(model, warm_start_batches(seed), learning_rate=2e-3)
+    return model
+
+
+def imitate(
+    model: PreTrainedModel,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    learning_rate: float,
+    schedule: Callable[[int], float] = lambda _: 1.0,
+) -> None:
+    """Trains a model on what it should say, with AdamW.
+
+    Args:
+        model: is changed in place.
+        batches: token ids and labels, both of shape [B, S], for each step.
+        learning_rate: of the first step after the warm-up.
+        schedule: what it is multiplied with at each step.
+    """
+    optimizer = AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    rates = LambdaLR(optimizer, schedule)
+    for ids, labels in batches:
         logits = model(input_ids=ids).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return model
+        rates.step()
 
 
 def untrained_policy(seed: int) -> Qwen2ForCausalLM:

@@ -15,9 +15,6 @@ from random import Random
 import tiny_gsm8k
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SUM = re.compile(r"<<([0-9]{1,2})([-+*/])([0-9]{1,2})=([0-9]{1,2})>>")
@@ -77,15 +74,11 @@ def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
 def warm_started(seed: int) -> Qwen2ForCausalLM:
     """A policy that has learnt to ask and to guess, and guesses in seven of ten cases."""
     model, steps = untrained_policy(seed), sum(steps for steps, _ in LESSONS)
-    optimizer = AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
-    for ids, labels in warm_start_batches(seed):
-        logits = model(input_ids=ids).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=tiny_gsm8k.IGNORED)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+
+    def schedule(step: int) -> float:
+        return min(1.0, (step + 1) / 10) * (1 - step / steps)
+
+    tiny_gsm8k.imitate(model, warm_start_batches(seed), learning_rate=5e-3, schedule=schedule)
     return model
 
 

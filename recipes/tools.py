@@ -1,26 +1,32 @@
 """Grade-school mathematics (GSM8K) with a calculator: GRPO over conversations in which the policy may call a tool.
 
-    python recipes/tools.py
-    python recipes/tools.py --tiny
-    python recipes/tools.py --model Qwen/Qwen2.5-1.5B-Instruct --engine vllm --devices 4 --strategy fsdp2
+A call costs nothing: the policy makes it if it helps. docs/environments.md says who reads calls. `--tiny` runs this
+offline on a CPU in about a minute, with the model and the calculations of `tiny_tools.py`.
 
-`--tiny` runs this file offline on a CPU in about a minute, with the model and the calculations of `tiny_tools.py`. A
-call costs nothing: the policy makes it if it helps. docs/environments.md says who reads calls, and how errors go back.
+    python recipes/tools.py --model Qwen/Qwen2.5-1.5B-Instruct --engine vllm --devices 4 --strategy fsdp2
+    python recipes/tools.py --tiny
+    python recipes/train.py fit --config recipes/yaml/tools.yaml
 """
 
 import operator
 import sys
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import Literal
 
+import tiny_tools as small
 from jsonargparse import auto_cli
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import AdamW
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
+from lightning_rl.data import PromptDataset
+from lightning_rl.reporting import SampleTable
+from lightning_rl.rewards import NumberMatch
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-SYSTEM = (
-    "Reason step by step and calculate with the tool. Write the answer alone behind #### at the end, such as #### 42."
-)
+SYSTEM = "Reason step by step, calculate with the tool, and write the answer alone behind #### at the end."
 SHOWN = "val/greedy/pass@1"
 
 
@@ -36,47 +42,12 @@ def calculate(a: float, operation: str, b: float) -> str:
 
 
 def main(
-    *,
-    tiny: bool = False,
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct",
-    engine: Literal["transformers", "vllm"] = "transformers",
-    rollouts: int = 500,
-    prompts_per_rollout: int = 32,
-    max_new_tokens: int = 1024,
-    learning_rate: float = 1e-6,
-    seed: int = 0,
-    accelerator: str = "auto",
-    devices: int = 1,
-    strategy: str = "auto",
-) -> "Trainer":
-    """Train on eight conversations about each question; print greedy success on the test split before and after.
-
-    Args:
-        tiny: use the small model, its rows, and the numbers that suit it.
-        model: name or folder of a chat model whose template writes tool calls.
-        engine: what generates: the policy itself, or vLLM beside it.
-        rollouts: how many; one optimizer step each.
-        prompts_per_rollout: questions in a rollout.
-        max_new_tokens: most tokens that the policy says in a conversation.
-        learning_rate: of AdamW.
-        seed: of everything that is drawn.
-        accelerator: cpu or gpu, as Lightning knows them.
-        devices: how many of them.
-        strategy: auto, ddp, fsdp2 or another that Lightning knows.
-    """
-    from functools import partial  # here, so that --help does not wait for torch
-
-    import tiny_tools as small
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.loggers import CSVLogger
-    from lightning.pytorch.utilities import rank_zero_info
-    from torch.optim import AdamW
-
-    from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
-    from lightning_rl.data import PromptDataset
-    from lightning_rl.reporting import SampleTable
-    from lightning_rl.rewards import NumberMatch
-
+    *, tiny: bool = False, model: str = "Qwen/Qwen2.5-0.5B-Instruct",
+    engine: Literal["transformers", "vllm"] = "transformers", rollouts: int = 500, prompts_per_rollout: int = 32,
+    max_new_tokens: int = 1024, learning_rate: float = 1e-6, accelerator: str = "auto", devices: int = 1,
+    strategy: str = "auto", seed: int = 0,
+) -> Trainer:  # fmt: skip
+    """Train on eight conversations about each question; print greedy success on the test split before and after."""
     questions = {"columns": {"prompt": "question"}, "chat": True}
     if tiny:
         policy, tokenizer = partial(small.warm_started_policy, seed), small.tiny_tokenizer()
@@ -86,7 +57,7 @@ def main(
         policy, tokenizer, hub = model, None, {"name": "main", "system": SYSTEM, **questions}
         train, test = (PromptDataset("openai/gsm8k", split=split, **hub) for split in ("train", "test"))
     module = RLLightningModule(
-        policy=policy, tokenizer=tokenizer, rewards=NumberMatch(strict=True), tools=[calculate], max_turns=8,
+        policy=policy, tokenizer=tokenizer, rewards=NumberMatch(strict=True), tools=[calculate],
         evaluation=Evaluation("greedy", test), engine=VLLMEngine() if engine == "vllm" else None,
         sampling=Sampling(max_new_tokens=max_new_tokens), group_size=8, token_budget=16_384,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
@@ -95,15 +66,13 @@ def main(
     trainer = Trainer(
         accelerator=accelerator, devices=devices, strategy=strategy, precision="32-true" if tiny else "bf16-mixed",
         max_steps=rollouts, val_check_interval=max(1, rollouts // 4), check_val_every_n_epoch=None,
-        num_sanity_val_steps=0, logger=CSVLogger("runs", "tools"), log_every_n_steps=1,
-        callbacks=[SampleTable(max(1, rollouts // 4))],
+        num_sanity_val_steps=0, logger=CSVLogger("runs", "tools"), callbacks=[SampleTable(max(1, rollouts // 4))],
     )  # fmt: skip
     data = PromptDataModule(train, prompts_per_rollout, seed=seed)
     (before,) = trainer.validate(module, data, verbose=False)
     trainer.fit(module, data)
     after = trainer.callback_metrics
-    rank_zero_info(f"metrics, samples and checkpoints: {trainer.log_dir}")
-    rank_zero_info(f"{SHOWN} before={before[SHOWN]:.3f} after={after[SHOWN]:.3f}")
+    rank_zero_info(f"{trainer.log_dir}\n{SHOWN} before={before[SHOWN]:.3f} after={after[SHOWN]:.3f}")
     return trainer
 
 

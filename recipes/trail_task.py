@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl import Finish
+from lightning_rl.data import PromptDataset
 from lightning_rl.environments import TokenStep
 
 PLACES, STEPS = "abcdefghijkl", range(2, 6)
@@ -60,6 +61,11 @@ class Trail:
         """Holds nothing."""
 
 
+def new_trail() -> Trail:
+    """A :class:`Trail`, for configuration files, which name no class here."""
+    return Trail()
+
+
 def trails(count: int, *, seed: int, exclude: Iterable[Mapping[str, str]] = ()) -> list[dict[str, str]]:
     """``count`` rows with a prompt, the circle that it stands in, and the place that is asked for.
 
@@ -77,6 +83,20 @@ def trails(count: int, *, seed: int, exclude: Iterable[Mapping[str, str]] = ()) 
         if (row["prompt"], circle) not in excluded:
             rows.append(row)
     return rows
+
+
+class HeldOutTrails(PromptDataset):
+    """:func:`held_out_trails`, for configuration files."""
+
+    def __init__(self, count: int = 256) -> None:
+        super().__init__(held_out_trails(count))
+
+
+class Trails(PromptDataset):
+    """:func:`trails` that are not held out, for configuration files."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        super().__init__(trails(count, seed=seed, exclude=held_out_trails()))
 
 
 def held_out_trails(count: int = 256) -> list[dict[str, str]]:
@@ -123,24 +143,25 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(config)
 
 
-def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
+def warm_started_policy(seed: int = 0, steps: int = WARM_START_STEPS) -> Qwen2ForCausalLM:
     """A copy of :func:`warm_started`, which a process computes once."""
-    return copy.deepcopy(warm_started(seed))
+    return copy.deepcopy(warm_started(seed, steps))
 
 
 @cache
-def warm_started(seed: int) -> Qwen2ForCausalLM:
+def warm_started(seed: int, steps: int) -> Qwen2ForCausalLM:
     """A small policy that follows a trail for two steps and then mostly gives up, in about 40 CPU seconds.
 
     Loss: mean negative log-likelihood of the policy's own words; what the environment says is not learnt.
 
     Args:
         seed: of the weights, the trails and who gives up.
+        steps: of the optimizer; fewer of them leave it less able.
     """
     policy, draw = untrained_policy(seed), Random(seed)
     optimizer = AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
-    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / WARM_START_STEPS))
-    rows = trails(WARM_START_STEPS * WARM_START_TRAILS, seed=WARM_START_SEED + seed, exclude=held_out_trails())
+    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
+    rows = trails(steps * WARM_START_TRAILS, seed=WARM_START_SEED + seed, exclude=held_out_trails())
     for first in range(0, len(rows), WARM_START_TRAILS):
         shown = [
             demonstration(row, gives_up=draw.random() < GIVING_UP) for row in rows[first : first + WARM_START_TRAILS]

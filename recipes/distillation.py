@@ -1,0 +1,68 @@
+"""On-policy distillation on GSM8K: the student answers, and a teacher of the same vocabulary pulls every token.
+
+Source: Agarwal et al. 2024, arXiv:2306.13649. The reward for right answers trains beside the teacher; ``beta`` weighs
+the two. For rows of your own change ``train`` and ``test``: files with a question and an answer in each row. From the
+root of the repository:
+
+    python recipes/distillation.py
+    python recipes/distillation.py --tiny
+    python recipes/train.py fit --config recipes/yaml/distillation.yaml
+"""
+
+from functools import partial
+from typing import Literal
+
+import tiny
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim import AdamW
+
+from lightning_rl import GRPO, PromptDataModule, Reinforce, RLLightningModule, Sampling
+from lightning_rl.callbacks import TeacherKL
+from lightning_rl.rewards import NumberMatch
+
+
+def main(
+    *,
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct",
+    teacher: str = "Qwen/Qwen2.5-7B-Instruct",
+    train: str = "recipes/data/gsm8k/train.jsonl",
+    test: str = "recipes/data/gsm8k/test.jsonl",
+    rollouts: int = 500,
+    prompts_per_rollout: int = 64,
+    max_new_tokens: int = 512,
+    learning_rate: float = 1e-5,
+    accelerator: str = "auto",
+    precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
+    seed: int = 0,
+) -> Trainer:
+    """Train on four answers to each question, in one optimizer step for each rollout."""
+    module = RLLightningModule(
+        policy=model,
+        rewards=NumberMatch(),
+        advantages=GRPO(),
+        loss=Reinforce(),
+        reduction="token_mean",
+        sampling=Sampling(max_new_tokens=max_new_tokens),
+        group_size=4,
+        token_budget=16_384,
+        optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
+        seed=seed,
+    )
+    columns = {"prompt": "question"}
+    data = PromptDataModule(train, prompts_per_rollout, validation=test, columns=columns, chat=True, seed=seed)
+    trainer = Trainer(
+        max_steps=rollouts,
+        accelerator=accelerator,
+        precision=precision,
+        logger=CSVLogger("runs", "distillation"),
+        callbacks=[
+            TeacherKL(teacher, beta=1.0, as_loss=True, estimator="k2"),
+        ],
+    )
+    trainer.fit(module, data)
+    return trainer
+
+
+if __name__ == "__main__":
+    tiny.command_line(main, model="novice", teacher="policy", rollouts=16, learning_rate=3e-3)

@@ -1,0 +1,191 @@
+"""Every recipe fits on a page, trains with ``--tiny``, and says in its configuration what it says in its script."""
+
+import csv
+import inspect
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from kit.nodes import run_nodes
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_rl import PromptDataModule, RLLightningModule
+from lightning_rl.cli.recipes import load_recipe
+from lightning_rl.configuration import configuration
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* groups are missing after"),
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES, CONFIGURATIONS = ROOT / "recipes", ROOT / "recipes" / "yaml"
+ALL = sorted(path.stem for path in CONFIGURATIONS.glob("*.yaml"))
+SIMPLE = ["cispo_servers", "dapo", "distillation", "dr_grpo", "gspo_moe", "lora", "ppo", "reasoning"]
+EXTRAS = {"reasoning": "reasoning_gym", "lora": "peft"}
+MIXTURE = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+MODELS = {f"Qwen/Qwen2.5-{size}-Instruct": "policy" for size in ("0.5B", "1.5B", "3B", "7B")} | {MIXTURE: "mixture"}
+
+# What a configuration says by the name of a function, and a script by a class or with arguments.
+NAMED_OTHERWISE = {"agent": ("environment", "policy")}
+
+# What a configuration needs for one core without a network, beside a small model and its rows.
+HERE = {"accelerator": "cpu", "precision": "32-true", "devices": 1, "num_nodes": 1, "strategy": "auto"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recipes of this file run, one after the other, so that each small model is made once."""
+    return tmp_path_factory.mktemp("recipes")
+
+
+@pytest.fixture(autouse=True)
+def _there(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # lightning 2.6 with jsonargparse >= 4.49
+
+
+def skip_without_extra(name: str) -> None:
+    if name in EXTRAS:
+        pytest.importorskip(EXTRAS[name])
+
+
+def run(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Runs a recipe as ``python script arguments`` would."""
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    return runpy.run_path(str(RECIPES / f"{script}.py"), run_name="__main__")
+
+
+def last_log(name: str) -> list[dict[str, str]]:
+    """What the newest run of a recipe logged, a row at a time."""
+    folder = max((Path("runs") / name).iterdir(), key=lambda path: int(path.name.removeprefix("version_")))
+    with (folder / "metrics.csv").open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def small_configuration(name: str) -> dict[str, Any]:
+    """The configuration of a recipe with a small model and its rows in the place of large ones."""
+    text = (CONFIGURATIONS / f"{name}.yaml").read_text()
+    for split in ("train", "test"):
+        text = text.replace(f"recipes/data/gsm8k/{split}.jsonl", str(tiny.rows_of(split)))
+    for large, small in MODELS.items():
+        text = text.replace(large, str(tiny.model(small))) if large in text else text
+    config = yaml.safe_load(text)
+    config["trainer"] |= HERE
+    if config["data"]["prompts"] == "openai/gsm8k":
+        config["data"] |= {"prompts": str(tiny.rows_of("train")), "name": None, "split": None}
+        for evaluation in config["model"]["evaluation"]:
+            options = {"source": str(tiny.rows_of("test")), "name": None, "split": None}
+            evaluation["prompts"]["init_args"] |= options
+    return config
+
+
+def saved(config: dict[str, Any], name: str) -> str:
+    """A file that holds a configuration."""
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return f"{name}.yaml"
+
+
+def test_every_recipe_is_a_script_of_at_most_80_lines_and_a_configuration() -> None:
+    assert sorted([*SIMPLE, "agent", "evaluation", "gsm8k", "tools", "two_nodes"]) == ALL
+    lengths = {name: len((RECIPES / f"{name}.py").read_text().splitlines()) for name in ALL}
+    assert {name: length for name, length in lengths.items() if length > 80} == {}
+
+
+def test_the_readme_says_of_every_recipe_when_to_take_it() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    tables = [line for line in lines if line.startswith("|") and "(recipes/yaml/" in line]
+    assert [name for name in ALL if sum(f"(recipes/{name}.py)" in line for line in tables) != 1] == []
+    assert [name for name in ALL if sum(f"(recipes/yaml/{name}.yaml)" in line for line in tables) != 1] == []
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_a_tiny_recipe_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_extra(name)
+    run(name, "--tiny", monkeypatch=monkeypatch)
+    rows = last_log(name)
+    assert len(rows) >= tiny.SIZES["rollouts"]
+    assert all(torch.isfinite(torch.tensor(float(row["optim/grad_norm"]))) for row in rows)
+
+
+def test_the_student_of_the_tiny_distillation_comes_closer_to_its_teacher() -> None:
+    gaps = [float(row["teacher_kl/estimate"]) for row in last_log("distillation")]
+    assert sum(gaps[-3:]) < 0.6 * sum(gaps[:3])
+
+
+def test_the_tiny_evaluation_counts_what_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    run("evaluation", "--tiny", monkeypatch=monkeypatch)
+    (row,) = last_log("evaluation")
+    assert 0 <= float(row["test/sampled/pass@1"]) <= float(row["test/sampled/pass@8"]) <= 1
+
+
+@pytest.mark.slow
+def test_the_tiny_agent_ends_within_its_rollouts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run("agent", "--tiny", monkeypatch=monkeypatch)
+    assert "success before=0." in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_two_tiny_nodes_train_together(workplace: Path) -> None:
+    run_nodes(2, [str(RECIPES / "two_nodes.py"), "--tiny", "--rollouts", "2"], workplace)
+    rows = last_log("two_nodes")
+    assert len(rows) == 2 and {row["kl/ref"] != "" for row in rows} == {True}
+
+
+@pytest.mark.parametrize("name", [*SIMPLE, "gsm8k", "tools", "two_nodes"])
+def test_a_configuration_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_extra(name)
+    config = small_configuration(name)
+    model, data = config["model"], config["data"]
+    config["trainer"]["max_steps"] = model.get("minibatches", 1)
+    model["sampling"]["max_new_tokens"], data["prompts_per_rollout"] = 8, 8
+    model.pop("engine", None)
+    for callback in config["trainer"]["callbacks"]:
+        if "max_length" in callback.get("init_args", ()):
+            callback["init_args"] = {"max_length": 8, "cache": 1}
+    run("train", "fit", "--config", saved(config, name), monkeypatch=monkeypatch)
+    assert len([row for row in last_log(name) if row["optim/grad_norm"]]) == 1
+
+
+def test_the_configuration_of_an_evaluation_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_configuration("evaluation")
+    config["model"]["sampling"]["max_new_tokens"] = 8
+    run("train", "test", "--config", saved(config, "evaluation"), monkeypatch=monkeypatch)
+    assert {"test/greedy/pass@1", "test/sampled/pass@8"} <= last_log("evaluation")[-1].keys()
+
+
+def words_of(name: str) -> list[str]:
+    """Options that give a script what :func:`small_configuration` gives to its configuration."""
+    options = {"model": tiny.model("mixture" if name == "gspo_moe" else "policy"), "teacher": tiny.model("policy")}
+    options |= {"train": tiny.rows_of("train"), "test": tiny.rows_of("test"), **HERE}
+    known = inspect.signature(runpy.run_path(str(RECIPES / f"{name}.py"))["main"]).parameters
+    return [f"--{option}={value}" for option, value in options.items() if option in known]
+
+
+@pytest.mark.parametrize("name", [*SIMPLE, "agent", "two_nodes"])
+def test_script_and_configuration_are_the_same_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_extra(name)
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # arguments are given to LightningCLI itself
+    arguments = ["--config", saved(small_configuration(name), name)]
+    cli = LightningCLI(RLLightningModule, PromptDataModule, args=arguments, run=False)
+    cli.trainer.datamodule = cli.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    recipe = load_recipe(RECIPES / f"{name}.py", words_of(name))
+    of_file, of_script = configuration(cli.model, cli.trainer), configuration(recipe.module, recipe.trainer)
+    of_script = json.loads(json.dumps(of_script).replace("__main__.", f"{name}."))
+    chosen = of_script["module"]["optimizer"]["keywords"]
+    keywords = of_file["module"]["optimizer"]["keywords"]  # with every default
+    of_file["module"]["optimizer"]["keywords"] = {option: keywords[option] for option in chosen}
+    for option in NAMED_OTHERWISE.get(name, ()):
+        del of_file["module"][option], of_script["module"][option]
+    for part in ("module", "corrections", "data"):
+        assert json.loads(json.dumps(of_file[part])) == of_script[part]
+    assert of_file["trainer"]["max_steps"] == of_script["trainer"]["max_steps"]
