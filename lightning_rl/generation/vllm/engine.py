@@ -40,7 +40,7 @@ FIXED: dict[str, Any] = {
 
 
 class VLLMEngine(Engine):
-    """Generates with vLLM (0.32) in this process, from weights that each sync streams into it.
+    """Generates with vLLM (0.32, 0.33) in this process, from weights that each sync streams into it.
 
     It is built at the first sync, when the process group exists, from the policy's configuration: no checkpoint is
     read. Under DDP every rank has an engine of its own and there is no collective in generation.

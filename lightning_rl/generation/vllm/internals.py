@@ -1,7 +1,7 @@
 """What is done to vLLM from inside: how it is built and ended without harm to the trainer, and how it takes weights.
 
-Everything here was read and run with the releases of :data:`lightning_rl.generation.vllm.versions.WINDOW`; parts of
-it are private to vLLM, which is why the window is narrow.
+Everything here was read in the releases of :data:`lightning_rl.generation.vllm.versions.WINDOW` and run with the first;
+parts of it are private to vLLM, which is why the window is narrow.
 """
 
 import gc
@@ -25,19 +25,22 @@ RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 class ProcessGroups:
-    """Keeps vLLM from ending the trainer's process group, as it does when an engine is shut down."""
+    """Keeps vLLM from ending the trainer's process group, and those of its other engines, when one is shut down."""
 
     def __init__(self) -> None:
         self.engines = 0  # that live in this process
         self.default = False  # whether vLLM made the default group, because there was none
         self._cleanup: Callable[[], None] | None = None
+        self._destroy: Callable[[], None] | None = None
 
     def enter(self) -> None:
         """Before an engine is built."""
         core: Any = import_module("vllm.v1.engine.core")
+        parallel_state: Any = import_module("vllm.distributed.parallel_state")
         if self._cleanup is None:
-            self._cleanup = core.cleanup_dist_env_and_memory
-            core.cleanup_dist_env_and_memory = lambda *_, **__: None
+            self._cleanup, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, _leave_alone
+            # which the executor of an external launcher calls as well since 0.33
+            self._destroy, parallel_state.destroy_model_parallel = parallel_state.destroy_model_parallel, _leave_alone
         if self.engines == 0:
             self.default = self.default or not dist.is_initialized()
         self.engines += 1
@@ -45,10 +48,15 @@ class ProcessGroups:
     def leave(self) -> None:
         """After an engine has ended. The last one takes its own groups along, and the default group if vLLM made it."""
         self.engines -= 1
-        if self.engines == 0 and self._cleanup is not None:
+        if self.engines == 0 and self._cleanup is not None and self._destroy is not None:
             default, self.default = self.default, False
-            parallel_state = import_module("vllm.distributed.parallel_state")
-            (self._cleanup if default else parallel_state.destroy_model_parallel)()
+            self._destroy()
+            if default:
+                self._cleanup()
+
+
+def _leave_alone(*_: Any, **__: Any) -> None:
+    """In the place of what would end groups that others need."""
 
 
 GROUPS = ProcessGroups()

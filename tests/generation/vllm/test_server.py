@@ -101,7 +101,7 @@ def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"release": "0.31.1"}, r"http://.*: expected vllm >= 0.32 and < 0.33, got 0.31.1", id="release"),
+        pytest.param({"release": "0.31.1"}, r"http://.*: expected vllm >= 0.32 and < 0.34, got 0.31.1", id="release"),
         pytest.param({"architecture": "Qwen2ForCausalLM"}, "expected architecture LlamaForCausalLM at", id="model"),
         pytest.param({"vocabulary": 17}, r"expected vocabulary 16 at .*, got 17", id="vocabulary"),
         pytest.param({"logprobs_mode": "raw_logprobs"}, "expected logprobs_mode processed_logprobs", id="logprobs"),

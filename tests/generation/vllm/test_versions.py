@@ -10,14 +10,14 @@ from lightning_rl import VLLMEngine
 from lightning_rl.generation.vllm.versions import check_version, load_vllm
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1.dev3"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1.dev3", "0.33.0"])
 def test_a_release_of_the_window_is_taken(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "0.3.2", "dev", ""])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0", "0.3.2", "dev", ""])
 def test_an_error_names_the_window(version: str) -> None:
-    with pytest.raises(ImportError, match=rf"expected vllm >= 0.32 and < 0.33, got {version}: install vllm==0.32"):
+    with pytest.raises(ImportError, match=rf"expected vllm >= 0.32 and < 0.34, got {version}: install vllm==0.32"):
         check_version(version)
 
 

@@ -1,0 +1,159 @@
+"""Every name of vLLM that the library stands on, read in the sources of the vLLM that is installed.
+
+A release in which one has moved fails here, by name and within a second, and not in the middle of a sync. To read a
+release without installing it: ``VLLM_SOURCES=unpacked/vllm pytest tests/vllm/test_touched.py``.
+"""
+
+import ast
+import os
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "lightning_rl"
+NAMES = {
+    "config/vllm.py": ("set_current_vllm_config(vllm_config)", "VllmConfig.model_config", "VllmConfig.device_config"),
+    "config/cache.py": ("CacheConfig.enable_prefix_caching", "CacheConfig.block_size"),
+    "config/device.py": ("DeviceConfig.device_type",),
+    "config/model.py": (
+        "ModelConfig.architecture",
+        "ModelConfig.get_vocab_size()",
+        "ModelConfig.max_model_len",
+        "ModelConfig.logprobs_mode",
+        "ModelConfig.generation_config",
+        "ModelConfig.skip_tokenizer_init",
+    ),
+    "config/parallel.py": ("ParallelConfig.tensor_parallel_size", "ParallelConfig.worker_extension_cls"),
+    "distributed/parallel_state.py": (
+        "cleanup_dist_env_and_memory()",
+        "destroy_model_parallel()",
+        "get_tp_group()",
+        "GroupCoordinator.cpu_group",
+    ),
+    "entrypoints/llm.py": ("LLM",),
+    "entrypoints/openai/api_server.py": (),
+    "entrypoints/rl/online/api_router.py": ("pause_generation(mode, clear_cache)",),
+    "lora/request.py": ("LoRARequest.lora_name", "LoRARequest.lora_int_id", "LoRARequest.lora_path"),
+    "model_executor/model_loader/reload/layerwise.py": (
+        "get_layerwise_info(layer)",
+        "finalize_layerwise_reload(model, model_config)",
+    ),
+    "model_executor/model_loader/reload/types.py": (
+        "LayerReloadingInfo.restore_metadata",
+        "LayerReloadingInfo.loaded_weights",
+        "LayerReloadingInfo.load_numel",
+    ),
+    "outputs.py": (
+        "CompletionOutput.token_ids",
+        "CompletionOutput.logprobs",
+        "CompletionOutput.finish_reason",
+        "CompletionOutput.stop_reason",
+        "CompletionOutput.routed_experts",
+        "CompletionOutput.sampling_mask",
+        "CompletionOutput.weight_versions",
+    ),
+    "sampling_params.py": (
+        "SamplingParams.seed",
+        "SamplingParams.ignore_eos",
+        "SamplingParams.stop_token_ids",
+        "SamplingParams.logprobs",
+        "SamplingParams.prompt_logprobs",
+        "SamplingParams.flat_logprobs",
+        "SamplingParams.skip_reading_prefix_cache",
+        "SamplingParams.detokenize",
+    ),
+    "v1/engine/core.py": ("EngineCore.shutdown()", "cleanup_dist_env_and_memory"),
+    "v1/engine/llm_engine.py": (
+        "LLMEngine.step()",
+        "LLMEngine.abort_request(request_ids, internal)",
+        "LLMEngine.add_lora(lora_request)",
+        "LLMEngine.remove_lora(lora_id)",
+    ),
+    "v1/executor/uniproc_executor.py": ("ExecutorWithExternalLauncher",),
+    "v1/worker/gpu_model_runner.py": ("GPUModelRunner.reload_weights(weights_iterator)", "GPUModelRunner.get_model()"),
+    "v1/worker/gpu_worker.py": ("Worker.reload_weights()",),
+    "v1/worker/worker_base.py": ("WorkerWrapperBase",),
+}
+ROUTES = {
+    "/collective_rpc": "entrypoints/serve/dev/rpc/api_router.py",
+    "/detokenize": "entrypoints/serve/tokenize/api_router.py",
+    "/get_world_size": "entrypoints/rl/online/api_router.py",
+    "/health": "entrypoints/serve/instrumentator/health.py",
+    "/inference/v1/generate": "entrypoints/scale_out/token_in_token_out/api_router.py",
+    "/pause": "entrypoints/rl/online/api_router.py",
+    "/reset_prefix_cache": "entrypoints/serve/dev/cache/api_router.py",
+    "/resume": "entrypoints/rl/online/api_router.py",
+    "/update_weight_version": "entrypoints/rl/online/api_router.py",
+    "/version": "entrypoints/serve/instrumentator/basic.py",
+    "/weight_info": "entrypoints/rl/online/api_router.py",
+}
+
+
+@cache
+def sources() -> Path:
+    """The folder of the package."""
+    if folder := os.environ.get("VLLM_SOURCES"):
+        return Path(folder)
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def names_in(code: str) -> dict[str, set[str] | None]:
+    """What a module defines and imports, and what its classes have, by name; the parameters of functions."""
+    found: dict[str, set[str] | None] = {}
+
+    def add(prefix: str, body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = {parameter.arg for parameter in parameters}
+                found[prefix + node.name] = None if node.args.kwarg is not None else names
+                if prefix:  # what a method gives to its object
+                    written = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+                    found.update({prefix + part.attr: None for part in written if isinstance(part.ctx, ast.Store)})
+            elif isinstance(node, ast.ClassDef):
+                found[prefix + node.name] = None
+                add(f"{prefix}{node.name}.", node.body)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found[prefix + node.target.id] = None
+            elif isinstance(node, ast.ImportFrom):
+                found.update({prefix + (alias.asname or alias.name): None for alias in node.names})
+
+    add("", ast.parse(code).body)
+    return found
+
+
+@pytest.mark.parametrize("file", NAMES)
+def test_every_name_is_where_it_was(file: str) -> None:
+    found = names_in((sources() / file).read_text(encoding="utf-8"))
+    for text in NAMES[file]:
+        name, _, parameters = text.removesuffix(")").partition("(")
+        assert name in found, f"{file} has no {name}"
+        known = found[name]
+        wanted = set(filter(None, parameters.split(", ")))
+        assert known is None or wanted <= known, f"{name} of {file} takes {known}, not {wanted}"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_is_there(route: str) -> None:
+    code = (sources() / ROUTES[route]).read_text(encoding="utf-8")
+    assert re.search(rf'@router\.(get|post)\(\s*"{route}"', code), f"{ROUTES[route]} has no {route}"
+
+
+def test_every_route_and_module_that_the_library_names_is_in_the_list() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "generation" / "vllm").glob("*.py"))
+    routes = re.findall(r'_(?:get|post)\(\s*f?"(/[\w/]+)|"(?:GET|POST)",\s*"(/[\w/]+)', code)
+    assert {first or second for first, second in routes} == ROUTES.keys()
+    files = {file.removesuffix(".py").replace("/", ".") for file in NAMES}
+    modules = set(re.findall(r'import_module\(f?"(?:vllm\.|\{RELOAD\}\.)([\w.]+)"\)', code))
+    assert modules <= files | {"config", "layerwise"}
+
+
+def test_a_worker_has_no_name_of_ours_which_would_keep_it_from_starting() -> None:
+    ours = set(re.findall(r"_?lightning_rl_\w+", (ROOT / "generation" / "vllm" / "worker.py").read_text()))
+    theirs = [names_in(path.read_text(encoding="utf-8")) for path in (sources() / "v1" / "worker").glob("*worker*.py")]
+    assert ours and theirs and not [name for names in theirs for name in names if name.rpartition(".")[2] in ours]
