@@ -898,9 +898,10 @@ class RLLightningModule(LightningModule):
             self.run.prefetcher.drain()
         if not self.run.engine_started:
             self._start_engine()
+        merged = bool(adapters_of(self.required_policy.model))  # in full precision
         synchronize(
             self.engine,
-            self._policy_weights(),
+            self._policy_weights(None if merged else self.engine.dtype),
             version,
             self.required_policy,
             packed=self.packing,
@@ -925,8 +926,8 @@ class RLLightningModule(LightningModule):
         with self._phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
             yield
 
-    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.parallel.full_parameters(self.required_policy):
+    def _policy_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.parallel.full_parameters(self.required_policy, dtype=dtype):
             if name.startswith("model."):
                 yield name.removeprefix("model."), weight
             del weight  # or it would be held while the next one is gathered

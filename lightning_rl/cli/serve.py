@@ -12,11 +12,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from lightning_rl.cli.process_group import run_group
+from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED
 from lightning_rl.generation.vllm.key import KEY, check_key, default_key_file, ensure_key_file, read_key
-from lightning_rl.generation.vllm.server import LOOPBACK
 from lightning_rl.generation.vllm.versions import check_version
-from lightning_rl.generation.vllm.worker import STORAGE
+from lightning_rl.generation.vllm.worker import HOST, STORAGE
 
 LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
 GUARD = "lightning_rl.generation.vllm.guard.RequireKey"
@@ -159,7 +159,7 @@ def serve(
     sys.stdout.flush()
     guard = ["--middleware", GUARD]  # the last one is the first that sees a call
     command = [*command_line(model, address, dtype=dtype, on_cpu=is_cpu_build()), *options, *guard]
-    environment = {**ENVIRONMENT, **os.environ, KEY: key}
+    environment = {**ENVIRONMENT, **os.environ, KEY: key, HOST: address.host}
     if storage is not None:
         environment[STORAGE] = str(storage.resolve())
     return run_group(command, environment)

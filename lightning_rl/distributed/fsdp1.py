@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -66,7 +67,7 @@ class FullyShardedDataParallel1(Parallel):
         return cast(FullyShardedDataParallel, model).clip_grad_norm_(limit)
 
     @override
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         units = [(name, part) for name, part in model.named_modules() if isinstance(part, FullyShardedDataParallel)]
         for place, unit in units:
             parts = [name for name, part in unit.named_modules() if isinstance(part, FullyShardedDataParallel) and name]

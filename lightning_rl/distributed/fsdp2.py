@@ -107,9 +107,11 @@ class FullyShardedDataParallel2(Parallel):
         return norm
 
     @override
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
-            yield name, _full(parameter.detach())
+            part = parameter.detach()
+            smaller = dtype is not None and part.is_floating_point() and dtype.itemsize < part.dtype.itemsize
+            yield name, _full(part.to(dtype) if smaller else part)
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -104,10 +104,16 @@ class Parallel:
         """The gradient norm before clipping, after which the gradient is scaled down to ``limit``."""
         return nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=None)
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and full value of each parameter, one at a time. Every rank iterates to the end.
 
         A value is lent: copy what has to outlive the next one, and ``del`` it, or two are held at once.
+
+        Args:
+            model: the policy, as the strategy has wrapped it.
+            dtype: that whoever reads the values rounds them to. A strategy that gathers each by itself rounds the parts
+                before, so that fewer bytes travel; others leave them as they are.
         """
+        del dtype
         for name, parameter in model.named_parameters():
             yield name, parameter.detach()

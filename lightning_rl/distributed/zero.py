@@ -98,7 +98,7 @@ class ZeRO(Parallel):
         """Nothing: the step of the engine has cleared."""
 
     @override
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             with import_module("deepspeed").zero.GatheredParameters([parameter], enabled=self.sharded):
                 yield name, parameter.detach()

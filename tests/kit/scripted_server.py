@@ -1,4 +1,7 @@
-"""ScriptedServer: answers VLLMServerEngine as a vLLM server would, from a script, with faults and kills."""
+"""ScriptedServer: answers VLLMServerEngine as a vLLM server would, from a script, with faults and kills.
+
+Its worker joins groups and receives weights by the code that runs in a real one.
+"""
 
 import json
 import select
@@ -12,10 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.generation.vllm.worker import WeightLoader
 from lightning_rl.generation.weights.files import read_weights
+from lightning_rl.generation.weights.stream import Stream
 
 KEY, VOCABULARY = "secret", 16
 Answer = dict[str, Any] | bytes | int
@@ -25,6 +31,7 @@ HOLDS: dict[str, Any] = {
     "max_length": 64,
     "block_size": 8,
     "dtype": "float32",
+    "device": "cpu",
     "has_tokenizer": False,
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
@@ -46,6 +53,8 @@ class ScriptedServer:
         label: of the weights.
         weights: that were loaded last.
         loads: folders that were loaded, in order.
+        receptions: groups that weights were received in, in order.
+        on_tensor: called with the name of each tensor that is received; what it raises is what the load raises.
         requests: bodies of the requests that were answered or are being answered.
         calls: every call, by its path without query.
         error: what a load says instead of loading.
@@ -68,6 +77,9 @@ class ScriptedServer:
         self.key, self.engines = KEY, 1
         self.weights: dict[str, Tensor] = {}
         self.loads: list[str] = []
+        self.receptions: list[str] = []
+        self.on_tensor: Callable[[str], None] = lambda _: None
+        self._worker = _Worker(self)
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.open: set[socket.socket] = set()
@@ -85,6 +97,7 @@ class ScriptedServer:
 
     def kill(self) -> None:
         """Ends as a process does that is killed: nobody gets an answer any more."""
+        self._worker.lightning_rl_leave()
         if self._thread.is_alive():
             self._http.shutdown()
             self._http.server_close()
@@ -131,6 +144,8 @@ class ScriptedServer:
         if method == "lightning_rl_load":
             self.weights = dict(read_weights(Path(arguments[0])))
             self.loads.append(arguments[0])
+        if method in ("lightning_rl_join", "lightning_rl_membership", "lightning_rl_receive", "lightning_rl_leave"):
+            return getattr(self._worker, method)(*arguments)
         return {}
 
     def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +168,31 @@ class ScriptedServer:
             "prompt_logprobs": [None, *({str(token): {"logprob": -token / 10}} for token in ids[1:])],
             "usage": {"prompt_tokens_details": {"cached_tokens": 0}},
         }
+
+
+class _Worker(WeightLoader):
+    """The one process of a scripted server, with weights as they came."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+
+    @override
+    def lightning_rl_receive(self, name: str) -> dict[str, str]:
+        self._server.receptions.append(name)
+        return super().lightning_rl_receive(name)
+
+    @override
+    def _lightning_rl_reload(self, weights: Stream) -> dict[str, str]:
+        try:
+            self._server.weights = {}
+            for name, weight in weights:
+                self._server.on_tensor(name)
+                self._server.weights[name] = weight
+        except (RuntimeError, ValueError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {}
 
 
 def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:

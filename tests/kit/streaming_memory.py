@@ -97,8 +97,8 @@ class _Measures(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         original = type(pl_module.parallel).full_parameters
 
-        def paced(parallel: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-            for name, weight in original(parallel, model):
+        def paced(parallel: Any, model: nn.Module, **options: Any) -> Iterator[tuple[str, Tensor]]:
+            for name, weight in original(parallel, model, **options):
                 time.sleep(0.003)
                 yield name, weight
                 del weight

@@ -16,14 +16,14 @@ import pytest
 import torch
 from kit.open_paths import OPEN
 from kit.served import SECRET, Served
-from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.served_runs import MODEL, a_run, an_engine, check_run
+from kit.support import fit, tiny_prompts, tiny_tokenizer
 from kit.talks import TURNS, openings, what_was_said
-from kit.vllm_models import EOS, Starter, a_model, prompts_of, requests_for, synced, worst
+from kit.vllm_models import Starter, a_model, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch
-from torch.optim import AdamW
 from transformers import AutoTokenizer
 
-from lightning_rl import Finish, RLLightningModule, VLLMServerEngine
+from lightning_rl import Finish, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
@@ -31,7 +31,6 @@ from lightning_rl.generation.vllm.endpoint import Endpoint, Label
 from lightning_rl.generation.vllm.http import Cancelled, Client
 
 pytestmark = pytest.mark.slow
-MODEL = partial(a_model, "qwen2-tied", architectures=["Qwen2ForCausalLM"])
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield served
     code, left = served.stop()
     assert (code, left) == (0, []), (served.folder / "log").read_text()[-3000:]
-
-
-def an_engine(server: Served, **options: Any) -> VLLMServerEngine:
-    return VLLMServerEngine(server.url, **{"api_key": SECRET, "patience": 300, "timeout": 120, **options})
 
 
 @pytest.fixture
@@ -203,32 +198,6 @@ def test_requests_that_are_cut_short_end_at_the_server(server: Served, engine: V
 @pytest.fixture(autouse=True)
 def _cache_is_tried_at_every_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 1)
-
-
-def a_run(server: Served, **options: Any) -> RLLightningModule:
-    known: dict[str, Any] = {
-        "policy": MODEL,
-        "tokenizer": None,
-        "minibatches": 2,
-        "temperature": 0.8,
-        "max_new_tokens": 12,
-        "engine": an_engine(server),
-        "optimizer": partial(AdamW, lr=1e-3),
-        "eos_token_ids": [EOS, *range(20, 30)],
-    }
-    return tiny_module(**{**known, **options})
-
-
-def check_run(watch: Watch, rollouts: int) -> None:
-    """Every sample once, by the weights of its rollout, and engine and trainer agree on every token."""
-    assert [rollout.sample_ids.tolist() for rollout in watch.rollouts] == [
-        list(range(number * 16, number * 16 + 16)) for number in range(rollouts)
-    ]
-    for number, rollout in enumerate(watch.rollouts):
-        assert (rollout.policy_version[rollout.action_mask] == number).all()
-        assert rollout.rollout_logprobs is not None and rollout.old_logprobs is not None
-        difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.valid_tokens]
-        assert float(difference.abs().max()) < 1e-4
 
 
 def test_a_run_sees_engine_and_trainer_agree(server: Served) -> None:

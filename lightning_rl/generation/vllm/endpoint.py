@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_rl.generation.vllm.group import GroupError, Invitation
 from lightning_rl.generation.vllm.http import MAX_ANSWER, Calls, Client, Unanswered, quote
 from lightning_rl.generation.vllm.sampling import FINISH
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import Description
+from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.stream import Shape
 
 PROBE = 30.0  # seconds for a call that no work of the server delays
+LEAVING = 5.0  # seconds for a server that nothing more is asked of
 LOADING = "loading"  # in place of a label, until the weights are whole
 NO_LOGPROB = -9999.0  # what vLLM sends for one that is -inf or NaN
 ROUNDING = 1e-3  # that a log-probability may be above 0
@@ -105,17 +108,18 @@ class Endpoint:
         Loads go to all of them, but only the first one's answer comes back, so another one could serve old weights
         under the new label. A worker of a dense model does not know of the other engines; the whole server does.
         """
-        sizes: list[int] = []
-        for whole in ("true", "false"):
-            answer = self._get(f"/get_world_size?include_dp={whole}")
-            with self._parsing():
-                sizes.append(_count(answer["world_size"]))
+        sizes = [self._world_size(whole) for whole in ("true", "false")]
         if sizes[0] != sizes[1]:
             number = sizes[0] // max(sizes[1], 1)
             raise ValueError(
                 f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
                 "would say whether it loaded the weights: start a server for each, and pass all URLs"
             )
+
+    def _world_size(self, include_dp: str) -> int:
+        answer = self._get(f"/get_world_size?include_dp={include_dp}")
+        with self._parsing():
+            return _count(answer["world_size"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some tokens, by the server's tokenizer."""
@@ -147,13 +151,29 @@ class Endpoint:
         Raises:
             RuntimeError: if the server could not load them.
         """
+        with self._replacing_weights(label):
+            self._check_load(self._on_workers("lightning_rl_load", str(folder)))
+
+    def receive(self, group: str, label: Label) -> None:
+        """Loads the weights that are broadcast in a group, otherwise as :meth:`load` does.
+
+        Raises:
+            RuntimeError: if the server could not load them, though it read them to their end.
+            GroupError: if it is no member any more.
+        """
+        with self._replacing_weights(label):
+            results = self._on_workers("lightning_rl_receive", group)
+            for result in results:
+                if "left" in result:
+                    raise GroupError(f"{self.url} left group {group}: {quote(str(result['left']))}")
+            self._check_load(results)
+
+    @contextmanager
+    def _replacing_weights(self, label: Label) -> Iterator[None]:
         self._post("/pause?mode=keep&clear_cache=false")
         try:
             self.clear_label()
-            for result in self._on_workers("lightning_rl_load", str(folder)):
-                if "error" in result:
-                    said = quote(str(result["error"]))
-                    raise RuntimeError(f"expected {self.url} to load weights, but it said: {said}")
+            yield
             answer = self._post("/reset_prefix_cache?reset_running_requests=true")
             with self._parsing():
                 reset = answer["success"]
@@ -162,6 +182,37 @@ class Endpoint:
             self._post("/update_weight_version", {"new_version": str(label)})
         finally:
             self._post("/resume")
+
+    def _check_load(self, results: Sequence[Mapping[str, Any]]) -> None:
+        for result in results:
+            if "error" in result:
+                said = quote(str(result["error"]))
+                raise RuntimeError(f"expected {self.url} to load weights, but it said: {said}")
+
+    def count_workers(self) -> int:
+        """How many processes hold a part of its weights."""
+        return self._world_size("false")
+
+    def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
+        """Has every worker join a group, as its members from ``first`` on.
+
+        Raises:
+            GroupError: if one could not.
+        """
+        for result in self._on_workers("lightning_rl_join", invitation, first, tensors):
+            if "error" in result:
+                raise GroupError(f"expected {self.url} to join a group, but it said: {quote(str(result['error']))}")
+
+    def membership(self) -> str:
+        """The name of the group that every worker is in; empty for none."""
+        results = self._on_workers("lightning_rl_membership")
+        with self._parsing():
+            names = {str(result["name"]) for result in results}
+        return names.pop() if len(names) == 1 else ""
+
+    def leave(self) -> None:
+        """Has every worker leave its group."""
+        self._client.call("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
 
     def clear_label(self) -> None:
         """Takes the label off the weights that the server holds, so that nobody takes tokens from them."""

@@ -1,7 +1,7 @@
 """WeightPush: the trainer's weights on the way to servers: what is written where, and who has loaded it."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from lightning_rl.generation.vllm.http import Unanswered, quote
 from lightning_rl.generation.vllm.sampling import SCORING
 from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.worker import Description
+from lightning_rl.generation.weights.buckets import Spare
 from lightning_rl.generation.weights.canary import Canary, CanaryError
 from lightning_rl.generation.weights.files import write_weights
 from lightning_rl.generation.weights.stream import Shape, Stream
@@ -70,7 +71,8 @@ class WeightPush:
         self._description: Description | None = None
         self._versions: dict[int, int] = {}  # by the number of their push
         self._loaded: set[str] = set()
-        self._lock = threading.Lock()
+        self._spare: tuple[Label, Spare] | None = None
+        self._lock, self._writing = threading.Lock(), threading.Lock()
 
     @property
     def description(self) -> Description:
@@ -106,10 +108,40 @@ class WeightPush:
         Returns:
             The folder of those before, which may go once no server loads them any more.
         """
-        before, label = self.current, self.next_label(version)
+        label = self.next_label(version)
         write_weights(stream, self._folder_of(label))
+        return self._move_to(label)
+
+    def send(self, send: Callable[[Label], Spare], version: int) -> Path | None:
+        """Has weights sent to servers; they are the current ones from then on, and written if a server needs a file.
+
+        Until they have been sent there are none for a server that comes back, because two would take twice the memory.
+
+        Returns:
+            The folder of those before, as :meth:`write`.
+        """
+        label = self.next_label(version)
+        with self._writing:
+            self._spare = None
+        spare = send(label)
+        with self._writing:
+            self._spare = label, spare
+        return self._move_to(label)
+
+    def _move_to(self, label: Label) -> Path | None:
+        before = self.current
         self.advance(label)
         return None if before is None else self._folder_of(before)
+
+    def _folder_with(self, label: Label) -> Path:
+        """The folder with the weights of a label, which is made now if they were only sent."""
+        folder = self._folder_of(label)
+        with self._writing:
+            if not folder.exists():
+                if self._spare is None or self._spare[0] != label:
+                    raise Unanswered(f"expected weights of version {label.version} to load, but newer ones are coming")
+                write_weights(self._spare[1].tensors(), folder)
+        return folder
 
     def _folder_of(self, label: Label) -> Path:
         return self.folder.path / str(label.number)
@@ -142,7 +174,7 @@ class WeightPush:
                 continue
             if not self.writes:
                 raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {current.version}")
-            endpoint.load(self._folder_of(current), current)
+            endpoint.load(self._folder_with(current), current)
             self._loaded.add(endpoint.url)
             try:
                 self._prove(endpoint, current)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+from typing import Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -19,6 +20,8 @@ from typing_extensions import override
 from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
+from lightning_rl.generation.vllm.address import LOOPBACK
+from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Calls
 from lightning_rl.generation.vllm.key import find_key
@@ -26,24 +29,29 @@ from lightning_rl.generation.vllm.pool import Seat, ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
 from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.weights import stream
+from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+TRANSFERS = ("file", "broadcast")
 
 
 class VLLMServerEngine(Engine):
     """Generates with vLLM servers that ``lightning-rl serve`` started, on this machine or others.
 
-    Each sync writes the weights to a folder that trainer and servers share, and every server loads them from there. A
-    server that dies loses nothing: its requests are sent to another one, or to the same once it is back and has loaded
-    the current weights. A sync does not wait for requests in flight, which go on with the new weights; each token says
-    which weights it came from. Under several ranks each has a client of its own, and rank 0 writes the weights.
+    Each sync writes the weights to a folder that trainer and servers share, and every server loads them from there; or
+    it sends them to all servers at once. A server that dies loses nothing: its requests are sent to another one, or to
+    the same once it is back and has loaded the current weights. A sync does not wait for requests in flight, which go
+    on with the new weights; each token says which weights it came from. Under several ranks each has a client of its
+    own, and rank 0 brings the weights.
 
     Args:
         urls: of the servers, such as ``http://127.0.0.1:8000``. Requests go where the fewest tokens are outstanding.
         api_key: of the servers, or the path of a file that holds it; by default what ``VLLM_API_KEY`` says, or the file
             that ``lightning-rl serve`` makes for the servers of one machine.
         ca: a file with the certificate that signs those of ``https`` servers; by default those that the machine trusts.
+        transfer: how weights reach the servers. ``"file"``: through ``storage``. ``"broadcast"``: from memory to
+            memory, in a process group of rank 0 and the servers' workers (NCCL between GPUs, gloo otherwise); rank 0
+            keeps a copy in main memory, which a server that was not reached, or comes back, loads from ``storage``.
         storage: a folder that trainer and servers share, under the same path; by default one for temporary files, which
             will do on one machine.
         timeout: seconds for one response, to its last byte, or for one load of the weights.
@@ -65,6 +73,7 @@ class VLLMServerEngine(Engine):
         *,
         api_key: str | Path | None = None,
         ca: str | Path | None = None,
+        transfer: Literal["file", "broadcast"] = "file",
         storage: str | Path | None = None,
         timeout: float = 1800.0,
         patience: float = 600.0,
@@ -77,6 +86,9 @@ class VLLMServerEngine(Engine):
             raise ValueError(f"expected URLs of one or more servers, each of them once, got {list(self.urls)}")
         check_numbers(above=0, finite=True, timeout=timeout, patience=patience)
         check_counts(1, at_once=at_once)
+        if transfer not in TRANSFERS:
+            raise ValueError(f"expected transfer out of {', '.join(TRANSFERS)}, got {transfer!r}")
+        self.transfer = transfer
         self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
         self.ca = None if ca is None else Path(ca)
         self._key = find_key(api_key)
@@ -86,6 +98,7 @@ class VLLMServerEngine(Engine):
             raise ValueError(f"expected storage=, a folder that the machine of {remote[0]} has as well, got none")
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
+        self._broadcast: Broadcast | None = None
 
     def _endpoints(self) -> list[Endpoint]:
         return [Endpoint(url, self._key, self.timeout, self.ca) for url in self.urls]
@@ -128,8 +141,14 @@ class VLLMServerEngine(Engine):
     @override
     def expect(self, weights: stream.Stream) -> None:
         """Compares names and shapes with every server's; those that come later are compared when they come."""
-        sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
-        self._running().compare(sent)
+        pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
+        for name, weight in self._outgoing(weights):
+            dtype = self.dtype if weight.is_floating_point() else weight.dtype
+            tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
+            device = weight.device
+        pool.compare([(name, shape) for name, shape, _ in tensors])
+        if self.transfer == "broadcast" and pool.push.writes:
+            self._broadcast = Broadcast(pool, tensors, device)
 
     def _outgoing(self, weights: stream.Stream) -> stream.Stream:
         return stream.add_aliases(stream.merge_stream(weights, self._scales), self._aliases)
@@ -142,7 +161,7 @@ class VLLMServerEngine(Engine):
     @override
     @torch.no_grad()
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Rank 0 writes the weights and has the servers load them; the others read the stream and ask who has them.
+        """Rank 0 brings the weights to the servers; the others read the stream and ask who has them.
 
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
         flight go on with the new weights.
@@ -152,8 +171,7 @@ class VLLMServerEngine(Engine):
         with failing_together("a push of the weights", EngineError):
             try:
                 if push.writes:
-                    outgoing = stream.verify(self._outgoing(rest), dict(push.sent))
-                    before = push.write(stream.copies(outgoing, self.dtype, torch.device("cpu")), version)
+                    before = self._bring(stream.verify(self._outgoing(rest), dict(push.sent)), version)
                     pool.update()
             finally:
                 deque(rest, maxlen=0)
@@ -163,6 +181,13 @@ class VLLMServerEngine(Engine):
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
         pool.oldest = push.label.number
+
+    def _bring(self, weights: stream.Stream, version: int) -> Path | None:
+        """Sends weights or writes them; returns the folder of those before."""
+        push, broadcast = self._running().push, self._broadcast
+        if broadcast is not None:
+            return push.send(lambda label: broadcast.send(weights, label), version)
+        return push.write(stream.copies(weights, self.dtype, torch.device("cpu")), version)
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -226,6 +251,9 @@ class VLLMServerEngine(Engine):
         """Cuts every call short and removes the weights that were written; the servers go on."""
         super().close()
         pool, self._pool = self._pool, None
+        broadcast, self._broadcast = self._broadcast, None
+        if broadcast is not None:
+            broadcast.close()
         if pool is not None:
             pool.close()
             pool.push.close()

@@ -1,0 +1,107 @@
+"""Buckets: tensors one behind the other in flat memory of bounded size, in a cut that both ends know beforehand."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from lightning_rl.generation.weights.stream import Shape, Stream
+
+ALIGNMENT = 16  # bytes; a tensor of any dtype may begin at a multiple
+
+Bytes = UInt8[Tensor, " N"]
+Specification = tuple[str, Shape, str]
+"""Name, shape and dtype of a tensor, such as ``("lm_head.weight", (16, 8), "bfloat16")``."""
+
+
+class Piece(NamedTuple):
+    """Where a tensor lies in its bucket."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    start: int  # in bytes
+    end: int
+
+    def view(self, flat: Bytes) -> Tensor:
+        """The tensor, in the memory of its bucket."""
+        return flat[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+Bucket = list[Piece]
+
+
+def cut(tensors: Sequence[Specification], bucket_bytes: int) -> list[Bucket]:
+    """The buckets of a stream of tensors in this order. A tensor that is larger than a bucket has one to itself.
+
+    Raises:
+        ValueError: if a dtype is none of torch, or a size no size.
+
+    Example:
+        >>> buckets = cut([(name, (3,), "float32") for name in "abc"], 32)
+        >>> [[(piece.name, piece.start) for piece in bucket] for bucket in buckets]
+        [[('a', 0), ('b', 16)], [('c', 0)]]
+    """
+    buckets: list[Bucket] = []
+    for name, shape, text in tensors:
+        dtype = getattr(torch, text, None)
+        if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"expected a shape and a dtype of torch for {name}, got {list(shape)} and {text}")
+        size = torch.Size(shape).numel() * dtype.itemsize
+        start = -(-buckets[-1][-1].end // ALIGNMENT) * ALIGNMENT if buckets else 0
+        if not buckets or start + size > bucket_bytes:
+            buckets.append([])
+            start = 0
+        buckets[-1].append(Piece(name, tuple(shape), dtype, start, start + size))
+    return buckets
+
+
+def allocate(bucket: Bucket, device: torch.device) -> Bytes:
+    """New memory for a bucket, of which each tensor keeps the whole alive."""
+    return torch.empty(bucket[-1].end, dtype=torch.uint8, device=device)
+
+
+def pack(stream: Stream, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bytes]:
+    """Full buckets of a stream, each tensor cast to the dtype of its piece; one bucket at a time is being filled.
+
+    The last one comes once the stream has ended, so a stream that fails never looks whole.
+
+    Raises:
+        ValueError: if the stream brings other tensors, or in another order.
+    """
+    tensors = iter(stream)
+    for bucket in buckets:
+        flat = allocate(bucket, device)
+        for piece in bucket:
+            name, weight = next(tensors, ("nothing", flat))
+            if (name, tuple(weight.shape)) != (piece.name, piece.shape):
+                raise ValueError(
+                    f"expected {piece.name} {list(piece.shape)} next, as in the first sync, got {name} "
+                    f"{list(weight.shape)}"
+                )
+            piece.view(flat).copy_(weight.detach())
+            del weight
+        if bucket is buckets[-1] and (more := next(tensors, None)) is not None:
+            raise ValueError(f"expected {bucket[-1].name} to be the last tensor, got {more[0]} after it")
+        yield flat
+
+
+def unpack(flat: Bytes, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket, as views of it."""
+    for piece in bucket:
+        yield piece.name, piece.view(flat)
+
+
+class Spare(NamedTuple):
+    """Weights that were sent, in main memory."""
+
+    flats: Sequence[Bytes]
+    buckets: Sequence[Bucket]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, with memory of its own."""
+        for flat, bucket in zip(self.flats, self.buckets, strict=True):
+            for name, weight in unpack(flat, bucket):
+                yield name, weight.clone()

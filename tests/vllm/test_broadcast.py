@@ -1,0 +1,122 @@
+"""Weights by broadcast into real servers: proven on every one after each sync, repaired after every fault."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.served import Served
+from kit.served_runs import MODEL, a_run, an_engine, check_run
+from kit.support import fit, tiny_prompts
+from kit.vllm_models import moved, prompts_of, requests_for, synced, worst
+from kit.vllm_rank import Watch
+
+from lightning_rl.callbacks import RolloutKL
+from lightning_rl.generation.vllm import broadcast
+from lightning_rl.generation.vllm.broadcast import Broadcast
+from lightning_rl.generation.vllm.endpoint import Endpoint
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+    """Two servers for all tests of this file."""
+    one, two = (Served(MODEL(), tmp_path_factory.mktemp("served")) for _ in range(2))
+    yield one, two
+    assert one.stop() == two.stop() == (0, [])
+
+
+@pytest.fixture(autouse=True)
+def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**18)
+
+
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """URLs of servers that load a file from now on."""
+    loaded, honest = list[str](), Endpoint.load
+
+    def load(endpoint: Endpoint, *arguments: Any) -> None:
+        loaded.append(endpoint.url)
+        honest(endpoint, *arguments)
+
+    monkeypatch.setattr(Endpoint, "load", load)
+    return loaded
+
+
+def test_weights_reach_every_server_from_memory_to_memory_and_sockets_stay_on_loopback(
+    both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files, model = loads(monkeypatch), MODEL()
+    engine = an_engine(*both, canary=False, transfer="broadcast", storage=tmp_path)
+    engine.start(model, None)
+    engine.expect(model.named_parameters())
+    for version in range(4):
+        moved(model, 0.02, seed=version)
+        synced(engine, model, version)
+        row = prompts_of(1, 60, seed=version)[0]
+        with torch.no_grad():
+            logprobs = model(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        scores = engine.score_copies(row)
+        assert scores.keys() == {server.url for server in both}
+        assert all(float((found - expected).abs().max()) < 1e-4 for found in scores.values())
+    assert not files and not list(tmp_path.glob("*/*"))
+    connections = [c for server in both for process in server.family() for c in process.net_connections("tcp")]
+    assert {c.laddr.ip for c in connections if c.status == "LISTEN"} == {"127.0.0.1"}
+    assert all(c.family == socket.AF_INET for c in connections if c.status == "LISTEN")
+    engine.close()
+
+
+def test_a_run_sees_every_engine_agree_with_the_trainer_after_each_sync(both: tuple[Served, Served]) -> None:
+    watch = Watch()
+    module = a_run(*both, engine=an_engine(*both, transfer="broadcast"))
+    fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(20, 4))
+    check_run(watch, 5)
+    assert all(abs(row["kl/rollout"]) < 1e-5 for row in watch.rows[::2])
+
+
+def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_loadable(
+    both: tuple[Served, Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, model = an_engine(*both, canary=False, transfer="broadcast"), MODEL()
+    engine.start(model, None)
+    engine.expect(model.named_parameters())
+    synced(engine, model, 0)
+    pool = engine._running()  # noqa: SLF001
+    weights = [("model.layers.9.norm.weight", torch.ones(4)), *model.state_dict().items()]
+    tensors = [(name, tuple(weight.shape), "float32") for name, weight in weights]
+    other = Broadcast(pool, tensors, torch.device("cpu"))
+    other.send(weights, pool.push.next_label(1))
+    other.close()
+    assert all(f"expected {server.url} to load weights, but it said: " in caplog.text for server in both)
+    assert [server.endpoint.label() for server in pool.servers] == [None, None]
+    moved(model, 0.02)
+    requests = requests_for(prompts_of(8, 20))
+    assert worst(model, requests, synced(engine, model, 1).generate(requests, logprobs=True)) < 1e-4
+    engine.close()
+
+
+def test_a_server_that_is_killed_in_a_rollout_comes_back_by_a_file_and_joins_with_the_next_sync(
+    both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, honest, asked, left = loads(monkeypatch), Endpoint.sample, list[str](), list[Any]()
+    (one, _), killing = both, threading.Lock()
+
+    def deadly(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
+        with killing:
+            asked.append(name)
+            if len(asked) == 40:
+                left.append(one.kill())
+                one.start()
+        return honest(endpoint, name, *arguments)
+
+    monkeypatch.setattr(Endpoint, "sample", deadly)
+    watch = Watch()
+    module = a_run(one, engine=an_engine(one, transfer="broadcast"))
+    fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
+    check_run(watch, 4)
+    assert (left, files) == ([[]], [one.url])
