@@ -68,7 +68,8 @@ class ServerPool:
     def __init__(
         self, endpoints: Sequence[Endpoint], push: WeightPush, *, patience: float, rank: int = 0, at_once: int = 256
     ) -> None:
-        self.servers = [Server(endpoint) for endpoint in endpoints]
+        first = rank % max(1, len(endpoints))  # or with few requests all ranks would ask the same servers
+        self.servers = [Server(endpoint) for endpoint in (*endpoints[first:], *endpoints[:first])]
         self.push, self.patience, self.rank, self.at_once = push, patience, rank, at_once
         self.oldest = 0
         self._crew = Crew(at_once * len(self.servers))

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,19 @@ def a_push() -> WeightPush:
 def a_pool(patience: float = 0.1) -> ServerPool:
     endpoints = [Endpoint(url, None, 5) for url in ("http://127.0.0.1:9", "http://127.0.0.1:10")]
     return ServerPool(endpoints, a_push(), patience=patience)
+
+
+def test_ranks_with_few_requests_each_ask_all_servers_between_them() -> None:
+    asked = Counter[str]()
+    with ExitStack() as requests:
+        for rank in range(16):
+            endpoints = [Endpoint(f"http://127.0.0.1:{port}", None, 5) for port in range(10, 26)]
+            known = ServerPool(endpoints, a_push(), patience=0.1, rank=rank)
+            for server in known.servers:
+                known.restore(server)
+            for _ in range(8):
+                asked[requests.enter_context(known.acquire(10, Calls())).endpoint.url] += 1
+    assert len(asked) == 16 and set(asked.values()) == {8}
 
 
 def test_pauses_double_up_to_a_bound_and_begin_anew_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
