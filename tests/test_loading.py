@@ -15,6 +15,7 @@ LOADS = re.compile(
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package
     "lightning_rl/archive.py": "torch.load(",
+    "lightning_rl/audit/saved.py": "torch.load(",  # of what it has just saved
     "lightning_rl/cli/export.py": "import_module(",  # of --policy module:function
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
