@@ -28,7 +28,7 @@ LOGGERS_INSTALLED := .venv-loggers/.installed
 TRL ?= trl==1.16.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed
-SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
+SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
 SITE_BIN := .venv-docs/bin
 SITE_INSTALLED := .venv-docs/.installed
 ADAPTERS := gem openenv reasoning-gym textarena
@@ -83,7 +83,7 @@ test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Come
 bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in an environment of its own
 	TRL_PYTHON=$(TRL_BIN)/python $(BIN)/pytest tests/translation
 
-docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a warning is an error
+docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a warning or a dead link is an error
 	$(SITE_BIN)/python docs/site.py
 
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in an environment of its own

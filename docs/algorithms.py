@@ -1,12 +1,14 @@
-"""Writes docs/algorithms.md from the registries of the code. Run ``python docs/algorithms.py``.
+"""Writes docs/algorithms*.md from the registries of the code. Run ``python docs/algorithms.py``.
 
-A new export needs one entry in :data:`RECORDED`; everything else is read from its docstring.
+A new export needs one entry in :data:`RECORDED`, and one in ``figures.py``, which draws it; everything else is read
+from its docstring.
 """
 
 import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,19 +21,66 @@ from lightning_rl.losses import LOSSES, FunctionLoss, PolicyLoss, ValueLoss
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.reductions import REDUCTIONS, SequenceSumNorm
 
+sys.path.append(str(Path(__file__).parent))
+
+from roles import markdown
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_suffix(".md")
+ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
+CORRECTION = "Trainer(callbacks=[{}])"
 CASES = ("tests/data/goldens", "tests/data/goldens_more")
 HEAD = """# Algorithms
 
 Everything that bends the signal, in one table: how it is written, what it changes, which of the nine systems of
-[parity](parity.md) have it in a recorded call that ours is compared with, its paper and its code. When each helps is
-said in its docstring; published combinations are [presets](presets.md). What is not offered, and why, is in
-[parity](parity.md). Made by `python docs/algorithms.py` from the code's own registries.
+[parity](parity.md) have it in a recorded call that ours is compared with, its paper and its code. Each name leads to
+its formula and to a figure of what it does on the quickstart. When each helps is on one page, [choosing](choosing.md);
+published combinations are [presets](presets.md). What is not offered, and why, is in [parity](parity.md). Made by
+`python docs/algorithms.py` from the code's own registries.
 
 | Algorithm | Name | Changes | What it does | Also in | Paper | Code |
 |---|---|---|---|---|---|---|
 """
+
+CAPTION = """The formulas are those of the docstrings. The figures show what each does {left} of one rollout of the
+[quickstart](index.md)'s task: the last of 12 with 256 answers, GRPO and the clipped surrogate, four optimizer steps for
+each, one rollout generated ahead, so that the policies differ. Where there is a default, grey is what it makes of the
+same. `python docs/figures.py` draws them, with fixed seeds and the options that the script names. They show what an
+algorithm does, not how good it is: in a dozen small rollouts that would be chance. When each helps is on a page of its
+own, [choosing](choosing.md).
+"""
+
+
+class Family(NamedTuple):
+    """A page.
+
+    Attributes:
+        file: its name.
+        title: its heading.
+        left: whom the left sides of its figures show, as the caption says it.
+    """
+
+    file: str
+    title: str
+    left: str
+
+
+LOSSES_PAGE = Family("algorithms_losses.md", "Losses", "to each token")
+ADVANTAGES_PAGE = Family("algorithms_advantages.md", "Advantages", "to each response or token")
+REDUCTIONS_PAGE = Family("algorithms_reductions.md", "Reductions", "to the tokens of each response")
+KL_PAGE = Family("algorithms_kl.md", "Estimators of a KL", "at each token")
+MASKS_PAGE = Family("algorithms_masks.md", "Masks, weights and replay", "to each token or response")
+TERMS_PAGE = Family("algorithms_terms.md", "Terms of the loss", "to each token")
+REWARDS_PAGE = Family("algorithms_rewards.md", "Rewards and prompts", "to each response")
+FAMILIES: Mapping[str, tuple[Family, str]] = {
+    "policy loss": (LOSSES_PAGE, "RLLightningModule(loss={})"),
+    "value loss": (LOSSES_PAGE, 'RLLightningModule(critic="shared", value_loss={})'),
+    "advantages": (ADVANTAGES_PAGE, "RLLightningModule(advantages={})"),
+    "decay of GAE": (ADVANTAGES_PAGE, "RLLightningModule(advantages=GAE(lam={}))"),
+    "weights of tokens": (REDUCTIONS_PAGE, "RLLightningModule(reduction={})"),
+    "a KL": (KL_PAGE, "ReferenceKL(estimator={})"),
+}
+"""Page and use of everything but corrections, by what it changes."""
 
 RECORDED: Mapping[str, tuple[str, ...]] = {
     "ClippedSurrogate": ("ppo_clip", "ppo_clip_dual", "ppo_clip_two_sided_delta"),
@@ -154,45 +203,121 @@ def recorded_peers() -> dict[str, set[str]]:
     return peers
 
 
+def family(algorithm: Algorithm) -> tuple[Family, str]:
+    """The page that an algorithm is on, and how it is used, with its name or class in the place of braces."""
+    if not _is_correction(algorithm.value):
+        return FAMILIES[algorithm.changes]
+    bent = algorithm.changes.split(", ")
+    if {"policy loss", "rows", "forward"} & {*bent}:
+        return MASKS_PAGE, CORRECTION
+    return TERMS_PAGE if "loss" in bent else REWARDS_PAGE, CORRECTION
+
+
+def _is_correction(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, RLCallback)
+
+
+def _texts(value: Any) -> tuple[str, str]:
+    """The docstring, and that of the file where the file says it of its one idea."""
+    text = inspect.getdoc(value) or ""
+    return text, text if "Source:" in text else importlib.import_module(value.__module__).__doc__ or text
+
+
 def _row(algorithm: Algorithm, peers: Mapping[str, set[str]]) -> str:
     value = algorithm.value
-    text = inspect.getdoc(value) or ""
+    text, source = _texts(value)
     does = text.partition("\n\n")[0]
-    if "Source:" not in text:
-        text = importlib.import_module(value.__module__).__doc__ or text  # where the file says it of its one idea
-    if inspect.isclass(value) and issubclass(value, RLCallback):
+    if _is_correction(value):
         does = text.partition("\n\n")[0].partition(": ")[2]
     also = sorted(set().union(*(peers.get(name, set()) for name in RECORDED[value.__name__])), key=str.lower)
-    file = Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT)
+    file = _file(value)
     cells = (
-        f"`{value.__name__}`",
+        f"[`{value.__name__}`]({family(algorithm)[0].file}#{value.__name__.lower()})",
         f"`{algorithm.name}`" if algorithm.name else "",
         algorithm.changes,
-        _markdown(does),
+        _cell(does),
         ", ".join(also) or "none recorded",
-        ", ".join(_papers(text)) or "no paper",
+        ", ".join(_papers(source)) or "no paper",
         f"[{file.name}](../{file})",
     )
     return "| " + " | ".join(cells) + " |"
 
 
+def _file(value: Any) -> Path:
+    return Path(inspect.getsourcefile(value) or "").resolve().relative_to(ROOT)
+
+
 def _papers(text: str) -> Iterable[str]:
-    source = text.partition("Source:")[2].partition("\n\n")[0]
-    numbers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{5})", source))
-    return [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers] or [" ".join(source.split())]
+    source = _source(text)
+    numbers = dict.fromkeys(ARXIV.findall(source))
+    return [f"[{number}](https://arxiv.org/abs/{number})" for number in numbers] or [source]
 
 
-def _markdown(text: str) -> str:
-    plain = re.sub(r":math:`([^`]*)`", r"$\1$", " ".join(text.split()))
-    plain = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", plain)
-    return plain.replace("``", "`").replace("|", r"\|")
+def _source(text: str) -> str:
+    return " ".join(text.partition("Source:")[2].partition("\n\n")[0].split())
 
 
-def page() -> str:
-    """The whole page."""
-    peers = recorded_peers()
-    return HEAD + "\n".join(_row(algorithm, peers) for algorithm in algorithms()) + "\n"
+def _cell(text: str) -> str:
+    return _prose(text).replace("|", r"\|")
+
+
+def _prose(text: str) -> str:
+    """A docstring as Markdown, its literals and its examples included."""
+    return markdown(text).replace("``", "`").replace(">>>", "    >>>")
+
+
+def section(algorithm: Algorithm) -> str:
+    """What a page says of one algorithm."""
+    value = algorithm.value
+    text, source = _texts(value)
+    file = _file(value)
+    chosen = f'"{algorithm.name}"' if algorithm.name else f"{value.__name__}(...)"
+    body = text if source is text or ".. math::" in text else f"{_after_title(source)}\n\n{text}"
+    usage = family(algorithm)[1].format(chosen)
+    paper = ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", _source(source))
+    return "\n".join(
+        (
+            f"## {value.__name__}",
+            "",
+            *_paragraphs(body),
+            f"*Paper:* {paper}",
+            "",
+            f"*Use:* `{usage}`. *Code, with every option:* [{file.name}](../{file}).",
+            "",
+            f"![What {value.__name__} does on the quickstart](figures/{value.__name__}.svg)",
+            "",
+        )
+    )
+
+
+def _after_title(text: str) -> str:
+    """A file's docstring with the title as the first sentence of a paragraph."""
+    title, _, rest = text.partition(": ")
+    first, _, rest = rest.partition("\n\n")
+    del title
+    return f"{first[0].upper()}{first[1:]}\n\n{rest}"
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Those before arguments and examples, without the source."""
+    kept = re.split(r"^(?:Args|Attributes|Returns|Raises|Example):$", text, maxsplit=1, flags=re.MULTILINE)[0]
+    for paragraph in re.split(r"\n\n+", _prose(kept).strip()):
+        if not paragraph.startswith("Source:"):
+            yield from (paragraph, "")
+
+
+def pages() -> dict[str, str]:
+    """Every page by the name of its file."""
+    peers, every = recorded_peers(), list(algorithms())
+    table = HEAD + "\n".join(_row(algorithm, peers) for algorithm in every) + "\n"
+    texts = {PAGE.name: table}
+    for page in dict.fromkeys(family(algorithm)[0] for algorithm in every):
+        sections = [section(algorithm) for algorithm in every if family(algorithm)[0] == page]
+        caption = CAPTION.format(left=page.left)
+        texts[page.file] = "\n".join([f"# {page.title}", "", caption, *sections])
+    return texts
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, text in pages().items():
+        (PAGE.parent / name).write_text(text)

@@ -1,14 +1,15 @@
-"""Turns what docstrings write for Sphinx into Markdown, for the reference of the site: formulas, names of classes."""
+"""Shows docstrings that are written for Sphinx in the reference of the site."""
 
 import ast
-import re
-import textwrap
+import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
 
-BLOCK = re.compile(r"^([ ]*)\.\. math::(?P<rest>[^\n]*)\n(?P<body>(?:\1[ ]+[^\n]*\n|\s*\n)*)", re.MULTILINE)
-ROLE = re.compile(r":(math|class|func|meth|mod|attr):`~?([^`]+)`", re.DOTALL)
+sys.path.append(str(Path(__file__).parent))  # last: site.py beside this file is no module of Python's
+
+from roles import markdown
 
 
 class Markdown(griffe.Extension):
@@ -19,22 +20,3 @@ class Markdown(griffe.Extension):
         del node
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
-
-
-def markdown(text: str) -> str:
-    """A docstring with formulas as code and names of classes without their modules."""
-    text = BLOCK.sub(_block, f"{text}\n")
-    return ROLE.sub(_role, text).rstrip("\n")
-
-
-def _block(match: re.Match[str]) -> str:
-    indent = match[1]
-    body = textwrap.dedent(match["body"]).strip("\n")
-    formula = "\n".join(part for part in (match["rest"].strip(), body) if part)
-    fenced = textwrap.indent(f"```text\n{formula}\n```", indent)
-    return f"{fenced}\n\n"
-
-
-def _role(match: re.Match[str]) -> str:
-    words = " ".join(match[2].split())
-    return f"`{words}`" if match[1] == "math" else f"`{words.rpartition('.')[2]}`"

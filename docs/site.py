@@ -4,8 +4,8 @@
 
 The pages are written for a code host, with relative links to files of the repository. They are copied to
 ``build/docs``, where such a file becomes a page of the site, and a page is made for each part of the public interface.
-Then MkDocs builds ``build/docs/site`` with ``mkdocs.yml``; a warning is an error. Pages that its navigation does not
-name come last.
+Then MkDocs builds ``build/docs/site`` with ``mkdocs.yml``; a warning is an error, and so is a link that leads nowhere.
+Pages that its navigation does not name come last.
 """
 
 import ast
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import links
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +25,9 @@ BUILD = ROOT / "build" / "docs"
 PAGES = BUILD / "pages"
 BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "README.md")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+WIDE = re.compile(r"^\|(?:-+\|){5,}$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+SHOWN = (".png", ".svg", ".css", ".js")
 KINDS = {".py": "python", ".json": "json", ".toml": "toml", ".sh": "bash", ".yml": "yaml", ".jsonl": "json"}
 REFERENCE = {
     "lightning_rl": "the top of the package",
@@ -64,7 +67,10 @@ def main() -> int:
         "--config-file",
         str(BUILD / "mkdocs.yml"),
     ]
-    return subprocess.run(command, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    if code := subprocess.run(command, check=False, env=environment).returncode:
+        return code
+    return links.main(BUILD / "site")
 
 
 def stage() -> None:
@@ -74,8 +80,10 @@ def stage() -> None:
     sources: set[Path] = set()
     for page in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in BESIDE)]:
         name = "readme.md" if page.name == "README.md" else page.name
-        (PAGES / name).write_text(rewrite(page.read_text(), page, sources))
-    for picture in (ROOT / "docs").rglob("*.png"):
+        text = page.read_text()
+        head = "---\nhide: [toc]\n---\n\n" if WIDE.search(text) else ""  # a wide table needs the room of the contents
+        (PAGES / name).write_text(head + rewrite(text, page, sources))
+    for picture in (one for one in (ROOT / "docs").rglob("*") if one.suffix in SHOWN):
         target = PAGES / picture.relative_to(ROOT / "docs")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target)
@@ -111,7 +119,7 @@ def site_link(target: str, page: Path, sources: set[Path]) -> str:
     anchor = f"#{anchor}" if anchor else ""
     if file.parent == ROOT and file.name in BESIDE:
         return ("readme.md" if file.name == "README.md" else file.name) + anchor
-    if file.parent == ROOT / "docs" and file.suffix in (".md", ".png"):
+    if file.parent == ROOT / "docs" and file.suffix in (".md", *SHOWN):
         return file.name + anchor
     sources.add(file)
     return source_page(file).as_posix()
@@ -172,6 +180,7 @@ def configuration() -> dict[str, Any]:
         nav.append({"More": left})
     nav.append({"Reference": ["reference/index.md", *(f"reference/{module}.md" for module in REFERENCE)]})
     options |= {"docs_dir": str(PAGES), "site_dir": str(BUILD / "site"), "nav": nav}
+    options["hooks"] = [str(ROOT / name) for name in options["hooks"]]
     for plugin in options["plugins"]:
         if isinstance(plugin, dict) and "mkdocstrings" in plugin:
             handler = plugin["mkdocstrings"]["handlers"]["python"]

@@ -1,10 +1,11 @@
-"""docs/algorithms.md is what the registries say, and every export has its entry in it."""
+"""docs/algorithms*.md are what the registries say: every export has its row, section, formula, paper and figure."""
 
 import importlib.util
 import json
 import re
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -27,19 +28,52 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def sections() -> dict[str, str]:
+    """Every section of the pages of the families, by its heading."""
+    pages = [page.read_text() for page in sorted(SCRIPT.parent.glob("algorithms_*.md"))]
+    return {part.partition("\n")[0]: part for page in pages for part in page.split("\n## ")[1:]}
+
+
 def test_every_algorithm_has_an_entry_of_what_it_is_compared_with(script: ModuleType) -> None:
     missing = [one.value.__name__ for one in script.algorithms() if one.value.__name__ not in script.RECORDED]
     assert missing == [], "add an entry to RECORDED in docs/algorithms.py"
 
 
-def test_the_page_is_what_the_registries_say(script: ModuleType) -> None:
-    assert SCRIPT.with_suffix(".md").read_text() == script.page(), "run python docs/algorithms.py"
+def test_the_pages_are_what_the_registries_say(script: ModuleType) -> None:
+    there = {page.name: page.read_text() for page in SCRIPT.parent.glob("algorithms*.md")}
+    assert there == script.pages(), "run python docs/algorithms.py"
 
 
 def test_every_name_and_every_correction_is_on_the_page() -> None:
     text = SCRIPT.with_suffix(".md").read_text()
-    for name in (*LOSSES, *ESTIMATORS, *REDUCTIONS, *KL_ESTIMATORS, *callbacks.__all__):
+    for name in (*LOSSES, *ESTIMATORS, *REDUCTIONS, *KL_ESTIMATORS):
         assert f"| `{name}` |" in text, name
+    for name in callbacks.__all__:
+        assert f"| [`{name}`](" in text, name
+
+
+def test_every_algorithm_has_its_section_with_formula_paper_use_and_figure(
+    script: ModuleType, sections: dict[str, str]
+) -> None:
+    names = [one.value.__name__ for one in script.algorithms()]
+    assert sorted(sections) == sorted(names)
+    for name, text in sections.items():
+        (formula,) = re.findall(r"^\$\$\n(.+?)\n\$\$$", text, re.MULTILINE | re.DOTALL)[:1] or [""]
+        assert formula, f"{name}: add a .. math:: block to the docstring"
+        assert re.search(r"^\*Paper:\* \S", text, re.MULTILINE), name
+        assert re.search(r"^\*Use:\* `\S", text, re.MULTILINE), name
+        assert f"](figures/{name}.svg)" in text, name
+
+
+def test_every_figure_is_small_whole_and_of_an_algorithm(script: ModuleType) -> None:
+    figures = {path.stem: path.read_text() for path in (SCRIPT.parent / "figures").iterdir()}
+    missing = {one.value.__name__ for one in script.algorithms()} ^ figures.keys()
+    assert not missing, "run python docs/figures.py with these names"
+    for name, text in figures.items():
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg", name
+        assert not re.search(r"<script|href=\"(?!#)", text), name
+    assert sum(map(len, figures.values())) < 2_000_000
 
 
 def test_when_each_helps_is_said() -> None:

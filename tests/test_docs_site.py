@@ -3,11 +3,13 @@
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from kit.browser import chromium
 
 import lightning_rl
 
@@ -16,6 +18,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
 ]
+SITE = ROOT / "build/docs/site"
 BUILDER = ROOT / ".venv-docs/bin/python"
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
@@ -23,13 +26,32 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 LATER = {"report.md", "performance.md", "plan.md"}  # named by the navigation, which leaves out what is not there
 
 
+def script(name: str) -> ModuleType:
+    """A script of the pages' folder, which is no package, as a module."""
+    sys.path.append(str(ROOT / "docs"))  # what lies beside it, as when it runs
+    try:
+        spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    return module
+
+
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("site")
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """The site, built anew."""
+    if not BUILDER.exists():
+        pytest.skip("no environment with the builder of the site: make docs makes one")
+    done = subprocess.run([str(BUILDER), "docs/site.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return SITE
 
 
 def anchors(page: Path) -> set[str]:
@@ -91,8 +113,54 @@ def test_a_link_to_nothing_ends_the_build(site: ModuleType) -> None:
         site.rewrite("[x](nothing.md)", ROOT / "docs" / "index.md", set())
 
 
+@pytest.mark.parametrize(
+    ("page", "complaint"),
+    [
+        ('<a href="b.html#there">x</a> <a href="#here" id="here">x</a> <a href="https://a.b/c">x</a>', None),
+        ('<img src="data:image/png;base64,AA==">', None),
+        ('<a href="c.html">x</a>', "links to c.html, which is not there"),
+        ('<a href="b.html#gone">x</a>', "links to b.html#gone, which has no such place"),
+        ('<img src="gone.svg">', "links to gone.svg, which is not there"),
+        ('<script src="https://a.b/c.js"></script>', "fetches https://a.b/c.js from another host"),
+        ('<link rel="stylesheet" href="//a.b/c.css">', "fetches //a.b/c.css from another host"),
+    ],
+)
+def test_a_dead_link_and_a_file_of_another_host_end_the_build(
+    page: str, complaint: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.html").write_text(page)
+    (tmp_path / "b.html").write_text('<h1 id="there">x</h1>')
+    assert script("links").main(tmp_path) == int(complaint is not None)
+    assert capsys.readouterr().err == ("" if complaint is None else f"a.html: {complaint}\n")
+
+
+def test_a_docstring_becomes_markdown_with_its_formulas() -> None:
+    text = "One :class:`~lightning_rl.Rollout`, :math:`a b`.\n\n.. math::\n    x = y\n\nMore."
+    assert script("roles").markdown(text) == "One `Rollout`, $a b$.\n\n$$\nx = y\n$$\n\nMore."
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not BUILDER.exists(), reason="no environment with the builder of the site: make docs makes one")
-def test_the_site_builds_without_a_warning() -> None:
-    done = subprocess.run([str(BUILDER), "docs/site.py"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_site_builds_without_a_warning_or_a_dead_link(built: Path) -> None:
+    assert (built / "index.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_word_is_found_from_a_folder_without_a_request(built: Path, width: int, tmp_path: Path) -> None:
+    with chromium(tmp_path) as browser:
+        browser.size(width)
+        browser.call("Page.navigate", url=(built / "index.html").as_uri())
+        browser.wait("document.readyState === 'complete' && Boolean(window.__index)")
+        shown = "[...document.querySelectorAll('{}')].some((e) => e.getClientRects().length && e.offsetWidth > 20)"
+        browser.wait(shown.format(".md-search__input" if width > 1000 else "label[for=__search].md-header__button"))
+        typed = "const e = document.querySelector('.md-search__input'); e.focus(); e.value = 'IcePop';"
+        browser.ask(f"(() => {{ {typed} e.dispatchEvent(new KeyboardEvent('keyup')); }})()")
+        browser.wait("document.querySelectorAll('.md-search-result__link').length > 0")
+        assert browser.said == []
+        assert [address for address in browser.requests if not address.startswith(("file:", "data:", "about:"))] == []
+
+
+@pytest.mark.slow
+def test_formulas_are_drawn_by_the_browser_alone(built: Path) -> None:
+    text = (built / "algorithms_losses.html").read_text()
+    assert text.count('<div class="formula"><math') >= 12 and "arithmatex" not in text

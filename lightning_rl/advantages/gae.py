@@ -16,7 +16,10 @@ from lightning_rl.signal.returns import check_decay, gae
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAE(Estimator):
-    """Generalised advantage estimation with a critic, as PPO and VAPO use it.
+    r"""Generalised advantage estimation with a critic, as PPO and VAPO use it.
+
+    .. math::
+        A_t = \sum_{l \ge 0} (\gamma \lambda)^l\, \delta_{t+l}, \qquad \delta_t = r_t + \gamma V_{t+1} - V_t
 
     Source: Schulman et al. 2015, arXiv:1506.02438; a decay of the critic's own, and one that follows the length: Yue et
     al. 2025 (VAPO), arXiv:2504.05118, sections 4.1 and 4.2.

@@ -15,7 +15,11 @@ from lightning_rl.signal.returns import TurnEstimates, check_decay, turn_gae, tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAEOverTurns(Estimator):
-    """GAE that takes a whole turn for one action: its tokens share an advantage, and discounts count turns.
+    r"""GAE that takes a whole turn for one action: its tokens share an advantage, and discounts count turns.
+
+    .. math::
+        A_k = \sum_{l \ge 0} (\gamma \lambda)^l\, \delta_{k+l}, \qquad
+        \delta_k = \sum_{t \in \text{turn } k} r_t + \gamma V_{k+1} - V_k
 
     A turn is worth what the critic says before its first token. Helps in conversations with tools or an environment,
     where a reward many turns later would be lost on the way through the tokens of all of them. Turns are numbers from 1

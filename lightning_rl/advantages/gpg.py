@@ -18,6 +18,9 @@ from lightning_rl.signal.statistics import group_statistics
 class GPG(RowEstimator):
     r"""The score minus the mean of its group, :math:`\alpha (s - \bar s)` with :math:`\alpha = B / (B - M)`.
 
+    .. math::
+        A_i = \frac{B}{B - M}\,(s_i - \bar s)
+
     Of the B rewarded rows of the batch, M teach nothing: their groups have no two different scores. Without the scale
     they would thin the gradient out, the more the easier or harder the prompts are. Helps with mixed prompts, where
     dynamic sampling does not replace such groups; with the plain policy gradient as its loss.

@@ -39,6 +39,9 @@ class GroupRelative(RowEstimator):
 class GRPO(GroupRelative):
     r"""The score standardised within its group, :math:`(s - \bar s) / (\sigma + \epsilon)`.
 
+    .. math::
+        A_i = \frac{s_i - \bar s}{\sigma + \epsilon}
+
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2.
 
     Args:
@@ -70,6 +73,9 @@ class GRPO(GroupRelative):
 class DrGRPO(GroupRelative):
     r"""The score minus the mean of its group, :math:`s - \bar s`: a hard prompt weighs no more than an easy one.
 
+    .. math::
+        A_i = s_i - \bar s
+
     Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
     """
 
@@ -82,6 +88,9 @@ class DrGRPO(GroupRelative):
 class RLOO(GroupRelative):
     r"""The score minus the mean of the *other* rows of its group, :math:`(s - \bar s)\, n / (n - 1)`.
 
+    .. math::
+        A_i = s_i - \frac{1}{n - 1} \sum_{j \ne i} s_j = \frac{n}{n - 1}\,(s_i - \bar s)
+
     Source: Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019.
     """
 
@@ -93,6 +102,9 @@ class RLOO(GroupRelative):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxRL(GroupRelative):
     r"""The score relative to the mean of its group, :math:`(s - \bar s) / (\bar s + \epsilon)`.
+
+    .. math::
+        A_i = \frac{s_i - \bar s}{\bar s + \epsilon}
 
     Derived for rewards of 0 and 1, where it approximates maximum likelihood; 0 unless the mean is positive.
 

@@ -19,7 +19,10 @@ Level = Literal["batch", "group", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalized(RowEstimator):
-    """The score minus a mean, over a standard deviation, each of the row's group, of the whole batch, or left out.
+    r"""The score minus a mean, over a standard deviation, each of the row's group, of the whole batch, or left out.
+
+    .. math::
+        A_i = \frac{s_i - \mu}{\sigma + \epsilon}, \qquad \mu, \sigma\ \text{of the group or the batch, or } 0, 1
 
     Group and group is GRPO, group and none Dr. GRPO, group leaving one out and none RLOO, group and batch LitePPO. A
     row outside ``rewarded`` gets 0, and so does a row whose group or batch, where that is a level, has no two different

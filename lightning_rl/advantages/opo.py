@@ -14,6 +14,9 @@ from lightning_rl.signal.statistics import group_statistics
 class OPO(Estimator):
     r"""The score minus the length-weighted mean of its group, :math:`s - \sum_i l_i s_i / \sum_i l_i`.
 
+    .. math::
+        A_i = s_i - \frac{\sum_j l_j s_j}{\sum_j l_j}
+
     A row outside ``rewarded`` gets 0, and so does a row whose group has no two different scores. Lengths count valid
     tokens.
 

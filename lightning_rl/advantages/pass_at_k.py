@@ -18,6 +18,9 @@ from lightning_rl.signal.statistics import group_statistics
 class PassAtK(RowEstimator):
     r"""The best score of the group minus the best of the others, :math:`\max_j s_j - \max_{j \ne i} s_j`.
 
+    .. math::
+        A_i = s_i - \max_{j \ne i} s_j\ \text{if}\ s_i = \max_j s_j\ \text{else}\ 0
+
     All rows but the best get 0. It is the gradient of the expected maximum of k answers, with the maximum that the
     others reach alone as its baseline; k is the group. Two equally good answers teach nothing, for one would have done.
     Helps where one good answer out of k counts, as with a verifier at inference, and where GRPO makes answers alike.

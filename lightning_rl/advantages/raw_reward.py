@@ -12,7 +12,10 @@ from lightning_rl.signal.masked import masked_fill_invalid
 
 @dataclass(frozen=True, slots=True)
 class RawReward(RowEstimator):
-    """The score itself, without a baseline; groups take no part.
+    r"""The score itself, without a baseline; groups take no part.
+
+    .. math::
+        A_i = s_i
 
     Source: Williams 1992.
     """

@@ -16,7 +16,11 @@ from lightning_rl.signal.returns import check_decay, discounted_returns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReinforcePlusPlus(Estimator):
-    """Discounted returns of the shaped reward, whitened over all valid tokens of rewarded rows.
+    r"""Discounted returns of the shaped reward, whitened over all valid tokens of rewarded rows.
+
+    .. math::
+        A_t = \frac{G_t - \mu}{\sigma}, \qquad G_t = \sum_{l \ge 0} \gamma^l\, r_{t+l}, \qquad
+        \mu, \sigma\ \text{over all tokens of the batch}
 
     A row that is not rewarded has no task part after whitening either: its penalties are scaled and not shifted.
 
@@ -48,7 +52,11 @@ class ReinforcePlusPlus(Estimator):
 
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlusBaseline(Estimator):
-    """The reward minus the mean of its group, plus each token's own reward, whitened over all valid tokens.
+    r"""The reward minus the mean of its group, plus each token's own reward, whitened over all valid tokens.
+
+    .. math::
+        A_{i,t} = \frac{x_{i,t} - \mu}{\sigma}, \qquad x_{i,t} = s_i - \bar s + r_{i,t}, \qquad
+        \mu, \sigma\ \text{over all tokens of the batch}
 
     Source: Hu et al. 2025, arXiv:2501.03262, the variant with a group baseline.
     """

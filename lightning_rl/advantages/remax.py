@@ -12,7 +12,10 @@ from lightning_rl.signal.returns import discounted_returns
 
 @dataclass(frozen=True, slots=True)
 class ReMax(Estimator):
-    """The reward from each token on, minus the score of the greedy answer to the same prompt.
+    r"""The reward from each token on, minus the score of the greedy answer to the same prompt.
+
+    .. math::
+        A_{i,t} = \sum_{l \ge 0} r_{i,t+l} - s^{\text{greedy}}
 
     The greedy answer is one request more for each prompt; it never trains. Rows whose greedy answer has no reward are
     not rewarded.

@@ -28,6 +28,9 @@ class TraceDecay(ABC):
 class LengthAdaptive(TraceDecay):
     r"""The decay :math:`\lambda = 1 - 1/(\alpha l)`, at least 0: the longer a row, the further its last reward reaches.
 
+    .. math::
+        \lambda = \max\Bigl(1 - \frac{1}{\alpha l},\ 0\Bigr)
+
     With one decay for all rows a reward at the end is lost on the first tokens of a long answer (0.95 to the power of
     100 is 0.006), or the advantages of a short one are noisy. Helps where lengths differ by orders of magnitude. It is
     0 up to a length of :math:`1/\alpha`, by default 20 tokens: there each token learns from the next value alone.
@@ -59,6 +62,9 @@ class LengthAdaptive(TraceDecay):
 @dataclass(frozen=True, slots=True)
 class RelativePosition(TraceDecay):
     r"""The decay :math:`\lambda = q^{1/(l-1)}`: how much of the last reward reaches a place in a row of any length.
+
+    .. math::
+        \lambda = q^{1/(l-1)}
 
     The first step of every row keeps the share q of the reward at the end, the one in the middle its root. Helps as
     :class:`LengthAdaptive` does, and does not cut short rows off.

@@ -18,7 +18,11 @@ from lightning_rl.signal.selection import GlobalConcat, covariances, largest, sh
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(ClippedSurrogate):
-    """The clipped surrogate without a few of the tokens whose covariance is high, which drive entropy down.
+    r"""The clipped surrogate without a few of the tokens whose covariance is high, which drive entropy down.
+
+    .. math::
+        \ell = \ell_{\text{clip}}\,[(b, t) \notin \mathcal{C}], \qquad
+        \mathcal{C} \subset \{(b, t) : c_{low} < (\log p - \overline{\log p})(A - \bar A) < c_{high}\}
 
     The tokens are drawn among those whose covariance lies within the bounds and that no clip holds back, by a number
     that depends on the sample and the position alone. Logs ``policy/chosen``, their share.
@@ -72,7 +76,11 @@ class ClipCov(ClippedSurrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCov(RatioLoss):
-    """The unclipped surrogate, with a penalty on the drift of the tokens whose covariance is highest.
+    r"""The unclipped surrogate, with a penalty on the drift of the tokens whose covariance is highest.
+
+    .. math::
+        \ell = -r A + \beta\,\bigl|\log p - \log p_{\text{old}}\bigr|\,[(b, t) \in \mathcal{C}], \qquad
+        \mathcal{C} = \text{the largest}\ (\log p - \overline{\log p})(A - \bar A)
 
     Logs ``policy/chosen``, the share of penalised tokens.
 

@@ -18,6 +18,10 @@ from lightning_rl.signal.kl import binary_kl
 class DPPO(RatioLoss):
     r"""The surrogate :math:`-\rho A` wherever the token has not left a trust region in the direction of its advantage.
 
+    .. math::
+        \ell = -\rho A\,[\text{inside}], \qquad \rho = \frac{p}{q}, \qquad
+        \text{outside} \iff (p > q,\ A > 0,\ D > D_{high})\ \text{or}\ (p < q,\ A \le 0,\ D > D_{low})
+
     The region bounds the divergence between two Bernoulli distributions, "this token" or "another", of the policy being
     trained and the one that sampled: the total variation :math:`|p - q|` or the KL of q to p. A token that
     is left out has loss and gradient 0; an advantage of 0 counts as negative. Logs ``policy/outside``, their share.

@@ -18,7 +18,12 @@ from lightning_rl.signal.selection import GlobalConcat, smallest_with_mean_below
 
 @dataclass(frozen=True, kw_only=True)
 class M2PO(ClippedSurrogate):
-    """The clipped surrogate on tokens that keep the second moment of the engine's log-ratio small.
+    r"""The clipped surrogate on tokens that keep the second moment of the engine's log-ratio small.
+
+    .. math::
+        \ell = \ell_{\text{clip}}\,[(b, t) \in \mathcal{K}], \qquad
+        \frac{1}{|\mathcal{K}|} \sum_{(b, t) \in \mathcal{K}} \Bigl(\log
+        \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}\Bigr)^2 \le \tau
 
     The tokens with the largest squared log-ratio of old to rollout policy are left out until the mean over the rest is
     below the threshold; they stay in the denominator. Logs ``policy/kept``, the share of the others.

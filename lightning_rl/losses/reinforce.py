@@ -14,6 +14,9 @@ from lightning_rl.losses.base import PolicyLoss
 class Reinforce(PolicyLoss):
     r"""The score-function loss :math:`-A \log p`, without a ratio: exact for samples of the current policy.
 
+    .. math::
+        \ell = -A \log p
+
     Source: Williams 1992.
     """
 

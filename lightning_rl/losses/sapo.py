@@ -16,6 +16,10 @@ from lightning_rl.losses.base import RatioLoss
 class SAPO(RatioLoss):
     r"""A soft gate on the ratio: :math:`-\tfrac{4}{\tau}\,\sigma(\tau (r - 1))\, A`.
 
+    .. math::
+        \ell = -\frac{4}{\tau}\,\sigma\bigl(\tau (r - 1)\bigr)\, A, \qquad
+        \tau = \tau_{positive}\ \text{if}\ A > 0\ \text{else}\ \tau_{negative}
+
     Near a ratio of 1 its gradient is that of :math:`-rA`; away from it the gradient fades.
 
     Source: Gao et al. 2025 (SAPO), arXiv:2511.20347, eq. 6.

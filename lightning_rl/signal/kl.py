@@ -48,22 +48,37 @@ def tangent_expm1(exponent: Float[Tensor, "..."], *, tangent: bool = True) -> Fl
 
 
 def k1(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The plain log-ratio. As a loss term on samples of the policy its expected gradient is zero."""
+    r"""The plain log-ratio. As a loss term on samples of the policy its expected gradient is zero.
+
+    .. math::
+        d = \log p - \log q
+    """
     return logprobs - other
 
 
 def absolute(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The absolute log-ratio."""
+    r"""The absolute log-ratio.
+
+    .. math::
+        |d| = |\log p - \log q|
+    """
     return (logprobs - other).abs()
 
 
 def k2(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Half the squared log-ratio. Its gradient is that of the reverse KL."""
+    r"""Half the squared log-ratio. Its gradient is that of the reverse KL.
+
+    .. math::
+        \frac{d^2}{2} = \frac{1}{2} (\log p - \log q)^2
+    """
     return 0.5 * (logprobs - other).square()
 
 
 def k3(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."], *, tangent: bool = True) -> Float[Tensor, "..."]:
-    """``exp(-d) - 1 + d``: unbiased and never negative; beyond a gap of 20 the exponential goes on as its tangent.
+    r"""``exp(-d) - 1 + d``: unbiased and never negative; beyond a gap of 20 the exponential goes on as its tangent.
+
+    .. math::
+        e^{-d} - 1 + d, \qquad d = \log p - \log q
 
     Made with ``expm1``: in float32 ``exp(-d) - 1`` would have lost all of a gap below 3e-4, and its sign.
 

@@ -24,7 +24,10 @@ Reduction = Callable[[Tensor, Tensor, Tensor, GlobalSum], Tensor]
 
 
 def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
-    """Every valid token of the step weighs the same.
+    r"""Every valid token of the step weighs the same.
+
+    .. math::
+        w_{b,t} = \frac{1}{\sum_j |o_j|}
 
     Source: Yu et al. 2025 (DAPO), arXiv:2503.14476.
     """
@@ -34,7 +37,10 @@ def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: 
 
 
 def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
-    """Every trained row weighs the same, and so does every token within it. Rows without valid tokens count as rows.
+    r"""Every trained row weighs the same, and so does every token within it. Rows without valid tokens count as rows.
+
+    .. math::
+        w_{b,t} = \frac{1}{B\,|o_b|}
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300.
     """
@@ -46,7 +52,10 @@ def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_su
 
 @dataclass(frozen=True, slots=True)
 class SequenceSumNorm:
-    """The sum of a row's tokens over a constant length, averaged over the trained rows: no length bias.
+    r"""The sum of a row's tokens over a constant length, averaged over the trained rows: no length bias.
+
+    .. math::
+        w_{b,t} = \frac{1}{B\,L}
 
     Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
 
@@ -74,7 +83,10 @@ class SequenceSumNorm:
 
 
 def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
-    """Every prompt weighs the same, and so does every valid token of its responses. A group lies on one rank.
+    r"""Every prompt weighs the same, and so does every valid token of its responses. A group lies on one rank.
+
+    .. math::
+        w_{b,t} = \frac{1}{P \sum_{j \in \text{group}(b)} |o_j|}
 
     Source: the SkyRL reduction of this name.
     """
