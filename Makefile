@@ -120,8 +120,8 @@ format: $(INSTALLED) ## Rewrite the code as the static checks want it
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(INSTALLED) ## Run every benchmark
-	for script in $(filter-out benchmarks/measure.py,$(wildcard benchmarks/*.py)); do $(BIN)/python "$$script"; done
+bench: $(INSTALLED) $(TRL_INSTALLED) ## Run every benchmark, and end with a table of all bounds
+	$(BIN)/python benchmarks/run.py
 
 clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache

@@ -1,34 +1,76 @@
-"""What the audit costs on the quickstart's model: off, every tenth, every rollout; interleaved, medians and ratios.
+"""What those who watch a run cost on the quickstart's model, and what corrections do: audit, ledger, recorder.
 
-Measured is CPU time of one thread. Other processes on the machine change it by their use of caches, from minute to
-minute: so the rollouts of a run that audits every second one are compared with their neighbours as well, and
-``python benchmarks/audit.py --pairs`` compares those alone.
+    python benchmarks/audit.py
+    python benchmarks/audit.py --neighbours true
+
+Runs of ten rollouts take turns; corrections are compared with none, all else with the corrections of a GRPO recipe.
+They learn slowly, so that they draw about the same tokens. Measured is CPU time of one thread. Other processes on the
+machine change it by their use of caches, from minute to minute: so the rollouts of a run that audits every second one
+are compared with their neighbours as well, and ``--neighbours`` compares those alone.
 """
 
+import logging
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
+from jsonargparse import auto_cli
 from lightning.pytorch import Trainer
+from measure import MIN_ROUNDS, Report, take_turns
 from torch.optim import AdamW
 from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
-from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Sampling
-from lightning_rl.audit import SignalAudit
-from lightning_rl.callbacks import NoEOSMask, ReferenceKL
+from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, TruncatedIS
 from lightning_rl.data import Ticket
+from lightning_rl.recording import RolloutRecorder
 
-ROUNDS, ROLLOUTS, PROMPTS = 5, 10, 32
-RUNS, PAIRED = 3, 34
+ROLLOUTS, PROMPTS, GROUP, RUNS, PAIRED = 10, 32, 8, 3, 34
+Kind = Callable[[str], list[RLCallback]]
+
+
+def recipe(folder: str) -> list[RLCallback]:
+    """The corrections of a GRPO recipe."""
+    del folder
+    return [NoEOSMask(), ReferenceKL(0.01, as_loss=True)]
+
+
+NONE, RECIPE = "no callback", "two corrections of a recipe"
+KINDS: dict[str, Kind] = {
+    NONE: lambda _: [],
+    "four corrections": lambda _: [NoEOSMask(), OPSM(), RolloutKL(), TruncatedIS()],
+    RECIPE: recipe,
+    "the recipe's, audit as it comes": lambda folder: [*recipe(folder), SignalAudit()],
+    "the recipe's, audit of every rollout": lambda folder: [*recipe(folder), SignalAudit(1, "raise")],
+    "the recipe's, ledger": lambda folder: [*recipe(folder), SignalLedger()],
+    "the recipe's, recorder": lambda folder: [*recipe(folder), RolloutRecorder(tempfile.mkdtemp(dir=folder))],
+}
+LIMITS = dict(zip(list(KINDS)[3:], (1.02, 1.25, 1.02, 1.05), strict=True))
+
+
+class Drawn(RLCallback):
+    """Counts what was drawn."""
+
+    name = "drawn"
+
+    def __init__(self) -> None:
+        self.answers = self.tokens = 0
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.answers += len(rollout.drawn_lengths)
+        self.tokens += int(rollout.drawn_lengths.sum())
 
 
 class TimedAudit(SignalAudit):
@@ -48,25 +90,24 @@ class TimedAudit(SignalAudit):
 def pairs(folder: str) -> list[tuple[float, float]]:
     """CPU seconds of rollouts without the audit and of the next ones, with it; the audits 2 to 17 of a run."""
     audit = TimedAudit()
-    seconds(audit, folder, PAIRED)
+    fit([*recipe(folder), audit], folder, PAIRED)
     spent = [end - begin for begin, end in zip(audit.begins, audit.begins[1:], strict=False)][1:]
     return list(zip(spent[::2], spent[1::2], strict=False))
 
 
-def seconds(audit: RLCallback | None, folder: str, rollouts: int = ROLLOUTS) -> float:
-    """CPU seconds of a fit of some rollouts of 256 answers, and the corrections of a GRPO recipe."""
+def fit(callbacks: Sequence[RLCallback], folder: str, rollouts: int) -> Drawn:
+    """Trains for some rollouts of 256 answers."""
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0),
         tokenizer=task.sorting_tokenizer(),
         rewards=task.exactly_sorted,
         advantages=GRPO(),
-        group_size=8,
+        group_size=GROUP,
         sampling=Sampling(max_new_tokens=12),
         minibatches=2,
         optimizer=partial(AdamW, lr=1e-5),
     )
-    data = PromptDataModule(task.sorting_prompts(rollouts * PROMPTS, seed=0, exclude=[]), PROMPTS)
-    callbacks: list[RLCallback] = [NoEOSMask(), ReferenceKL(0.01, as_loss=True)]
+    data, drawn = PromptDataModule(task.sorting_prompts(rollouts * PROMPTS, seed=0, exclude=[]), PROMPTS), Drawn()
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -75,20 +116,21 @@ def seconds(audit: RLCallback | None, folder: str, rollouts: int = ROLLOUTS) -> 
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[*callbacks, *([audit] if audit else [])],
+        callbacks=[*callbacks, drawn],
     )
-    begin = time.process_time()
     trainer.fit(module, data)
-    return time.process_time() - begin
+    return drawn
 
 
-def main() -> None:
-    """Prints the table."""
+def main(*, rounds: int = MIN_ROUNDS, neighbours: bool = False, quick: bool = False) -> None:
+    """Prints the tables."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if "--pairs" not in sys.argv:
-        compare_runs()
-    compare_neighbours()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if not quick:
+        compare_neighbours()
+    if not neighbours:
+        compare_runs(rounds, 2 if quick else ROLLOUTS)
 
 
 def compare_neighbours() -> None:
@@ -101,25 +143,27 @@ def compare_neighbours() -> None:
     print(f"{1000 * mean(more):.0f} ms in the mean ({100 * mean(more) / bare:+.1f} %)")
 
 
-def compare_runs() -> None:
-    """Prints what runs take, and what they take more than those without the audit."""
-    kinds = {
-        "off": lambda: None,
-        "every 10": lambda: SignalAudit(10, "raise"),
-        "every 1": lambda: SignalAudit(1, "raise"),
-    }
-    times: dict[str, list[float]] = {name: [] for name in kinds}
+def compare_runs(rounds: int, rollouts: int) -> None:
+    """Prints what runs take, and holds them to their bounds."""
+    report, tokens = Report("audit"), {name: set[int]() for name in KINDS}
+
+    def run(name: str, folder: str) -> int:
+        drawn = fit(KINDS[name](folder), folder, rollouts)
+        tokens[name].add(drawn.tokens)
+        return drawn.answers
+
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(ROUNDS):
-            for name, make in kinds.items():
-                times[name].append(seconds(make(), folder))
-    bare = median(times["off"])
-    print(f"{ROLLOUTS} rollouts of {PROMPTS * 8} answers, one thread, medians of {ROUNDS} interleaved runs")
-    for name, values in times.items():
-        print(f"audit {name:<9} {median(values):6.2f} s   {100 * (median(values) / bare - 1):+5.1f} %")
-    extra = (median(times["every 1"]) - bare) / ROLLOUTS
-    print(f"one audited rollout: {1000 * extra:.0f} ms more than the {1000 * bare / ROLLOUTS:.0f} ms without")
+        runs = {name: partial(run, name, folder) for name in KINDS}
+        seconds = take_turns(runs, rounds, tokens=rollouts * PROMPTS * GROUP)
+    report.table(f"{rollouts} rollouts of {PROMPTS * GROUP} answers", seconds, base=RECIPE)
+    drawn = [number for each in tokens.values() for number in each]
+    report.bound("tokens drawn, most of fewest", max(drawn) / min(drawn), at_most=1.05)
+    corrected = median(seconds["four corrections"].of_all(seconds[NONE]).cpu)
+    report.bound("four corrections, of none", corrected, at_most=1.02)
+    for name, at_most in LIMITS.items():
+        report.bound(f"{name}: of without", median(seconds[name].of_all(seconds[RECIPE]).cpu), at_most=at_most)
+    report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main, as_positional=False)

@@ -22,12 +22,10 @@ from jsonargparse import auto_cli
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from measure import MIN_ROUNDS, Report, Seconds
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.optim import AdamW
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 from typing_extensions import override
+from workload import SIZES, qwen2, words
 
 from lightning_rl import FakeEngine, PromptDataModule, RLCallback, RLLightningModule, Sampling
 from lightning_rl.callbacks import OPSM, NoEOSMask, RolloutKL, TruncatedIS
@@ -41,27 +39,7 @@ ROWS, TOKENS, ROLLOUTS = 256, 64, 12
 def tiniest_model() -> Qwen2ForCausalLM:
     """One layer of width 8."""
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=16,
-            hidden_size=8,
-            num_hidden_layers=1,
-            intermediate_size=8,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-    )
-
-
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer with a word for each id."""
-    names = ["<pad>", "<eos>", *"abcdefghijklmn"]
-    tokenizer = Tokenizer(WordLevel({name: place for place, name in enumerate(names)}))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token=None)
+    return Qwen2ForCausalLM(qwen2(SIZES["tiniest"]))
 
 
 def by_text(completions: Sequence[str], **_: Any) -> list[float]:
@@ -203,8 +181,9 @@ def in_turn(variants: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str
     return seconds
 
 
-def main(rounds: int = MIN_ROUNDS, threads: int = 1) -> None:
+def main(*, rounds: int = MIN_ROUNDS, threads: int = 1, quick: bool = False) -> None:
     """Prints both tables."""
+    rounds = 1 if quick else rounds
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

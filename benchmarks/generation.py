@@ -1,31 +1,37 @@
-"""Tokens per second of three ways to generate the same requests: vLLM, the embedded engine, and ``model.generate``.
+"""Generation of the same requests by the embedded engine, ``model.generate`` and vLLM, beside what forwards alone take.
 
     python benchmarks/generation.py
 
-Lengths are equal, or skewed as those of a reasoning model are: most responses short, a few as long as allowed. They
-interleave, so that another load on the machine hits all three, and only sampled tokens count. vLLM takes part where it
-is installed (``.venv-vllm``). There is no bound: at this size on a CPU all three do about the same work.
+Lengths are equal, long and equal, or skewed as those of a reasoning model are: most responses short, a few as long as
+allowed. "forward alone" makes the forwards of the live rows with the embedded engine's cache, and draws nothing. Every
+way counts the tokens that it sampled for a row up to the row's end. vLLM takes part where it is installed
+(``.venv-vllm``); bounds are for the embedded engine.
 """
 
 import os
-import time
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from jsonargparse import auto_cli
+from measure import MIN_ROUNDS, Report, take_turns
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
+from workload import EOS, PAD, PROMPT, ScriptedLengths
 
 from lightning_rl import Engine, Sampling, TransformersEngine, VLLMEngine
 from lightning_rl.generation import Request
+from lightning_rl.generation.cache import KVCache
 
-ROWS, PROMPT, LONGEST, VOCABULARY, RUNS = 64, 16, 96, 512, 7
+LONGEST, VOCABULARY, COMPACT_BELOW = 512, 512, 0.75
 Generate = Callable[[Sequence[Request]], int]
 
 
-def a_model() -> PreTrainedModel:
-    """A Llama of 1.7 M parameters in four layers; nobody has trained it, so no response ends by itself."""
+def llama() -> PreTrainedModel:
+    """1.7 M parameters in four layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -41,27 +47,20 @@ def a_model() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def the_requests(lengths: Sequence[int]) -> list[Request]:
-    """One request for each length, with prompts of their own."""
-    draw = torch.Generator().manual_seed(1)
-    prompts = torch.randint(VOCABULARY, (len(lengths), PROMPT), generator=draw).tolist()
+def requests_of(lengths: Sequence[int]) -> list[Request]:
+    """One request for each length, with prompts of their own; nothing ends them but the length."""
+    prompts = torch.randint(2, VOCABULARY, (len(lengths), PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
+    base = Sampling(eos_token_ids=())
     return [
-        Request(
-            prefix_ids=tuple(prompt),
-            sample_id=n,
-            seed=n,
-            sampling=Sampling(max_new_tokens=length, eos_token_ids=()),
-        )
-        for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        Request(prefix_ids=tuple(ids), sample_id=n, seed=n, sampling=replace(base, max_new_tokens=length))
+        for n, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
 
-def skewed(rows: int) -> list[int]:
+def skewed(rows: int, longest: int) -> list[int]:
     """Lengths of which the middle one is an eighth of the longest."""
-    draw = torch.Generator().manual_seed(2)
-    return [
-        min(LONGEST, max(1, round(LONGEST / 8 * float(factor.exp())))) for factor in torch.randn(rows, generator=draw)
-    ]
+    draw = torch.randn(rows, generator=torch.Generator().manual_seed(2))
+    return [min(longest, max(1, round(longest / 8 * float(factor.exp())))) for factor in draw]
 
 
 def by_engine(engine: Engine, model: PreTrainedModel) -> Generate:
@@ -72,52 +71,65 @@ def by_engine(engine: Engine, model: PreTrainedModel) -> Generate:
     return lambda requests: sum(len(drawn.token_ids) for drawn in engine.generate(requests, logprobs=True))
 
 
-def by_generate(model: PreTrainedModel) -> Generate:
-    """Every row runs as long as the longest, because a batch has one limit; tokens beyond a row's own do not count."""
-
-    def generate(requests: Sequence[Request]) -> int:
-        ids: Tensor = torch.tensor([request.prefix_ids for request in requests])
-        most = max(request.sampling.max_new_tokens for request in requests)
-        options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=most, pad_token_id=0)
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)  # pyright: ignore[reportCallIssue]
-        return sum(request.sampling.max_new_tokens for request in requests)
-
-    return generate
-
-
-def rates(ways: dict[str, Generate], requests: Sequence[Request]) -> dict[str, float]:
-    """Median tokens per second of each way, over interleaved runs after one to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    tokens = sum(request.sampling.max_new_tokens for request in requests)
-    for _ in range(RUNS + 1):
-        for name, generate in ways.items():
-            begin = time.perf_counter()
-            found = generate(requests)
-            seconds[name].append(time.perf_counter() - begin)
-            if found != tokens:
-                raise RuntimeError(f"expected {tokens} tokens from {name}, got {found}")
-    return {name: tokens / median(taken[1:]) for name, taken in seconds.items()}
+def by_generate(model: PreTrainedModel, requests: Sequence[Request]) -> int:
+    """Every row runs as long as the longest, padded behind its own end."""
+    ids = torch.tensor([request.prefix_ids for request in requests])
+    lengths = [request.sampling.max_new_tokens for request in requests]
+    options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), pad_token_id=PAD, eos_token_id=EOS)
+    drawn = model.generate(  # pyright: ignore[reportCallIssue]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=options,
+        logits_processor=LogitsProcessorList([ScriptedLengths(lengths)]),
+    )
+    return int(((drawn[:, PROMPT:] == EOS).cumsum(-1) == 0).sum()) + len(requests)
 
 
-def main() -> None:
+@torch.no_grad()
+def forward_alone(model: PreTrainedModel, requests: Sequence[Request]) -> int:
+    """The forwards of a decode that drops rows as the embedded engine does; returns the tokens."""
+    left = torch.tensor([request.sampling.max_new_tokens for request in requests])
+    cache = KVCache(model.config, PROMPT + int(left.max()))
+    ids = torch.tensor([request.prefix_ids for request in requests])
+    places, tokens = torch.arange(PROMPT).expand_as(ids), 0
+    while True:
+        model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        tokens, left = tokens + int((left > 0).sum()), left - 1
+        alive = left > 0
+        if not alive.any():
+            return tokens
+        ids, places = ids[:, -1:], places[:, -1:] + 1
+        if alive.float().mean() < COMPACT_BELOW:
+            keep = alive.nonzero()[:, 0]
+            cache.batch_select_indices(keep)
+            ids, places, left = ids[keep], places[keep], left[keep]
+
+
+def main(*, rows: int = 64, rounds: int = MIN_ROUNDS, quick: bool = False) -> None:
     """Prints a table for each kind of lengths."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)
-    model = a_model()
+    warnings.simplefilter("ignore")
+    report, model = Report("generation"), llama()
     ways: dict[str, Generate] = {
-        "model.generate": by_generate(model),
+        "forward alone": partial(forward_alone, model),
         "TransformersEngine": by_engine(TransformersEngine(), model),
+        "model.generate": partial(by_generate, model),
     }
-    if find_spec("vllm") is None:
-        print("vLLM is not installed: run this with .venv-vllm/bin/python to see it as well")
-    else:
-        ways["VLLMEngine"] = by_engine(VLLMEngine(canary=False, max_num_seqs=ROWS), model)
-    for kind, lengths in (("equal", [LONGEST] * ROWS), ("skewed", skewed(ROWS))):
-        found = rates(ways, the_requests(lengths))
-        print(f"\n{ROWS} responses of {kind} lengths, {sum(lengths)} tokens, one CPU thread, float32")
-        for name, rate in found.items():
-            print(f"  {name:<20}{rate:8.0f} tokens/s   {rate / found['model.generate']:5.2f} x model.generate")
+    if find_spec("vllm") is not None:
+        ways["VLLMEngine"] = by_engine(VLLMEngine(canary=False, max_num_seqs=rows), model)
+    kinds = {"equal": [96] * rows, "skewed": skewed(rows, 96), "long": [LONGEST] * (rows // 2)}
+    for kind, whole in kinds.items():
+        lengths = [max(1, length // 8) for length in whole] if quick else whole
+        requests = requests_of(lengths)
+        seconds = take_turns({name: partial(way, requests) for name, way in ways.items()}, rounds, tokens=sum(lengths))
+        report.table(f"{kind}: {len(lengths)} responses, {sum(lengths)} tokens", seconds, base="forward alone")
+        rates = [(name, f"{sum(lengths) / median(both.cpu):.0f}") for name, both in seconds.items()]
+        report.rows(f"{kind}: tokens a second of CPU time", ("", "tokens/s"), rates)
+        cost = median(seconds["TransformersEngine"].of_all(seconds["forward alone"]).cpu)
+        report.bound(f"{kind}: CPU seconds of the embedded engine, of forward alone", cost, at_most=1.15)
+    report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main, as_positional=False)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-RESULTS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "bench"
 PACKAGES = ("torch", "transformers", "lightning", "lightning-rl")
 MIN_ROUNDS = 5
 
@@ -36,6 +37,10 @@ class Seconds(NamedTuple):
         """Adds a round."""
         self.wall.append(wall)
         self.cpu.append(cpu)
+
+    def of_all(self, other: "Seconds") -> "Seconds":
+        """Of each round, these over those of another that took turns with it."""
+        return Seconds(*([a / b for a, b in zip(*both, strict=True)] for both in zip(self, other, strict=True)))
 
     def tail(self, number: int) -> "Seconds":
         """The last rounds."""
@@ -97,15 +102,16 @@ def _cpuinfo() -> list[str]:
 
 
 class Report:
-    """What a benchmark prints, and writes to ``build/benchmarks/<name>.json``.
+    """What a benchmark prints, and writes to ``build/bench/<name>.json``.
 
     Args:
         name: of the benchmark.
+        facts: beside those of the machine.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, facts: Mapping[str, Any] | None = None) -> None:
         self.name, self.tables, self.bounds = name, dict[str, Any](), dict[str, Any]()
-        facts = machine()
+        facts = machine() | dict(facts or {})
         print(", ".join(f"{key} {value}" for key, value in facts.items() if value is not None))
         self._machine = facts
 
@@ -137,17 +143,29 @@ class Report:
         """A figure that has to stay at or below something."""
         self.bounds[what] = {"value": value, "at_most": at_most, "holds": value <= at_most}
 
+    def floor(self, what: str, value: float, *, at_least: float) -> None:
+        """A figure that has to stay at or above something."""
+        self.bounds[what] = {"value": value, "at_least": at_least, "holds": value >= at_least}
+
     def finish(self) -> None:
         """Prints the bounds, writes the file, and ends the process with status 1 if a bound does not hold."""
         print()
         for what, bound in self.bounds.items():
-            print(
-                f"{'PASS' if bound['holds'] else 'FAIL'}  {what}: {bound['value']:.4g} (at most {bound['at_most']:g})"
-            )
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        content = {"machine": self._machine, "tables": self.tables, "bounds": self.bounds}
+            print(f"{verdict(bound)}  {what}: {bound['value']:.4g} ({limit(bound)})")
         path = RESULTS / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": self._machine, "tables": self.tables, "bounds": self.bounds}
         path.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"written: {path.relative_to(RESULTS.parents[1])}")
+        print(f"written: {path.relative_to(ROOT)}")
         if not all(bound["holds"] for bound in self.bounds.values()):
             sys.exit(1)
+
+
+def verdict(bound: Mapping[str, Any]) -> str:
+    """Of a bound, in a word."""
+    return "PASS" if bound["holds"] else "FAIL"
+
+
+def limit(bound: Mapping[str, Any]) -> str:
+    """Of a bound, in words."""
+    return f"at most {bound['at_most']:g}" if "at_most" in bound else f"at least {bound['at_least']:g}"

@@ -1,0 +1,113 @@
+"""A whole GRPO step through ``Trainer.fit``, with every metric and a CSV row, against that of a tuned TRL 1.16.
+
+    make bench-trl                       # makes the environment of TRL, once
+    python benchmarks/against_trl.py
+    python benchmarks/against_trl.py --quick true
+
+Each side is a process of its own with one thread, and makes a step when it is told to, so that they take turns step by
+step. Both train the same model on the same prompts in float32, and draw as many tokens for each row as a script says;
+tokens that were drawn and that trained are counted, and have to be the same. Phases: generation; scoring, all else that
+makes a rollout of it; update, loss, gradient and optimizer step; other, what is left of the step.
+"""
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from jsonargparse import auto_cli
+from measure import MIN_ROUNDS, ROOT, Report, Seconds
+from sides import PHASES, WARM, Cell, side
+
+TRL, OURS, FOUR = "TRL", "library", "library, four corrections"
+VERSIONS = 'import json, importlib.metadata as m; print(json.dumps({f"{n} of TRL": m.version(n) for n in NAMES}))'
+
+
+class Bar(NamedTuple):
+    """How many times as long as the library TRL has to take for a cell, and whether four corrections take part."""
+
+    at_least: float
+    cell: Cell
+    corrections: bool = False
+
+
+BARS = (
+    Bar(1.15, Cell("1M", "equal", 32, 64), corrections=True),
+    Bar(2.3, Cell("1M", "geometric", 32, 64)),
+    Bar(3.5, Cell("1M", "90/10", 32, 64)),
+    Bar(1.0, Cell("1M", "equal", 8, 64)),
+    Bar(2.0, Cell("1M", "equal", 8, 512)),
+    Bar(1.0, Cell("1M", "equal", 2, 1024)),
+    Bar(1.25, Cell("10M", "equal", 16, 64)),
+    Bar(2.6, Cell("10M", "geometric", 16, 64)),
+    Bar(1.0, Cell("10M", "90/10", 16, 64)),
+)
+QUICK = tuple(Bar(1.0, Cell("1M", kind, 4, 16), corrections=True) for kind in ("equal", "90/10"))
+
+
+def compare(report: Report, bar: Bar, python: Path, rounds: int) -> None:
+    """Adds the tables and bounds of a cell."""
+    cell = bar.cell
+    with ExitStack() as stack:
+        sides = {TRL: stack.enter_context(side(python, "side_of_trl.py", cell))}
+        for name in (OURS, FOUR) if bar.corrections else (OURS,):
+            own = side(Path(sys.executable), "side_of_library.py", cell, corrections=name == FOUR)
+            sides[name] = stack.enter_context(own)
+        for _ in range(WARM + rounds):
+            for each in sides.values():
+                each.step()
+    whole = {name: each.tail("whole", rounds) for name, each in sides.items()}
+    report.table(f"{cell.title}: {sides[TRL].expected[0]} tokens", whole, base=TRL)
+    rows = [
+        (name, *(f"{median(each.tail(phase, rounds).cpu):.4f}" for phase in PHASES)) for name, each in sides.items()
+    ]
+    report.rows(f"{cell.title}: CPU seconds by phase", ("", *PHASES), rows)
+    for name in list(whole)[1:]:
+        of_trl = whole[TRL].of_all(whole[name])
+        report.rows(f"{cell.title}: TRL / {name}", ("", "median", "least", "most"), list(_spread(of_trl)))
+    report.floor(f"{cell.title}: CPU, TRL / library", median(whole[TRL].of_all(whole[OURS]).cpu), at_least=bar.at_least)
+    if bar.corrections:
+        cost = median(whole[FOUR].of_all(whole[OURS]).cpu)
+        report.bound(f"{cell.title}: CPU, four corrections / none", cost, at_most=1.02)
+
+
+def _spread(ratios: Seconds) -> Iterator[Sequence[str]]:
+    for name, values in ratios._asdict().items():
+        yield name, *(f"{value:.3f}" for value in (median(values), min(values), max(values)))
+
+
+def versions(python: Path) -> dict[str, str]:
+    """What TRL's environment holds.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if not python.exists():
+        raise FileNotFoundError(f"expected an environment with TRL at {python}: make bench-trl makes it")
+    code = VERSIONS.replace("NAMES", str(["trl", "transformers", "torch"]))
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def main(
+    *, rounds: int = MIN_ROUNDS, quick: bool = False, cells: str = "", trl_python: Path = ROOT / ".venv-trl/bin/python"
+) -> None:
+    """Compares all cells, or those whose title contains a text."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if rounds < MIN_ROUNDS:
+        raise ValueError(f"expected at least {MIN_ROUNDS} rounds, got {rounds}")
+    report = Report("against_trl", versions(trl_python))
+    for bar in QUICK if quick else BARS:
+        if cells in bar.cell.title:
+            compare(report, bar, trl_python, rounds)
+    report.finish()
+
+
+if __name__ == "__main__":
+    auto_cli(main, as_positional=False)
