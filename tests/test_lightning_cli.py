@@ -190,7 +190,7 @@ def test_functions_without_annotations_are_found_by_name(
         ("loss", {"class_path": "lightning_rl.DPPO", "init_args": {"low": 0.1}}),
         ("loss", "gspo"),
         ("advantages", {"class_path": "lightning_rl.Normalized", "init_args": {"std": "batch"}}),
-        ("reduction", {"class_path": "lightning_rl.SequenceSumNorm", "init_args": {"length": 8}}),
+        ("reduction", {"length": 8}),
         ("reduction", "lightning_rl.signal.reductions.sequence_mean"),
         ("value_loss", {"coef": 0.5}),
         ("critic", "shared"),
