@@ -130,7 +130,7 @@ def main(*, rounds: int = MIN_ROUNDS, neighbours: bool = False, quick: bool = Fa
     if not quick:
         compare_neighbours()
     if not neighbours:
-        compare_runs(rounds, 2 if quick else ROLLOUTS)
+        compare_runs(rounds, 1 if quick else ROLLOUTS)
 
 
 def compare_neighbours() -> None:
