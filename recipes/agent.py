@@ -34,7 +34,7 @@ def main(
         engine: what generates: the policy itself, or vLLM beside it.
         rollouts: how many.
         warm_start: steps of supervised learning that the policy begins with.
-        max_staleness: how many rollouts are generated ahead while the policy trains.
+        max_staleness: how many rollouts are generated ahead while the policy trains, which asks for smaller steps.
         seed: of everything that is drawn.
         accelerator: cpu or gpu, as Lightning knows them.
         devices: how many of them.
@@ -56,7 +56,7 @@ def main(
         environment=task.Trail, rewards=EnvironmentReward(), max_turns=7, max_turn_tokens=6,
         engine=VLLMEngine() if engine == "vllm" else None, group_size=16, advantages="grpo",
         sampling=Sampling(max_new_tokens=40, eos_token_ids=task.ENDS),
-        optimizer=partial(AdamW, lr=5e-4, weight_decay=0.0, fused=True),
+        optimizer=partial(AdamW, lr=5e-4 / (1 + max_staleness), weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(min(5, rollouts // 2), rollouts), max_staleness=max_staleness, seed=seed,
     )  # fmt: skip
     rows = task.trails(rollouts * 16, seed=seed, exclude=task.held_out_trails())
