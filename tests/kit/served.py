@@ -5,6 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +19,7 @@ from kit.support import tiny_tokenizer
 from lightning_rl.generation.vllm.key import KEY
 
 SECRET = "a-key-for-tests"
+PATIENCE = 600.0  # seconds: on two busy cores two servers take minutes to start
 UNCHECKED = "from lightning_rl.cli import main, serve; serve.REFUSED = {}; main.main()"
 
 
@@ -50,6 +54,24 @@ class Served:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, env={**os.environ, KEY: SECRET}, stdout=log, stderr=log)
         return self.process
+
+    def wait(self) -> None:
+        """Returns once it answers.
+
+        Raises:
+            RuntimeError: if it has ended; with the end of its log.
+            TimeoutError: if it does not come.
+        """
+        request = urllib.request.Request(f"{self.url}/health", headers={"Authorization": f"Bearer {SECRET}"})
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended: {(self.folder / 'log').read_text()[-3000:]}")
+            with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                urllib.request.urlopen(request, timeout=5).close()
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"expected an answer of {self.url} within {PATIENCE:g} s")
 
     def family(self) -> list[psutil.Process]:
         """The process of the command and everything that it has started."""

@@ -24,8 +24,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
-    """Two servers for all tests of this file."""
+    """Two servers for all tests of this file, which both answer."""
     one, two = (Served(MODEL(), tmp_path_factory.mktemp("served")) for _ in range(2))
+    for server in (one, two):
+        server.wait()
     yield one, two
     assert one.stop() == two.stop() == (0, [])
 
@@ -116,7 +118,7 @@ def test_a_server_that_is_killed_in_a_rollout_comes_back_by_a_file_and_joins_wit
 
     monkeypatch.setattr(Endpoint, "sample", deadly)
     watch = Watch()
-    module = a_run(one, engine=an_engine(one, transfer="broadcast"))
+    module = a_run(one, engine=an_engine(one, transfer="broadcast", patience=600))
     fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
     check_run(watch, 4)
     assert (left, files) == ([[]], [one.url])
