@@ -49,7 +49,10 @@ def test_a_reward_that_stands_alone_is_shown_once() -> None:
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_a_table_stands_above_the_bar(bar: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_stands_above_the_bar(
+    bar: type, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # no cell needs a second line
     options: dict[str, Any] = {"enable_progress_bar": True, "default_root_dir": tmp_path}
     fit(tiny_module(), callbacks=[bar(), SampleTable(1, rows=1)], data=tiny_prompts(4, 4), **options)
     printed = capsys.readouterr().out.splitlines()
