@@ -168,7 +168,9 @@ def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]).double()
+    dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]  # float64 cannot become less
+    norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    return torch.stack([norm.double() for norm in norms])
 
 
 def gradient_hooks(policy: nn.Module) -> list[str]:

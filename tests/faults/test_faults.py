@@ -10,13 +10,14 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from faults import __main__ as faults
-from faults.clean import CONFIGURATIONS
+from faults.clean import CONFIGURATIONS, alarms_of
 from faults.runs import differences, faulty_run, sound_run, wrong
 from faults.tables import conversations, edits, hooks, logs, rewards, samples, stages, step
 
 CLASSES = {"stages": stages, "step": step, "logs": logs, "samples": samples, "rewards": rewards, "edits": edits}
 CLASSES |= {"hooks": hooks, "conversations": conversations}
 BY_NAME = {fault.name: fault for fault in faults.FAULTS}
+PRECISE = ("weights in float64", "weights in bfloat16", "bf16-true", "nobody rewarded but who ended")
 
 
 def test_there_are_faults_of_every_class_and_none_twice() -> None:
@@ -37,6 +38,16 @@ def test_what_the_audit_misses_is_listed_apart() -> None:
 def test_there_are_clean_configurations_and_none_twice() -> None:
     names = {configuration.name for configuration in CONFIGURATIONS}
     assert len(names) == len(CONFIGURATIONS) >= 77
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one.name, marks=[] if one.name in PRECISE else [pytest.mark.long]) for one in CONFIGURATIONS],
+)
+def test_nothing_is_said_of_a_configuration_in_which_nothing_is_wrong(name: str) -> None:
+    (configuration,) = (one for one in CONFIGURATIONS if one.name == name)
+    found, rollouts, raised = alarms_of(configuration)
+    assert (found, raised) == ([], "") and rollouts >= 1
 
 
 def test_a_finding_has_to_name_one_of_the_culprits_words() -> None:

@@ -74,7 +74,7 @@ def _variants(thing: Any, name: str) -> Iterator[Any]:
     """Copies with another number under a name, as far as the constructor's checks let them pass."""
     value = getattr(thing, name)
     below = () if isinstance(value, int) else (value - 10,)  # a count has none
-    for other in (value * 2 + 1, value / 2, 1.0, 0.05, 0.0, value + 10, *below):
+    for other in (value * 2 + 1, value / 2, 1.0, 0.05, 0.0, value + 10, *below, value * 16 + 1):
         number = int(other) if isinstance(value, int) and math.isfinite(other) else other
         if number != value:
             variant = copy.copy(thing)

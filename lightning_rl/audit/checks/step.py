@@ -211,6 +211,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     slack = torch.cat([one.summed if one.magnitude is None else one.magnitude for one in followed.values()]).abs()
     passes = max(one.passes for one in followed.values())
     coarsest = max((one.dtype or torch.float32 for one in followed.values()), key=lambda dtype: torch.finfo(dtype).eps)
+    precise = max(1e-3, torch.finfo(coarsest).eps)
     away = (gradient - factor * summed).abs() > abs(factor) * rounding(coarsest, slack, passes + 4) + 1e-30
     misses = dict(zip(followed, away.split([len(one.summed) for one in followed.values()]), strict=True))
     if (where := _place_of(misses)) is not None:
@@ -218,7 +219,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit, expected="the sum over all microbatches, times one factor", observed=observed)
     elif step.norm > limit * 1.01:
         yield Finding(culprit=culprit, expected=f"a gradient norm of at most {limit:g}", observed=f"{step.norm:.4g}")
-    elif clipped is not None and bool((summed != 0).any()) and abs(factor - clipped) > 1e-3 * clipped:
+    elif clipped is not None and bool((summed != 0).any()) and abs(factor - clipped) > precise * clipped:
         expected = f"gradients times {clipped:.3g}, as the logged norm says"
         yield Finding(culprit=culprit, expected=expected, observed=f"gradients times {factor:.3g}")
 
