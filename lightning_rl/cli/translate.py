@@ -40,9 +40,13 @@ def write_recipe(arguments: argparse.Namespace, translate: Callable[[], Recipe],
         raise SystemExit("\n".join([*lines, f"nothing was written; {page} lists every option"])) from error
     except NoYAMLError as error:
         raise SystemExit(f"expected values for YAML, got code: {error}: leave --yaml out") from error
+    for path, _ in documents:
+        if path is not None and (path.is_dir() or path.resolve() == arguments.config.resolve()):
+            raise SystemExit(f"expected another file to write to than {path}, which is a folder or the configuration")
     for path, text in documents:
         if path is None:
             sys.stdout.write(text)
         else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda part, text=text: Path(part).write_text(text, encoding="utf-8"))
     return 0

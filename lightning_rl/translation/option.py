@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal
 
 Verdict = Literal["same", "different", "refused"]
@@ -55,6 +56,32 @@ def table(options: Iterable[Option]) -> Mapping[str, Option]:
     return by_name
 
 
+def as_number(value: Any, option: Option) -> Any:
+    """A text that is a number where the option is one: YAML reads ``1e-6``, without a point, as text."""
+    if not isinstance(value, str) or isinstance(option.default, bool) or not isinstance(option.default, int | float):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def expected_kind(value: Any, default: Any) -> str | None:
+    """What an option with such a default holds, if a plain value is nothing of the kind."""
+    if not isinstance(value, bool | int | float | str | list | dict):
+        return None
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if not isinstance(default, int | float):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return "a number"
+    whole = isinstance(default, float) or value < 1 or value == int(value)
+    return None if whole else "a whole number"
+
+
 class RefusedError(Exception):
     """What a configuration asks for and cannot get.
 
@@ -81,13 +108,18 @@ class Settings:
     """
 
     def __init__(self, options: Mapping[str, Option], values: Mapping[str, Any], unknown: str) -> None:
-        self.options, self.values = options, values
+        self.options = options
+        self.values = {
+            name: as_number(value, options[name]) if name in options else value for name, value in values.items()
+        }
         self.notes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
-        for name, value in values.items():
+        for name, value in self.values.items():
             option = options.get(name)
             if option is None:
                 self.reasons[name] = unknown
+            elif expected := expected_kind(value, option.default):
+                self.reasons[name] = f"expected {expected}, got {value!r}"
             elif value == option.default and isinstance(value, bool) is isinstance(option.default, bool):
                 continue
             elif option.verdict == "refused":
@@ -98,6 +130,12 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         """The value that the run would have."""
         return self.values.get(name, self.options[name].default)
+
+    def refuse_below_one(self, *names: str) -> None:
+        """Refuses options that count something, and do not."""
+        for name in names:
+            if not isinstance(self[name], int) or self[name] < 1:
+                self.refuse(name, f"expected at least 1, got {self[name]!r}")
 
     def refuse(self, name: str, reason: str) -> None:
         """Refuses an option for a reason that its value alone does not give; the first reason stands."""

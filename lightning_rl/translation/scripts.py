@@ -25,7 +25,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableError(f"expected {path} to be YAML or JSON, got an error: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}")
@@ -47,7 +47,7 @@ class Script:
     def __init__(self, text: str) -> None:
         try:
             self._tree = ast.parse(text)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError) as error:
             raise UnreadableError(f"expected a script of Python, got an error: {error}") from error
         self._text, self._lines = text, text.splitlines()
         self._bindings: dict[str, list[ast.stmt]] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.translation.option import Settings
+from lightning_rl.translation.option import RefusedError, Settings
 from lightning_rl.translation.recipe import Given, Recipe
 from lightning_rl.translation.scripts import Script, UnreadableError, read_mapping
 from lightning_rl.translation.trl_options import CONFIG, SCRIPT, TRAINER, VERSION
@@ -18,6 +18,8 @@ EPSILON = 1e-4  # under TRL's standard deviations
 PLACES = tuple(TRAINER)  # GRPOTrainer's arguments in their order
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo")
+COUNTS = ("num_generations", "num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
+COUNTS += ("max_completion_length",)
 LOGGERS = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 LOGGERS |= {"comet_ml": "CometLogger", "none": "CSVLogger"}
 LORA = {"lora_task_type": "task_type", "lora_r": "r", "lora_alpha": "lora_alpha", "use_dora": "use_dora"}
@@ -32,10 +34,14 @@ def read_trl(path: Path) -> tuple[dict[str, Any], Script | None]:
         Options of GRPOConfig, GRPOTrainer and ``trl grpo`` by name, and the script, if it is one.
 
     Raises:
+        RefusedError: of options that nothing would read.
         UnreadableError: saying what is wrong with the file.
     """
     if path.suffix != ".py":
-        return read_mapping(path), None
+        values = read_mapping(path)
+        if "args" in values:
+            raise RefusedError({"args": "expected its options beside the others, as `trl grpo --config` takes them"})
+        return values, None
     try:
         script = Script(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -85,6 +91,9 @@ class _Translation:
     def recipe(self, origin: str) -> Recipe:
         """The whole of it."""
         settings = self.settings
+        settings.refuse_below_one(*COUNTS)
+        if self.given.devices < 1:
+            settings.refuse("--devices", f"expected at least 1, got {self.given.devices}")
         settings.check()
         data = self.data()
         rollout = self.rollout()
@@ -472,6 +481,9 @@ class _Translation:
         """By name, each with its weight."""
         parts = self._reward_list()
         weights = self.settings["reward_weights"] or [1.0] * len(parts)
+        if not isinstance(weights, list | tuple):
+            self.settings.refuse("reward_weights", f"expected a list, got {weights!r}")
+            weights = [weights] * len(parts)
         if len(weights) != len(parts):
             self.settings.refuse("reward_weights", f"expected {len(parts)}, one for each reward, got {len(weights)}")
         if not parts:
@@ -516,9 +528,12 @@ class _Translation:
             if value == "get_soft_overlong_punishment":
                 options = {"max_completion_len": 1280, "soft_punish_cache": 256}
                 return value, Call(f"trl.rewards.{value}", options)
-            if "." not in value:
+            if "." not in value or not all(map(str.isidentifier, value.split("."))):
                 self.settings.refuse("reward_funcs", f"expected module.function, got {value!r}")
             return value.rpartition(".")[2], Named(value)
+        if not isinstance(node, ast.expr):
+            self.settings.refuse("reward_funcs", f"expected names of functions, got {node!r}")
+            return f"reward_{number}", node
         name = node.id if isinstance(node, ast.Name) else f"reward_{number}"
         return name, self._carry("reward_funcs", node)
 

@@ -76,6 +76,8 @@ class _Translation:
     def recipe(self, origin: str) -> Recipe:
         """The whole of it."""
         settings = self.settings
+        settings.refuse_below_one("data.train_batch_size", "data.max_response_length", f"{ROLLOUT}n")
+        settings.refuse_below_one(f"{ACTOR}ppo_mini_batch_size", f"{ACTOR}ppo_epochs")
         settings.check()
         prompts = settings["data.train_batch_size"]
         minibatches, rest = divmod(prompts, settings[f"{ACTOR}ppo_mini_batch_size"])

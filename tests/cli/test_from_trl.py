@@ -465,3 +465,73 @@ def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
     page = (ROOT / "docs" / "coming_from_trl.md").read_text()
     assert page == script.page(), "run python docs/coming_from_trl.py"
     assert all(f"| `{name}` |" in page for name in EVERY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("num_generations", "eight", "expected a number, got 'eight'"),
+        ("num_generations", 0, "expected at least 1, got 0"),
+        ("gradient_accumulation_steps", 0, "expected at least 1, got 0"),
+        ("max_completion_length", -5, "expected at least 1, got -5"),
+        ("max_steps", 2.5, "expected a whole number, got 2.5"),
+        ("learning_rate", "fast", "expected a number, got 'fast'"),
+        ("learning_rate", float("nan"), "expected a number, got nan"),
+        ("beta", [1, 2], r"expected a number, got \[1, 2\]"),
+        ("reward_funcs", {"a": 1}, "expected names of functions, got {'a': 1}"),
+        ("reward_weights", 0.5, "expected a list, got 0.5"),
+        ("disable_dropout", "maybe", "expected true or false, got 'maybe'"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, name: str, value: Any, reason: str) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, name: value}))
+    with pytest.raises(RefusedError, match=f"{name}: {reason}"):
+        from_trl(path)
+
+
+def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(f"{yaml.safe_dump(MINIMAL)}\nlearning_rate: 2e-6\n")
+    assert "lr=2e-06" in from_trl(path).script()
+
+
+def test_options_below_args_are_refused_and_not_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "args": {"beta": 1}}))
+    with pytest.raises(RefusedError, match="args: expected its options beside the others"):
+        from_trl(path)
+
+
+def test_a_reward_that_is_no_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump({**MINIMAL, "reward_funcs": None}))
+    with pytest.raises(RefusedError, match=r"expected module\.function, got 'a b\.c'"):
+        from_trl(path, Given(rewards=("a b.c",)))
+
+
+def test_no_process_is_too_few(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(RefusedError, match="--devices: expected at least 1, got -3"):
+        from_trl(path, Given(devices=-3))
+
+
+@pytest.mark.parametrize("name", ["deep.yaml", "deep.json", "deep.py"])
+def test_a_file_that_nests_too_deeply_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x = " + "-" * 5000 + "1" if name == "deep.py" else "[" * 100_000)
+    with pytest.raises(UnreadableError, match="got an error"):
+        from_trl(tmp_path / name)
+
+
+def test_a_configuration_is_never_overwritten_by_its_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(SystemExit, match="expected another file"):
+        main(["from-trl", str(path), "--output", str(path)])
+    with pytest.raises(SystemExit, match="expected another file"):
+        main(["from-trl", str(path), "--output", str(tmp_path)])
+    assert yaml.safe_load(path.read_text()) == MINIMAL
+    with pytest.raises(SystemExit, match="0"):
+        main(["from-trl", str(path), "--output", str(tmp_path / "new" / "recipe.py")])
+    assert (tmp_path / "new" / "recipe.py").is_file()

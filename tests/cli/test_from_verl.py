@@ -170,6 +170,15 @@ def test_what_does_not_fit_is_refused_by_name(options: dict[str, Any], name: str
     assert [*refused.value.reasons] == [name]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [(f"{ROLLOUT}n", 0), (f"{ACTOR}ppo_mini_batch_size", 0), ("trainer.save_freq", "often")]
+)
+def test_a_value_of_another_kind_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump({**MINIMAL, name: value}))
+    with pytest.raises(RefusedError, match=f"{name}: expected a"):
+        from_verl(tmp_path / "verl.yaml")
+
+
 def test_overrides_count_more_than_the_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(MINIMAL))
     recipe = from_verl(tmp_path / "run.yaml", ["data.train_batch_size=512", f"+{ROLLOUT}n=16", "data.seed=null"])
