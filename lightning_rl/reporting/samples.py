@@ -120,7 +120,7 @@ def format_table(title: str, samples: Sequence[dict[str, Any]], width: int) -> s
         return "\n".join([title, *map(_block, cells)])
     table = Table(title=title, show_lines=True)
     for head in cells[0]:
-        table.add_column(head, overflow="fold")
+        table.add_column(Text(head), overflow="fold")
     for sample in cells:
         table.add_row(*(Text(value) for value in sample.values()))
     drawn = StringIO()

@@ -35,6 +35,11 @@ def test_what_a_model_wrote_cannot_act_on_a_terminal(rich: bool, monkeypatch: py
     assert "\\x1b[31mc\\x07" in shown and "0.5" in shown
 
 
+def test_the_name_of_a_reward_is_no_markup() -> None:
+    shown = format_table("Samples", [{"reward/task": 0.5, "reward/[red]a": 0.25, "reward/b[/x]": 0.125}], 40)
+    assert "[red]a" in shown and "b[/x]" in shown
+
+
 def test_long_text_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     shown = format_table("Samples", [{"sample": 3, "reward/task": None, "response": "a" * 50 + "b" * 50}], 25)
