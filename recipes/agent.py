@@ -76,5 +76,5 @@ def main(
 
 
 if __name__ == "__main__":
-    words = " ".join(argv[1:]).replace("--tiny", "--rollouts 3 --warm_start 30").split()
-    auto_cli(main, args=words, as_positional=False)
+    small = ["--rollouts=3", "--warm_start=30"] * ("--tiny" in argv)
+    auto_cli(main, args=[*small, *(word for word in argv[1:] if word != "--tiny")], as_positional=False)

@@ -8,7 +8,6 @@ Source: Shao et al. 2024 (GRPO), arXiv:2402.03300. `--tiny` runs this file offli
 small model and the bundled rows of `tiny_gsm8k.py`; the rows are otherwise those of the hub.
 """
 
-import sys
 from functools import partial
 from typing import Literal
 
@@ -18,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
+from tiny import words_of
 from torch.optim import AdamW
 
 from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
@@ -41,7 +41,6 @@ def main(
     if tiny:
         model, tokenizer = partial(small.warm_started_policy, seed), small.tiny_tokenizer()
         train, test = (PromptDataset(small.FOLDER / f"{split}.jsonl", **questions) for split in ("train", "test"))
-        rollouts, max_new_tokens, learning_rate, accelerator = 24, 12, 1e-3, "cpu"
     else:
         model, tokenizer, hub = policy, None, {"name": "main", "system": SYSTEM, **questions}
         train, test = (PromptDataset("openai/gsm8k", split=split, **hub) for split in ("train", "test"))
@@ -71,4 +70,5 @@ def main(
 
 
 if __name__ == "__main__":
-    auto_cli(main, args=["--tiny=true" if word == "--tiny" else word for word in sys.argv[1:]], as_positional=False)
+    sizes = {"rollouts": 24, "max_new_tokens": 12, "learning_rate": 1e-3}
+    auto_cli(main, args=words_of(lambda: {"tiny": True, "accelerator": "cpu", **sizes}), as_positional=False)

@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,14 +45,22 @@ def command_line(main: Callable[..., Any], **options: Any) -> Any:
     Returns:
         What ``main`` returns.
     """
-    words = [word for word in sys.argv[1:] if word != "--tiny"]
-    if len(words) < len(sys.argv) - 1:
+
+    def small() -> dict[str, Any]:
         rows = {"train": rows_of("train"), "test": rows_of("test")}
-        options = {**SIZES, **DEVICE, **rows, "model": "policy", **options}
-        options |= {name: model(options[name]) for name in ("model", "teacher") if name in options}
+        given = {**SIZES, **DEVICE, **rows, "model": "policy", **options}
+        given |= {name: model(given[name]) for name in ("model", "teacher") if name in given}
         known = inspect.signature(main).parameters
-        words = [*(f"--{name}={value}" for name, value in options.items() if name in known), *words]
-    return auto_cli(main, args=words, as_positional=False)
+        return {name: value for name, value in given.items() if name in known}
+
+    return auto_cli(main, args=words_of(small), as_positional=False)
+
+
+def words_of(small: Callable[[], Mapping[str, Any]]) -> list[str]:
+    """The words of the command line, what ``--tiny`` stands for before all others, so that they have the last word."""
+    words = [word for word in sys.argv[1:] if word != "--tiny"]
+    options = small() if len(words) < len(sys.argv) - 1 else {}
+    return [*(f"--{name}={value}" for name, value in options.items()), *words]
 
 
 def model(name: str) -> Path:

@@ -9,7 +9,6 @@ offline on a CPU in about a minute, with the model and the calculations of `tiny
 """
 
 import operator
-import sys
 from functools import partial
 from typing import Literal
 
@@ -18,6 +17,7 @@ from jsonargparse import auto_cli
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
+from tiny import words_of
 from torch.optim import AdamW
 
 from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
@@ -52,7 +52,6 @@ def main(
     if tiny:
         policy, tokenizer = partial(small.warm_started_policy, seed), small.tiny_tokenizer()
         train, test = (PromptDataset(small.calculations(split), **questions) for split in ("train", "test"))
-        rollouts, max_new_tokens, learning_rate, accelerator = 16, 48, 1e-3, "cpu"
     else:
         policy, tokenizer, hub = model, None, {"name": "main", "system": SYSTEM, **questions}
         train, test = (PromptDataset("openai/gsm8k", split=split, **hub) for split in ("train", "test"))
@@ -77,4 +76,5 @@ def main(
 
 
 if __name__ == "__main__":
-    auto_cli(main, args=["--tiny=true" if word == "--tiny" else word for word in sys.argv[1:]], as_positional=False)
+    sizes = {"rollouts": 16, "max_new_tokens": 48, "learning_rate": 1e-3}
+    auto_cli(main, args=words_of(lambda: {"tiny": True, "accelerator": "cpu", **sizes}), as_positional=False)

@@ -51,6 +51,13 @@ def _there(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # lightning 2.6 with jsonargparse >= 4.49
 
 
+def test_what_is_said_beside_tiny_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--rollouts", "9", "--tiny"])
+    assert tiny.words_of(lambda: {"rollouts": 4}) == ["--rollouts=4", "--rollouts", "9"]
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--rollouts", "9"])
+    assert tiny.words_of(lambda: {"rollouts": 4}) == ["--rollouts", "9"]
+
+
 def skip_without_extra(name: str) -> None:
     if name in EXTRAS:
         pytest.importorskip(EXTRAS[name])
