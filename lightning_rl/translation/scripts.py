@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from lightning_rl.translation.values import Code, Named
 
@@ -22,14 +23,41 @@ def read_mapping(path: Path) -> dict[str, Any]:
     Raises:
         UnreadableError: saying what is wrong with it.
     """
+    if not path.is_file():
+        raise UnreadableError(f"expected {path} to be a file, got {'a folder' if path.is_dir() else 'none'}")
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        options: dict[str, Any] = {"object_pairs_hook": _once}
+        values = json.loads(text, **options) if path.suffix == ".json" else _Once(text).get_single_data()
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableError(f"expected {path} to be YAML or JSON, got an error: {error}") from error
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+    if values is None:
+        raise UnreadableError(f"expected {path} to hold options by name, got nothing")
+    if not isinstance(values, dict):
         raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}")
+    if unnamed := [name for name in values if not isinstance(name, str)]:
+        raise UnreadableError(f"expected {path} to hold options by name, got {unnamed[0]!r} as a name")
     return values
+
+
+def _once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A mapping in which nothing is said twice."""
+    values = dict[Any, Any]()
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name} stands there twice")
+        values[name] = value
+    return values
+
+
+class _Once(yaml.SafeLoader):
+    """Plain values alone, and no key twice."""
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping; what is merged into it by ``<<`` may be said once more."""
+        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"])
+        return super().construct_mapping(node, deep)
 
 
 class Script:
@@ -90,6 +118,8 @@ class Script:
                 raise UnreadableError(f"expected arguments by name in line {call.lineno}, got {ast.unparse(value)}")
             arguments[places[number]] = self.value(value)
         for keyword in call.keywords:
+            if keyword.arg is not None and keyword.arg in arguments:
+                raise UnreadableError(f"expected {keyword.arg} once in line {call.lineno}, got it twice")
             if keyword.arg is not None:
                 arguments[keyword.arg] = self.value(keyword.value)
                 continue

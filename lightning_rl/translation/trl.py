@@ -92,6 +92,8 @@ class _Translation:
         """The whole of it."""
         settings = self.settings
         settings.refuse_below_one(*COUNTS)
+        if not isinstance(settings["bf16"], bool | None):
+            settings.refuse("bf16", f"expected true or false, got {settings['bf16']!r}")
         if self.given.devices < 1:
             settings.refuse("--devices", f"expected at least 1, got {self.given.devices}")
         settings.check()

@@ -376,6 +376,7 @@ def test_a_script_is_never_run_and_what_it_builds_is_carried_over(
         ("GRPOConfig(", "expected a script of Python"),
         ("GRPOConfig()\nGRPOConfig()", "got 2 in lines 1, 2"),
         ("GRPOConfig(**read())", "expected the options in line 1 to be written out"),
+        ("GRPOConfig(beta=1, beta=2)", "expected beta once in line 1, got it twice"),
     ],
 )
 def test_a_script_that_cannot_be_read_says_why(text: str, message: str, tmp_path: Path) -> None:
@@ -481,6 +482,7 @@ def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
         ("reward_funcs", {"a": 1}, "expected names of functions, got {'a': 1}"),
         ("reward_weights", 0.5, "expected a list, got 0.5"),
         ("disable_dropout", "maybe", "expected true or false, got 'maybe'"),
+        ("bf16", "false", "expected true or false, got 'false'"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, name: str, value: Any, reason: str) -> None:
@@ -515,6 +517,33 @@ def test_no_process_is_too_few(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(MINIMAL))
     with pytest.raises(RefusedError, match="--devices: expected at least 1, got -3"):
         from_trl(path, Given(devices=-3))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("twice.yaml", "beta: 1\nbeta: 2\n", "beta stands there twice"),
+        ("twice.json", '{"beta": 1, "beta": 2}', "beta stands there twice"),
+        ("empty.yaml", "", "expected .* to hold options by name, got nothing"),
+        ("list.yaml", "[1]", "expected .* to hold options by name, got list"),
+        ("number.yaml", "1: 2", "got 1 as a name"),
+        ("none.yaml", None, "expected .* to be a file, got none"),
+    ],
+)
+def test_a_file_that_holds_no_options_or_one_of_them_twice_says_so(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UnreadableError, match=message):
+        from_trl(tmp_path / name)
+
+
+def test_what_is_merged_into_a_mapping_may_be_said_once_more(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(f"base: &base {{beta: 1}}\nargs: {{<<: *base, beta: 2}}\n{yaml.safe_dump(MINIMAL)}")
+    with pytest.raises(RefusedError, match="args: expected its options beside the others"):
+        from_trl(path)
 
 
 @pytest.mark.parametrize("name", ["deep.yaml", "deep.json", "deep.py"])
