@@ -117,7 +117,7 @@ def _report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser = commands.add_parser("report", help="write what the folder of a run holds as one HTML file")
     folders = "folder of the run: metrics, recordings, evidence of the audit; several if they lie apart"
     parser.add_argument("run", type=Path, nargs="+", help=folders)
-    parser.add_argument("--output", type=Path, help="the file (default: report.html in the first folder)")
+    parser.add_argument("--output", type=Path, help="the file, or its folder (default: the first folder of the run)")
     parser.add_argument("--title", default="", help="of the report (default: the last names of the first folder)")
     parser.add_argument("--recipe", type=Path, help="take losses and corrections of your own from a script")
     embedded = "megabytes of rollouts in the file itself; others lie beside it (default: %(default)s)"

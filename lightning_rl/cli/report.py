@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         return [replayable(recipe.module.algorithm, callbacks_of(recipe.trainer)) for recipe in recipes]
 
     path = arguments.output or arguments.run[0] / "report.html"
+    path = path / "report.html" if path.is_dir() else path
     try:
         run = write_report(
             arguments.run,

@@ -70,6 +70,16 @@ def test_a_report_changes_nothing_of_a_run(tmp_path: Path) -> None:
     assert index_of(tmp_path / "report" / "report.html")["metrics"]["reward/task"]  # also without a logger
 
 
+def test_the_command_writes_to_a_file_or_into_a_folder(tmp_path: Path) -> None:
+    reported(tmp_path, rollouts=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    for output, written in ((other, other / "report.html"), (other / "my.html", other / "my.html")):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(tmp_path), "--output", str(output)])
+        assert not ended.value.code and index_of(written)["metrics"]["reward/task"]
+
+
 def test_every_metric_of_the_report_is_the_loggers(tmp_path: Path) -> None:
     report = reported(tmp_path, SignalLedger())
     logged = read_folder([tmp_path]).metrics
