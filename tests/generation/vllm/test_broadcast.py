@@ -165,8 +165,9 @@ def test_a_slow_server_ends_the_group_and_loads_from_a_file(
 
 
 def test_a_server_that_restarts_with_the_old_label_gets_the_weights_in_a_new_group(
-    one: ScriptedServer, two: ScriptedServer
+    one: ScriptedServer, two: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pool, "POLL", 3600.0)  # nobody sees that it is away before the push asks
     engine = an_engine(one, two)
     push(engine, 0)
     label, port = two.label, two.port
