@@ -10,7 +10,8 @@ from lightning_rl.cli.parser import command_line
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 SCONTROL = "printf 'node%s\\n' 0 1 2"
-WRITE = 'printf "%s\\n" "$(basename "$0") $*" >> "$CALLS/$$"; printf "%s" "${SERVERS:-}" > "$CALLS/servers"; '
+WRITE = 'printf "%s" "${SERVERS:-}" > "$CALLS/servers"; printf "%s\\n" "$(basename "$0") $*" >> "$CALLS/$$"; '
+LAST = '[[ $* == *" serve "* ]] || until grep -qs " serve " "$CALLS"/[0-9]*; do sleep 0.02; done; '
 RUN = 'printf "%s" "${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-}" > "$CALLS/store"'
 
 
@@ -19,7 +20,7 @@ def call(tmp_path: Path, *command: str, **variables: str) -> tuple[int, list[str
     commands, calls = tmp_path / "bin", tmp_path / "calls"
     for folder in (commands, calls):
         folder.mkdir()
-    for name, body in {"scontrol": SCONTROL, "srun": WRITE, "torchrun": WRITE + RUN}.items():
+    for name, body in {"scontrol": SCONTROL, "srun": LAST + WRITE, "torchrun": WRITE + RUN}.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o700)
     environment = {**os.environ, **variables, "PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(calls)}

@@ -68,10 +68,10 @@ def chatting_module(actions: Sequence[str], **options: Any) -> RLLightningModule
     defaults: dict[str, Any] = {
         "policy": lambda: _copy(tuple(actions)),
         "tokenizer": chat_tokenizer(),
-        "max_turns": 4,
-        "max_turn_tokens": 24,
         "max_new_tokens": 96,
     }
+    if {"environment", "tools"} & options.keys():
+        defaults |= {"max_turns": 4, "max_turn_tokens": 24}
     return tiny_module(**{**defaults, **options})
 
 
