@@ -57,7 +57,7 @@ def requests_of(lengths: Sequence[int]) -> list[Request]:
     ]
 
 
-def skewed(rows: int, longest: int) -> list[int]:
+def skewed_lengths(rows: int, longest: int) -> list[int]:
     """Lengths of which the middle one is an eighth of the longest."""
     draw = torch.randn(rows, generator=torch.Generator().manual_seed(2))
     return [min(longest, max(1, round(longest / 8 * float(factor.exp())))) for factor in draw]
@@ -118,7 +118,7 @@ def main(*, rows: int = 64, rounds: int = MIN_ROUNDS, quick: bool = False) -> No
     }
     if find_spec("vllm") is not None:
         ways["VLLMEngine"] = by_engine(VLLMEngine(canary=False, max_num_seqs=rows), model)
-    kinds = {"equal": [96] * rows, "skewed": skewed(rows, 96), "long": [LONGEST] * (rows // 2)}
+    kinds = {"equal": [96] * rows, "skewed": skewed_lengths(rows, 96), "long": [LONGEST] * (rows // 2)}
     for kind, whole in kinds.items():
         lengths = [max(1, length // 8) for length in whole] if quick else whole
         requests = requests_of(lengths)

@@ -78,7 +78,7 @@ class Seconds(RLCallback):
         for name, seconds in self.phases.items():
             seconds.append(row.get(f"time/{name}", 0.0))
 
-    def between(self, first: int, last: int) -> dict[str, float]:
+    def mean_seconds(self, first: int, last: int) -> dict[str, float]:
         """The mean over some rollouts, of all and of each phase."""
         total = (self.ends[last] - self.ends[first - 1]) / (last - first + 1)
         return {"total": total} | {name: fmean(each[first : last + 1]) for name, each in self.phases.items()}
@@ -148,7 +148,7 @@ def on_devices(report: Report, rollouts: int, step: float, sigma: float) -> None
         seconds = run_fit(engine, staleness, rollouts, width=32, layers=1, tokens=192, step=step)
         if seconds.tokens != list(map(sum, lengths)):
             raise RuntimeError(f"expected {list(map(sum, lengths))} tokens, got {seconds.tokens}")
-        found = seconds.between(staleness + 1, rollouts - 1 - staleness)
+        found = seconds.mean_seconds(staleness + 1, rollouts - 1 - staleness)
         waited = found["wait"] + found["generate"]
         training = found["total"] - waited - found["sync"]
         plan = forecast(
@@ -188,7 +188,7 @@ def on_cores(
             torch.set_num_threads(number)
             built = VLLMEngine(max_model_len=256 + tokens) if engine == "vllm" else TransformersEngine()
             seconds = run_fit(built, staleness, rollouts, width=width, layers=layers, tokens=tokens)
-            mean = seconds.between(1, rollouts - 1)
+            mean = seconds.mean_seconds(1, rollouts - 1)
             runs.append(mean["total"])
             generating += [mean["generate"]] if (staleness, number) == (0, 1) else []
     torch.set_num_threads(1)

@@ -46,10 +46,10 @@ class ScriptedLengths(TransformersEngine):
         ]
         with self.phases.of("generation"):
             drawn = super()._draw(scripted, logprobs=logprobs)
-        return [replace(each, token_ids=_ended(each.token_ids), finish=Finish.STOP) for each in drawn]
+        return [replace(each, token_ids=_with_eos(each.token_ids), finish=Finish.STOP) for each in drawn]
 
 
-def _ended(ids: Sequence[int]) -> tuple[int, ...]:
+def _with_eos(ids: Sequence[int]) -> tuple[int, ...]:
     return (*(EOS + 1 if token == EOS else token for token in ids[:-1]), EOS)
 
 

@@ -28,22 +28,21 @@ from torch.optim import AdamW
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from typing_extensions import override
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-import sorting_task as task  # noqa: E402 - it lies beside the recipes
+import sorting_task as task
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling, losses  # noqa: E402
-from lightning_rl import advantages as estimators  # noqa: E402
-from lightning_rl import callbacks as corrections  # noqa: E402
-from lightning_rl.corrections import Corrections, LossView, StepTrace  # noqa: E402
-from lightning_rl.rollouts.signal import estimate_signal  # noqa: E402
-from lightning_rl.signal.kl import KL_ESTIMATORS  # noqa: E402
-from lightning_rl.signal.masked import local_sum, row_mean  # noqa: E402
-from lightning_rl.signal.reductions import REDUCTIONS, Reduction, SequenceSumNorm  # noqa: E402
-from lightning_rl.signal.selection import local_values  # noqa: E402
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling, losses
+from lightning_rl import advantages as estimators
+from lightning_rl import callbacks as corrections
+from lightning_rl.corrections import Corrections, LossView, StepTrace
+from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.signal.kl import KL_ESTIMATORS
+from lightning_rl.signal.masked import local_sum, row_mean
+from lightning_rl.signal.reductions import REDUCTIONS, Reduction, SequenceSumNorm
+from lightning_rl.signal.selection import local_values
 
-FOLDER = Path(__file__).parent / "figures"
+FOLDER = Path(__file__).resolve().parent / "figures"
 ROLLOUTS, ANSWERS, GROUP, MINIBATCHES = 12, 256, 8, 4
 DOTS = 400
 GOOD, BAD, PLAIN, GREY = "#2f8f5b", "#d1495b", "#6d6bd6", "#8a8a8a"
@@ -104,14 +103,14 @@ class WellRead(estimators.GRPO):
     reads = estimators.OptimalTokenBaseline().reads
 
 
-def warm_started() -> Any:
+def quickstart_policy() -> Any:
     """The quickstart's policy before it is trained."""
     return task.warm_started_policy(0)
 
 
 def fit(
     *callbacks: RLCallback,
-    policy: Callable[[], Any] = warm_started,
+    policy: Callable[[], Any] = quickstart_policy,
     rewards: Callable[..., list[float]] = task.exactly_sorted,
     max_new_tokens: int = 12,
     group_size: int = GROUP,
@@ -171,7 +170,7 @@ def short() -> Run:
 def of_experts(*, replay: bool) -> Run:
     """Two rollouts of an untrained mixture of experts in bfloat16, none ahead, and a reward that it gets some of."""
     callbacks = [corrections.RouterReplay()] if replay else []
-    return fit(*callbacks, policy=mixture, rewards=partly_sorted, rollouts=2, max_staleness=0)
+    return fit(*callbacks, policy=mixture, rewards=share_sorted, rollouts=2, max_staleness=0)
 
 
 def mixture() -> Qwen2MoeForCausalLM:
@@ -192,7 +191,7 @@ def mixture() -> Qwen2MoeForCausalLM:
     return model
 
 
-def partly_sorted(
+def share_sorted(
     prompts: Sequence[str],  # noqa: ARG001 - the signature of a reward
     completions: Sequence[str],
     *,
@@ -548,7 +547,7 @@ def main(names: Sequence[str]) -> None:
     """Draws some of the figures, or all."""
     torch.set_num_threads(1)  # the same sums on every machine
     for name in names or FIGURES:
-        sys.stdout.write(f"{draw(name).relative_to(ROOT)}\n")
+        sys.stdout.write(f"{draw(name).relative_to(FOLDER.parents[1])}\n")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def command_line(main: Callable[..., Any], **options: Any) -> Any:
         known = inspect.signature(main).parameters
         return {name: value for name, value in given.items() if name in known}
 
-    return auto_cli(main, args=words_of(small), as_positional=False)
+    epilog = "--tiny: a small model and rows made here, on a CPU and offline; options beside it have the last word"
+    return auto_cli(main, args=words_of(small), as_positional=False, epilog=epilog)
 
 
 def words_of(small: Callable[[], Mapping[str, Any]]) -> list[str]:

@@ -13,11 +13,12 @@ HEAD = f"""# Licences
 
 Of every package that `make install` puts into `.venv`, as its metadata says, written by `make licences`. The library
 itself is Apache-2.0 and carries none of them. What it carries is a library for charts, in every
-[report](report.md):
+[report](report.md), and, in the documentation site alone, one by which its search works from a folder:
 
 | carried | licence |
 |---|---|
 | uPlot {UPLOT} | MIT |
+| iframe-worker 1.0.4 | MIT |
 
 | package | licence |
 |---|---|
