@@ -15,6 +15,7 @@ from kit.conversations import talking_module
 from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, TransformersEngine
@@ -23,6 +24,7 @@ from lightning_rl.cli.doctor import versions as windows
 from lightning_rl.cli.doctor.command import examine
 from lightning_rl.cli.doctor.memory import GIB, MemoryPlan, memory_plan, too_much
 from lightning_rl.cli.doctor.templates import bridges
+from lightning_rl.cli.doctor.tokenizers import tokenizer
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.finding import Finding
@@ -261,6 +263,16 @@ def test_what_no_message_can_follow_is_said_with_the_reason() -> None:
         "content",
     ]
     assert facts(found(module_of(tokenizer=tiny_tokenizer())), "template") == []
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("qwen2", True), ("llama", False)])
+def test_a_tokenizer_that_is_read_with_the_rules_of_another_is_found(kind: str, warned: bool, tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    loaded, whole = AutoTokenizer.from_pretrained(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    problems = [one.observed for one in tokenizer(module_of(tokenizer=loaded))]
+    assert warned == any("reads '12345 + 6.78 = ?' as [" in one for one in problems) == (len(problems) == 1)
+    assert list(tokenizer(module_of(tokenizer=whole))) == list(tokenizer(module_of(tokenizer=tiny_tokenizer()))) == []
 
 
 def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

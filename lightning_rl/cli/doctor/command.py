@@ -15,6 +15,7 @@ from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
 from lightning_rl.cli.doctor.memory import memory
 from lightning_rl.cli.doctor.samples import Samples, draw_samples, engine_logprobs, rewards, truncation
 from lightning_rl.cli.doctor.templates import bridges, eos
+from lightning_rl.cli.doctor.tokenizers import tokenizer
 from lightning_rl.cli.doctor.versions import versions
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
@@ -25,7 +26,7 @@ from lightning_rl.module import RLLightningModule
 Subject = TypeVar("Subject")
 
 OF_RECIPES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (versions, batches)
-OF_MODULES: tuple[Callable[[RLLightningModule], Iterator[Finding]], ...] = (eos, bridges, memory)
+OF_MODULES: tuple[Callable[[RLLightningModule], Iterator[Finding]], ...] = (tokenizer, eos, bridges, memory)
 OF_SAMPLES: tuple[Callable[[Samples], Iterator[Finding]], ...] = (truncation, rewards, engine_logprobs)
 
 
