@@ -24,6 +24,7 @@ def _patient_audit() -> None:
     replies.PATIENCE = 30.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
     """Keeps what starts processes on one worker of pytest-xdist, one test after the other: they have time limits."""
     for item in items:
