@@ -10,19 +10,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BOUND = re.compile(r"^([A-Za-z0-9-]+)(?:\[.*\])?(?:>=|==)([\w.]+)")
-NOT_RUN = {"vllm", "verifiers", "bitsandbytes", "torch", "lightning-rl"}  # environments of their own; TORCH names torch
+EXTRAS = re.compile(r"^lightning-rl\[(.*)\]$")
 
 
 def claims(project: str) -> dict[str, set[str]]:
-    """The lower bounds of every package, with those of the extras."""
+    """The lower bounds of every package that ``dev`` installs but torch, which TORCH names.
+
+    Extras outside of ``dev`` run in environments of their own.
+    """
     declared = tomllib.loads(project)["project"]
-    lines = [
-        *declared["dependencies"],
-        *(line for extra in declared["optional-dependencies"].values() for line in extra),
-    ]
-    found: dict[str, set[str]] = {}
+    lines, found = [*declared["dependencies"], *declared["optional-dependencies"]["dev"]], dict[str, set[str]]()
     for line in lines:
-        if match := BOUND.match(line):
+        if extras := EXTRAS.match(line):
+            lines += [each for name in extras[1].split(",") for each in declared["optional-dependencies"][name]]
+        elif (match := BOUND.match(line)) and match[1] != "torch":
             found.setdefault(match[1].lower(), set()).add(match[2])
     return found
 
@@ -33,7 +34,7 @@ def untrue(claimed: dict[str, set[str]], resolved: str) -> list[str]:
     return [
         f"{name}: {' and '.join(sorted(bounds))} claimed, {versions.get(name)} installed"
         for name, bounds in sorted(claimed.items())
-        if name not in NOT_RUN and not any(same(bound, versions.get(name, "")) for bound in bounds)
+        if not any(same(bound, versions.get(name, "")) for bound in bounds)
     ]
 
 
