@@ -24,7 +24,7 @@ from lightning_rl.checkpointing.atomic import is_local, reason_of
 from lightning_rl.checkpointing.farewells import clear_farewells, first_farewell, leave_farewell, way_on
 from lightning_rl.checkpointing.folder import RunFolder, release
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
-from lightning_rl.distributed import RunEndError, failing_together, meet, process_maximum
+from lightning_rl.distributed import RunEndError, cure_of, failing_together, meet, process_maximum
 from lightning_rl.naming import name_of
 from lightning_rl.rewards.limit import CLOCK
 
@@ -153,6 +153,8 @@ class Interrupts(Callback):
         self._silence()
         if isinstance(exception, SIGTERMException) and exception.code is None:  # raised by Lightning
             exception.code = 128 + signal.SIGTERM
+        if cure := "" if self._begun else cure_of(exception):
+            exception.add_note(cure)
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         try:
             if self._begun and fitting and not self._saved:

@@ -25,6 +25,7 @@ from lightning_rl.distributed.collectives import (
 from lightning_rl.distributed.ddp import DataParallel
 from lightning_rl.distributed.fsdp1 import FullyShardedDataParallel1
 from lightning_rl.distributed.fsdp2 import FSDP2Strategy, FullyShardedDataParallel2
+from lightning_rl.distributed.network import cure_of
 from lightning_rl.distributed.parallel import Parallel
 from lightning_rl.distributed.zero import ZeRO
 
@@ -35,6 +36,7 @@ __all__ = [
     "FSDP2Strategy",
     "Parallel",
     "RunEndError",
+    "cure_of",
     "failing_together",
     "meet",
     "parallel_of",

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_rl.distributed.network import cure_of
+
 Anything = TypeVar("Anything")
 
 SAID = 500  # characters of an error that other ranks repeat
@@ -210,7 +212,7 @@ def _groups(purpose: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         except RuntimeError as failure:
             raise RuntimeError(
                 "expected a group of gloo beside the strategy's own, for waits that may be long, got "
-                f"{failure}: set GLOO_SOCKET_IFNAME to the network interface that reaches the other nodes"
+                f"{failure}: {cure_of(failure)}"
             ) from failure
         _made[key] = whole, cast(dist.ProcessGroup, made)
     return _made[key][1]

@@ -1,0 +1,81 @@
+"""Ranks that do not find each other: the error names the variable to set."""
+
+import socket
+
+import pytest
+import torch
+from kit.ranks import STRATEGIES
+from kit.support import fit, tiny_module, tiny_prompts
+
+from lightning_rl.distributed import cure_of
+
+REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: Connection refused"
+
+
+def begin(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+    """What a first rank of two hears that begins under torchrun with some variables."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "tests"}
+    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError) as failed:
+        fit(
+            tiny_module(),
+            data=tiny_prompts(),
+            strategy=STRATEGIES["ddp"](),
+            devices=int(variables.get("WORLD_SIZE", 2)),
+        )
+    assert not torch.distributed.is_initialized()
+    return "\n".join(failed.value.__notes__)
+
+
+def test_a_port_that_is_taken_is_said_to_be_chosen_by_master_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        said = begin(monkeypatch, MASTER_PORT=str(taken.getsockname()[1]))
+    assert said.startswith("set MASTER_PORT to a free port")
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = begin(monkeypatch, MASTER_PORT="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="nowhere0")
+    assert said == "set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, got 'nowhere0'"
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "10.0.0.7"])
+def test_a_name_of_the_host_that_leads_elsewhere_is_said_with_its_address(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
+    cure = cure_of(RuntimeError(REFUSED))
+    assert cure.startswith("set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface")
+    assert cure.endswith(f"for {socket.gethostname()} {address}")
+
+
+def test_a_host_without_a_name_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: str) -> str:
+        raise OSError("no such host")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert cure_of(RuntimeError(REFUSED)).endswith(" 127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "named"), [("1", "True", True), ("0", "True", False), ("1", "False", False)]
+)
+def test_a_restart_that_reads_old_addresses_is_told_of_the_store(
+    restarts: str, shared: str, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    cure = cure_of(RuntimeError(REFUSED))
+    assert cure.startswith("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == named
+
+
+def test_a_first_node_that_nobody_reaches_is_said_to_be_chosen_by_its_address() -> None:
+    unreached = "The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."
+    assert cure_of(RuntimeError(unreached)).startswith("set MASTER_ADDR and MASTER_PORT")
+
+
+def test_any_other_error_is_left_alone() -> None:
+    assert cure_of(ValueError("expected rewards")) == ""
