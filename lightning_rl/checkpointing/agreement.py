@@ -15,12 +15,13 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.checkpointing.seal import read_seal
+from lightning_rl.checkpointing.seal import digest_in, read_seal
 from lightning_rl.distributed.collectives import process_count, process_objects
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.version import __version__
 
 LOOKED_AT = 256  # entries of each tensor
+SHOWN = 12  # digits of a digest
 CURES = {
     "checkpoint": "put the checkpoints into a folder that all nodes share, and pass the same ckpt_path= on each",
     "policy": "give every rank the same model files, and a policy that is built under one seed",
@@ -61,7 +62,7 @@ def _some_entries(tensor: Tensor) -> Tensor:
 
 
 def identity_of(checkpoint: Any) -> str:
-    """What a rank sees of the checkpoint that it is about to load: run and step of its seal, or that it is not there.
+    """What a rank sees of the checkpoint that it is about to load: what its seal says, or that it is not there.
 
     Args:
         checkpoint: the path, or None to begin anew. Of one that does not lie on a disk the path alone is compared.
@@ -74,7 +75,9 @@ def identity_of(checkpoint: Any) -> str:
     if not path.exists():
         return f"{path.name}, which is not on its disk"
     seal = read_seal(path)
-    return path.name if seal is None else f"{path.name} of run {seal.run or '-'} at step {seal.step}"
+    if seal is None:
+        return path.name
+    return f"{path.name} of run {seal.run or '-'} at step {seal.step} (SHA-256 {digest_in(path)[:SHOWN]})"
 
 
 def check_agreement(mine: Mapping[str, str]) -> None:

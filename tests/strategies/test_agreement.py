@@ -1,6 +1,8 @@
 """Ranks that would begin differently, as nodes with disks of their own may, are refused before anything trains."""
 
+import hashlib
 import os
+import re
 import shutil
 import socket
 import sys
@@ -11,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import STRATEGIES, run_ranks
+from kit.nodes import run_nodes
+from kit.ranks import STRATEGIES
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Trainer
 
-from lightning_rl.checkpointing import agreement
+from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.checkpointing import AtomicCheckpointIO, agreement
 from lightning_rl.checkpointing.agreement import check_agreement, identity_of, weights_at_a_glance
 
+PLACES = {"num_nodes": 2, "devices": 1}
 ALIKE = {"checkpoint": "last.ckpt of run a at step 2", "policy": "p", "reference": "r", "data": "d"}
 
 
@@ -57,9 +62,9 @@ def test_the_ends_of_every_tensor_are_looked_at(size: int) -> None:
 def test_a_checkpoint_is_told_by_its_seal(tmp_path: Path) -> None:
     trainer = fit(tiny_module(), data=tiny_prompts(8, 4), max_steps=1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert identity_of(tmp_path / "a.ckpt").startswith("a.ckpt of run ") and identity_of(tmp_path / "a.ckpt").endswith(
-        "step 1"
-    )
+    told = identity_of(tmp_path / "a.ckpt")
+    assert re.fullmatch(r"a\.ckpt of run \w{8} at step 1 \(SHA-256 [0-9a-f]{12}\)", told)
+    assert told.endswith(f"{hashlib.sha256((tmp_path / 'a.ckpt').read_bytes()[:-64]).hexdigest()[:12]})")
     assert identity_of(tmp_path / "b.ckpt") == "b.ckpt, which is not on its disk"
     assert identity_of(None) == "none, it begins anew"
     assert identity_of("s3://bucket/a.ckpt") == "s3://bucket/a.ckpt"
@@ -71,19 +76,26 @@ def on_two_ranks(folder: Path) -> None:
     rank = int(os.environ["RANK"])
 
     def run(**options: Any) -> Trainer:
-        policy, data = options.pop("policy", tiny_policy), options.pop("data", tiny_prompts(8, 4))
-        return fit(tiny_module(policy=policy), data=data, strategy=STRATEGIES["ddp"](), devices=2, **options)
+        made = {name: options.pop(name) for name in ("policy", "reference") if name in options}
+        data = options.pop("data", tiny_prompts(8, 4))
+        return fit(tiny_module(**made), data=data, strategy=STRATEGIES["ddp"](), **PLACES, **options)
 
     for steps in (1, 2):
         run(max_steps=steps).save_checkpoint(folder / f"{steps}.ckpt")
     here = folder / f"disk-{rank}"
-    (here / "older").mkdir(parents=True)
+    for name in ("older", "changed"):
+        (here / name).mkdir(parents=True)
     shutil.copy(folder / f"{2 - rank}.ckpt", here / "older" / "last.ckpt")
+    changed = torch.load(folder / "2.ckpt", weights_only=False)
+    next(iter(changed["state_dict"].values())).view(-1)[7] += rank
+    AtomicCheckpointIO().save_checkpoint(changed, here / "changed" / "last.ckpt")
     cases: dict[str, dict[str, Any]] = {
         "no checkpoint": {"ckpt_path": (folder / "2.ckpt") if rank == 0 else None},
         "not on the disk": {"ckpt_path": (folder if rank == 0 else here) / "2.ckpt"},
         "an older one": {"ckpt_path": here / "older" / "last.ckpt"},
+        "other weights in it": {"ckpt_path": here / "changed" / "last.ckpt"},
         "other weights": {"policy": partial(tiny_policy, rank)},
+        "another reference": {"reference": partial(tiny_policy, rank), "callbacks": [ReferenceKL(0.1, as_loss=True)]},
         "other rows": {"data": tiny_prompts(8 + 4 * rank, 4)},
     }
     for name, options in cases.items():
@@ -95,13 +107,16 @@ def on_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_disk_with_something_else_is_refused_on_every_rank_within_seconds(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, tmp_path)
+@pytest.mark.xdist_group("processes")
+def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within_seconds(tmp_path: Path) -> None:
+    run_nodes(2, [__file__, str(tmp_path)], tmp_path)
     begins = {
         "no checkpoint": ("2.ckpt of run", "none, it begins anew"),
         "not on the disk": ("2.ckpt of run", "2.ckpt, which is not on its disk"),
-        "an older one": ("at step 2 on rank 0", "at step 1 on rank 1"),
+        "an older one": ("at step 2 (", "at step 1 ("),
+        "other weights in it": ("last.ckpt of run", "at step 2 (SHA-256"),
         "other weights": ("as policy", "model files"),
+        "another reference": ("as reference", "model files"),
         "other rows": ("as data", "the same rows"),
     }
     for name, words in begins.items():
