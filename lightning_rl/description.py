@@ -36,7 +36,17 @@ SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal.kl")
 ROOMS += ("signal.reductions",)
-NEVER = {"CodeTests", "Isolated", "Judge", "RewardModel", "Rewards", "Sandbox", "VLLMEngine", "VLLMServerEngine"}
+NEVER = {
+    "CodeTests",
+    "Isolated",
+    "Judge",
+    "RewardModel",
+    "Rewards",
+    "Sandbox",
+    "SandboxService",
+    "VLLMEngine",
+    "VLLMServerEngine",
+}
 
 
 def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:

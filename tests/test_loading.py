@@ -31,6 +31,7 @@ KNOWN = {
     "lightning_rl/generation/vllm/versions.py": "import_module(",
     "lightning_rl/optimizers.py": "import_module(",
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
+    "lightning_rl/rewards/executors.py": "cloudpickle.loads(",
     "lightning_rl/rewards/pool.py": "cloudpickle.loads(",
     "lightning_rl/rewards/worker.py": "cloudpickle.loads(",
     "lightning_rl/testing/environments.py": "cloudpickle.loads(",  # of what it has just pickled

@@ -17,6 +17,7 @@ from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
 from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailable
+from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.scoring import Rewards, RewardSource, Scores
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
@@ -44,6 +45,7 @@ __all__ = [
     "Rewards",
     "Sandbox",
     "SandboxResult",
+    "SandboxService",
     "SandboxUnavailable",
     "Scores",
     "TagFormat",

@@ -15,7 +15,8 @@ from typing import Any
 
 from lightning_rl.arguments import check_bools, check_counts, check_text
 from lightning_rl.rewards.answer_match import UnreadableReference, warn_of_unreadable
-from lightning_rl.rewards.sandbox import Sandbox
+from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable
+from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
 
 ENTRY_POINT = "entry_point"
@@ -39,17 +40,18 @@ class CodeTests:
 
     Args:
         tests: the column with the tests of each row.
-        sandbox: where programs run, each test in a new one.
+        sandbox: where programs run, each test in a new one: on this machine or, by a :class:`SandboxService`, on
+            others. A row whose programs could not be run gets NaN, and the first is shown in a warning.
         partial: whether passing some tests is worth their share, or nothing.
         parallel: how many programs run at the same time.
 
     Raises:
-        SandboxUnavailable: if this machine cannot lock programs up.
+        SandboxUnavailable: if this machine cannot lock programs up, or the service does not answer.
         ValueError: if an option is out of range, or no program runs within the limits of the sandbox.
     """
 
     tests: str = "tests"
-    sandbox: Sandbox = Sandbox()  # noqa: RUF009  frozen
+    sandbox: Sandbox | SandboxService = Sandbox()  # noqa: RUF009  frozen
     partial: bool = True
     parallel: int = 2
 
@@ -57,8 +59,8 @@ class CodeTests:
         check_counts(1, parallel=self.parallel)
         check_bools(partial=self.partial)
         check_text(tests=self.tests)
-        if not isinstance(self.sandbox, Sandbox):
-            raise ValueError(f"expected sandbox to be a Sandbox(...), got {self.sandbox!r:.200}")
+        if not isinstance(self.sandbox, Sandbox | SandboxService):
+            raise ValueError(f"expected sandbox to be a Sandbox(...) or SandboxService(...), got {self.sandbox!r:.200}")
         self.sandbox.check()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -73,12 +75,25 @@ class CodeTests:
         names = columns.get(ENTRY_POINT, [None] * len(texts))
         cases = [_read(tests, name) for tests, name in zip(column, names, strict=True)]
         with ThreadPoolExecutor(self.parallel) as pool:
-            values = list(pool.map(self._score, texts, cases))
+            scores = list(pool.map(self._score, texts, cases))
         unreadable = [case for case in cases if isinstance(case, UnreadableReference)]
         warn_of_unreadable(unreadable, column=self.tests, option="tests", reward=self)
-        return values
+        if lost := [score for score in scores if isinstance(score, SandboxUnavailable)]:
+            warnings.warn(
+                f"the programs of {len(lost)} of {len(texts)} completions could not be run, whose rows get no reward; "
+                f"that of the first because {lost[0]}",
+                stacklevel=2,
+            )
+        return [math.nan if isinstance(score, SandboxUnavailable) else score for score in scores]
 
-    def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | None:
+    def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | SandboxUnavailable | None:
+        """The share of tests that a program passes, or why nobody knows."""
+        try:
+            return self._share(text, tests)
+        except SandboxUnavailable as error:
+            return error
+
+    def _share(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | None:
         if isinstance(tests, UnreadableReference):
             return math.nan
         if not tests:

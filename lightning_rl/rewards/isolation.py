@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Executor, wait
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
 from lightning_rl.arguments import check_bools, check_counts, check_numbers
-from lightning_rl.naming import name_of
+from lightning_rl.naming import in_words, name_of
 from lightning_rl.rewards.call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
+from lightning_rl.rewards.executors import ExecutorPool
 from lightning_rl.rewards.limit import CLOCK, TimeUpError
 from lightning_rl.rewards.pool import Answer, Pool, Task
 from lightning_rl.rewards.values import RubbishError, values_of
@@ -46,6 +47,9 @@ class Isolated:
     work. Calls begin as soon as there are completions, also for rollouts that are generated ahead, unless the reward
     names ``trainer_state``.
 
+    With an executor its workers take the place of the pool, on as many machines as it has. One that is lost costs the
+    rows of its task. A call that takes too long fails its rows and is cancelled; a worker that has begun it goes on.
+
     Args:
         reward: like any other.
         processes: how many work at the same time.
@@ -56,9 +60,12 @@ class Isolated:
         max_processes: how many there may be while all of them are stuck in some sample.
         memory: bytes of address space that each process may have; None for no limit.
         environment: variables of the processes, beside those of the trainer; by default no GPU and one thread.
+        executor: whose workers make the calls in place of processes of this machine; they can import this library, and
+            the executor stays open. ``seconds`` is then what the rollout waits for a call, with or without
+            ``per_sample``, and the other limits are the executor's own.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: if an option is out of range, or a limit of processes is given beside an executor.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class Isolated:
         max_processes: int = 32,
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
+        executor: Executor | None = None,
     ) -> None:
         if not callable(reward) or isinstance(reward, type):
             raise ValueError(
@@ -85,14 +93,18 @@ class Isolated:
         check_counts(1, optional=True, memory=memory)
         check_numbers(above=0, finite=True, seconds=seconds, sample_seconds=sample_seconds)
         check_bools(per_sample=per_sample)
+        if executor is not None:
+            limits = {"processes": processes, "sample_seconds": sample_seconds, "max_processes": max_processes}
+            _check_executor(executor, **limits, memory=memory, environment=environment)
         if max_processes < processes:
             raise ValueError(f"expected max_processes of at least processes={processes}, got {max_processes}")
         self.reward, self.processes, self.seconds = reward, processes, seconds
         self.per_sample, self.sample_seconds, self.max_processes = per_sample, sample_seconds, max_processes
         self.memory, self.environment = memory, dict(environment or {})
+        self.executor = executor
         self.__name__ = name_of(reward)
         self.__signature__ = inspect.signature(reward)
-        self._pool: Pool | None = None
+        self._pool: Pool | ExecutorPool | None = None
 
     @property
     def starts_early(self) -> bool:
@@ -139,7 +151,8 @@ class Isolated:
         if late_tasks and self._pool is not None:
             self._pool.abandon(late_tasks)  # or the next call would wait behind them
         results = Results([math.nan] * notes.number, [])
-        late = Answer("lost", cause or f"took longer than {self.seconds:g} s for all samples together")
+        together = " for all samples together" if self.per_sample else ""
+        late = Answer("lost", cause or f"took longer than {self.seconds:g} s{together}")
         for part, task in submitted.tasks:
             lost = task in late_tasks or task.answer.cancelled()
             answer = late if lost else task.answer.result()
@@ -157,7 +170,11 @@ class Isolated:
         """Of the processes that watch over those that run."""
         return [] if self._pool is None else self._pool.pids()
 
-    def _start(self) -> Pool:
+    def _start(self) -> Pool | ExecutorPool:
+        if self.executor is not None:
+            rank_zero_info(f"reward {self.__name__} is called by workers of {type(self.executor).__name__}")
+            self._pool = ExecutorPool(cloudpickle.dumps(self.reward), self.executor)
+            return self._pool
         rank_zero_info(f"reward {self.__name__} runs in {self.processes} processes of its own")
         self._pool = Pool(
             cloudpickle.dumps(self.reward),
@@ -172,10 +189,26 @@ class Isolated:
         """Waits until all is done, and adds processes while those there are do nothing but hang."""
         patience, end = self.sample_seconds / 10, time.monotonic() + self.seconds
         pending = {task.answer for _, task in submitted.tasks}
-        while pending and (not self.per_sample or time.monotonic() < end):
+        bounded = self.per_sample or self.executor is not None
+        while pending and (not bounded or time.monotonic() < end):
             pending = wait(pending, min(patience, 0.2)).not_done
             if self.per_sample and self._pool is not None:
                 self._pool.grow(patience)
+
+
+def _check_executor(executor: Executor, **limits: Any) -> None:
+    """Refuses what is no executor, and limits that it could not keep."""
+    if not isinstance(executor, Executor):
+        raise ValueError(
+            f"expected executor to be a concurrent.futures.Executor, got {executor!r:.200}: of a Dask client pass "
+            "client.get_executor()"
+        )
+    defaults = inspect.signature(Isolated).parameters
+    if beside := [name for name, value in limits.items() if value != defaults[name].default]:
+        raise ValueError(
+            f"expected no {in_words(beside)} beside executor=, whose workers have their own, got {beside[0]}="
+            f"{limits[beside[0]]!r:.99}: leave out either"
+        )
 
 
 def _payload(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:

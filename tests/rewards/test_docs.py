@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_rl.rewards
-from lightning_rl.rewards import AnswerMatch, Sandbox, SandboxResult, SandboxUnavailable
+from lightning_rl.rewards import AnswerMatch, Sandbox, SandboxResult, SandboxService, SandboxUnavailable
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -24,7 +24,7 @@ def test_a_block_runs_as_it_stands(block: str) -> None:
 
 def test_every_reward_has_a_row_and_a_block() -> None:
     exported = {name: getattr(lightning_rl.rewards, name) for name in lightning_rl.rewards.__all__}
-    parts = (AnswerMatch, Sandbox, SandboxResult)
+    parts = (AnswerMatch, Sandbox, SandboxResult, SandboxService)
     names = {name for name, one in exported.items() if hasattr(one, "__dataclass_fields__") and one not in parts}
     text = PAGE.read_text(encoding="utf-8")
     assert set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == names

@@ -80,7 +80,7 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
     (Language, {"column": 3}, "expected column to be a string of at least one letter or None, got 3"),
     (Language, {"language": "en", "among": "en"}, r"expected among to be a list of strings .* write \['en'\]"),
     (CodeTests, {"tests": 5}, "expected tests to be a string of at least one letter, got 5"),
-    (CodeTests, {"sandbox": 5}, r"expected sandbox to be a Sandbox\(...\), got 5"),
+    (CodeTests, {"sandbox": 5}, r"expected sandbox to be a Sandbox\(...\) or SandboxService\(...\), got 5"),
     (Judge, {"model": None}, "expected model to be a string of at least one letter, got None"),
     (Judge, {"model": "x", "temperature": -1}, "expected temperature >= 0, got -1"),
     (Judge, {"model": "x", "prices": 0.4}, r"expected prices to be those of a million tokens .* got 0.4"),

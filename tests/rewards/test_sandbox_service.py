@@ -1,0 +1,182 @@
+"""A sandbox behind a URL: a scripted service on loopback that is right, busy, broken, slow, or leads elsewhere."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rl.rewards import CodeTests, SandboxService, SandboxUnavailable
+
+KEY = "a-key-of-the-service"
+Script = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+def ran(stdout: str = "", *, status: str = "Finished", code: int | None = 0, stderr: str = "") -> tuple[int, Any]:
+    """What the service says of a program."""
+    run = {"status": status, "execution_time": 0.1, "return_code": code, "stdout": stdout, "stderr": stderr}
+    return 200, {"status": "Success" if code == 0 else "Failed", "message": "", "run_result": run, "files": {}}
+
+
+def double(body: dict[str, Any]) -> tuple[int, Any]:
+    """Stands for a service that runs programs: it knows one that prints 4 and one that doubles."""
+    return ran("4\n") if body["code"] == "print(4)" else ran(f"{2 * int(body['stdin'] or 0)}\n")
+
+
+@contextmanager
+def service(script: Script) -> Iterator[tuple[str, list[Any]]]:
+    """Its URL, and path, body and headers of every request."""
+    requests: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append((self.path, body, dict(self.headers)))
+            status, answer = script(body)
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def in_turn(*answers: tuple[int, Any]) -> Script:
+    left = list(answers)
+    return lambda _: left.pop(0)
+
+
+def test_a_program_is_run_elsewhere_within_its_limits_and_behind_the_key_of_a_file(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(f"{KEY}\n")
+    key.chmod(0o600)
+    with service(lambda _: ran("6\n", code=3, stderr="why")) as (url, requests):
+        sandbox = SandboxService(url=f"{url}/", key_file=key, seconds=2.5, memory=2**29)
+        result = sandbox.run("print(2 * int(input()))", "3")
+    assert (result.ending, result.code, result.stdout, result.stderr) == ("exited", 3, "6\n", "why") and not result.ok
+    ((path, body, headers),) = requests
+    assert path == "/run_code" and headers["Authorization"] == f"Bearer {KEY}"
+    assert body == {
+        "code": "print(2 * int(input()))", "language": "python", "stdin": "3", "run_timeout": 2.5,
+        "memory_limit_MB": 512,
+    }  # fmt: skip
+    assert KEY not in repr(sandbox)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ending", "out"),
+    [
+        (ran("a", status="TimeLimitExceeded", code=None), "too long", "a"),
+        (ran("x" * 65), "too much output", "x" * 64),
+        (ran("x" * 70_000), "too much output", ""),
+    ],
+    ids=["slow", "wordy", "endless"],
+)
+def test_a_program_that_breaks_a_limit_is_told_by_its_ending(answer: tuple[int, Any], ending: str, out: str) -> None:
+    with service(lambda _: answer) as (url, _):
+        result = SandboxService(url=url, output=64).run("...")
+    assert (result.ending, result.stdout, result.ok) == (ending, out, False)
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [(503, b"later"), (429, b""), (200, {"status": "SandboxError", "message": "no room", "run_result": None}),
+     ran(status="Error", code=None)],
+    ids=["503", "429", "sandbox-error", "error"],
+)  # fmt: skip
+def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
+    with service(in_turn(busy, busy, ran("4\n"))) as (url, requests):
+        assert SandboxService(url=url, retries=2, delay=0.01).run("print(4)").ok
+    assert len(requests) == 3
+    with service(in_turn(busy, busy)) as (url, requests), pytest.raises(SandboxUnavailable, match="/run_code "):
+        SandboxService(url=url, retries=1, delay=0.01).run("print(4)")
+    assert len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((307, b""), "status 307, which is not followed"),
+        ((401, b"who are you"), "status 401: 'who are you'"),
+        ((200, b"<html>"), "expected .* to say what became of a program, got '<html>'"),
+        ((200, {"status": "Success", "run_result": [1]}), "expected .* to say what became of a program"),
+    ],
+    ids=["redirect", "key", "page", "list"],
+)
+def test_what_will_not_do_later_either_is_said_at_once(answer: tuple[int, Any], said: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    with service(lambda _: answer) as (url, requests), pytest.raises(SandboxUnavailable, match=said) as refused:
+        SandboxService(url=url, key_file=key).run("print(4)")
+    assert len(requests) == 1 and KEY not in str(refused.value)
+
+
+def test_a_service_that_does_not_answer_in_time_is_left() -> None:
+    over = threading.Event()
+
+    def hangs(_: dict[str, Any]) -> tuple[int, Any]:
+        over.wait(30)
+        return ran()
+
+    with service(hangs) as (url, _):
+        try:
+            with pytest.raises(SandboxUnavailable, match="did not answer: ReadTimeout"):
+                SandboxService(url=url, seconds=0.2, patience=0.2, retries=0).run("print(4)")
+        finally:
+            over.set()
+    with pytest.raises(SandboxUnavailable, match="did not answer: ConnectError"):
+        SandboxService(url=url, retries=0).run("print(4)")
+
+
+def test_code_is_judged_by_a_service_and_a_row_that_it_loses_gets_no_reward() -> None:
+    def loses(body: dict[str, Any]) -> tuple[int, Any]:
+        return (503, b"full") if body["stdin"] == "3" else double(body)
+
+    program = "```python\nprint(2 * int(input()))\n```"
+    tests = [[{"input": "2", "output": "4"}], [{"input": "3", "output": "6"}], [{"input": "2", "output": "5"}]]
+    with service(loses) as (url, _):
+        reward = CodeTests(sandbox=SandboxService(url=url, retries=1, delay=0.01))
+        with pytest.warns(UserWarning, match="programs of 1 of 3 completions could not be run"):
+            right, lost, wrong = reward([""] * 3, [program] * 3, tests=tests)
+    assert (right, wrong) == (1.0, 0.0) and math.isnan(float(str(lost)))
+
+
+def test_a_service_that_runs_no_program_is_refused_at_construction() -> None:
+    with service(lambda _: ran("5\n")) as (url, _), pytest.raises(SandboxUnavailable, match="prints a digit"):
+        CodeTests(sandbox=SandboxService(url=url))
+
+
+@pytest.mark.parametrize("url", ["10.0.0.9:8080", "ftp://host", "http://name:word@host", 8080])
+def test_what_is_no_url_is_refused(url: Any) -> None:
+    with pytest.raises(ValueError, match="expected url to be one without a name or password"):
+        SandboxService(url=url)
+
+
+@pytest.mark.parametrize(("mode", "text"), [(0o644, KEY), (0o600, ""), (0o600, "two words")])
+def test_a_key_that_others_may_read_or_that_no_header_holds_is_refused(mode: int, text: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(text)
+    key.chmod(mode)
+    with pytest.raises(ValueError, match="to be its owner's alone and to hold a key"):
+        SandboxService(url="http://127.0.0.1:9", key_file=key).run("print(4)")
+    with pytest.raises(ValueError, match="expected a file with a key at"):
+        SandboxService(url="http://127.0.0.1:9", key_file=tmp_path / "none").run("print(4)")
