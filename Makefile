@@ -25,6 +25,15 @@ VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters
 LOGGERS ?= tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic comet-ml==3.58.8
 LOGGERS_BIN := .venv-loggers/bin
 LOGGERS_INSTALLED := .venv-loggers/.installed
+DASK ?= distributed==2026.8.0
+DASK_BIN := .venv-dask/bin
+DASK_INSTALLED := .venv-dask/.installed
+LAUNCH ?= kubernetes-validate==1.37.0 compose-spec==0.2.1
+LAUNCH_BIN := .venv-launch/bin
+LAUNCH_INSTALLED := .venv-launch/.installed
+SCALE_TESTS = tests/test_restarts.py tests/test_slurm.py tests/strategies/test_nodes.py tests/strategies/test_agreement.py \
+	tests/strategies/test_broadcast_ranks.py tests/strategies/test_served_ranks.py tests/distributed/test_network.py \
+	tests/rewards/test_sandbox_service.py
 TRL ?= trl==1.16.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed
@@ -38,7 +47,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers test-dask test-scale bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +88,14 @@ test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, i
 
 test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Comet, offline, in an environment of their own
 	$(LOGGERS_BIN)/python -m pytest tests/reporting/test_loggers.py
+
+test-dask: $(DASK_INSTALLED) ## Tests of rewards on two workers of Dask, in an environment of its own
+	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
+
+test-scale: $(DASK_INSTALLED) $(LAUNCH_INSTALLED) ## Nodes, restarts, broadcast, servers, rewards elsewhere and launch files, in minutes
+	$(BIN)/pytest $(WATCHED) $(SCALE_TESTS)
+	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
+	$(LAUNCH_BIN)/python -m pytest $(WATCHED) tests/test_launch.py
 
 bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in an environment of its own
 	TRL_PYTHON=$(TRL_BIN)/python $(BIN)/pytest tests/translation
@@ -185,6 +202,20 @@ $(LOGGERS_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-loggers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-loggers/lib/python*/site-packages)/below.pth"
 	$(LOGGERS_BIN)/python -m pip install --quiet '$(TORCH)' $(LOGGERS) -e .
+	@touch $@
+
+# What .venv has is seen through a path file.
+$(DASK_INSTALLED): $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-dask
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-dask/lib/python*/site-packages)/below.pth"
+	$(DASK_BIN)/python -m pip install --quiet '$(TORCH)' '$(DASK)' -e .
+	@touch $@
+
+# The validators of the launch files; what .venv has is seen through a path file.
+$(LAUNCH_INSTALLED): $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-launch
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-launch/lib/python*/site-packages)/below.pth"
+	$(LAUNCH_BIN)/python -m pip install --quiet $(LAUNCH)
 	@touch $@
 
 # It reads the library and imports nothing of it.

@@ -1,10 +1,16 @@
-"""The launch files, with commands in the place of SLURM's and torchrun that write down how they were called."""
+"""The launch files: stand-ins for SLURM and torchrun write down how they were called, parsers read the rest."""
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
 
 from lightning_rl.cli.parser import command_line
 
@@ -60,3 +66,95 @@ def test_torchrun_is_given_the_nodes_and_may_start_again(tmp_path: Path) -> None
 
 def test_torchrun_without_arguments_says_how_it_is_called(tmp_path: Path) -> None:
     assert call(tmp_path, str(LAUNCH / "torchrun.sh"), "node0") == (2, [])
+
+
+MACHINE = {"IMAGE": "an/image:1", "MODEL": "a-model", "SHARED": "/data/run7"}
+
+
+def compose() -> dict[str, Any]:
+    """The services of the compose file, with the variables that it asks for."""
+    text = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: MACHINE[found[1]], (LAUNCH / "compose.yaml").read_text())
+    return yaml.safe_load(text)
+
+
+def manifests() -> dict[tuple[str, str], dict[str, Any]]:
+    """The objects of the file for Kubernetes, by kind and name."""
+    documents = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    return {(document["kind"], document["metadata"]["name"]): document for document in documents}
+
+
+def container(document: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """The command of a pod's only container, and its variables."""
+    (described,) = document["spec"]["template"]["spec"]["containers"]
+    values = {variable["name"]: variable.get("value", "a-pod") for variable in described["env"]}
+    words = [*described["command"], *described["args"]]
+    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in words], values
+
+
+def test_compose_starts_two_servers_by_our_command_line_and_a_trainer_that_is_told_of_them() -> None:
+    services = compose()["services"]
+    urls = []
+    for name in ("server-0", "server-1"):
+        program, *words = shlex.split(services[name]["command"])
+        parsed = command_line().parse_args(words)
+        assert program == "lightning-rl" and (parsed.command, parsed.model) == ("serve", "a-model")
+        assert (parsed.storage, parsed.api_key_file) == (Path("/shared/weights"), Path("/shared/key"))
+        urls.append(f"http://{name}:{parsed.port}")
+        assert parsed.host == name, "a server is found under its name"
+    trainer = services["trainer"]
+    assert trainer["environment"]["SERVERS"].split() == urls
+    assert trainer["environment"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    program, *words = shlex.split(trainer["command"])
+    parsed = get_args_parser().parse_args(words)
+    assert program == "torchrun" and (parsed.training_script, parsed.max_restarts) == ("/shared/train.py", 3)
+    reserved = [service["deploy"]["resources"]["reservations"] for service in services.values() if "deploy" in service]
+    assert len({entry["devices"][0]["device_ids"][0] for entry in reserved}) == 3, "none shares its GPU"
+
+
+def test_the_key_of_compose_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
+    shell, option, script = compose()["services"]["key"]["command"]
+    command = [shell, option, script.replace("/shared", str(tmp_path))]
+    subprocess.run(command, check=True, timeout=20)
+    key = (tmp_path / "key").read_text()
+    subprocess.run(command, check=True, timeout=20)
+    assert len(key.strip()) >= 43 and (tmp_path / "key").read_text() == key
+    assert (tmp_path / "key").stat().st_mode & 0o077 == 0 and (tmp_path / "weights").is_dir()
+
+
+def test_compose_is_what_its_own_validator_takes() -> None:
+    if docker := shutil.which("docker-compose"):
+        command = [docker, "-f", str(LAUNCH / "compose.yaml"), "config", "--quiet"]
+        subprocess.run(command, env={**os.environ, **MACHINE}, check=True, timeout=60)
+        return
+    specification = pytest.importorskip("compose_spec")
+    read = specification.PyCompose.from_yaml(yaml.safe_dump(compose()))
+    assert set(read.service_names()) == compose()["services"].keys()
+
+
+def test_kubernetes_starts_servers_by_our_command_line_and_a_trainer_that_is_told_of_them() -> None:
+    found = manifests()
+    servers, trainer = found["StatefulSet", "server"], found["Job", "trainer"]
+    (program, *words), variables = container(servers)
+    cut = words.index("--")
+    parsed, theirs = command_line().parse_args(words[:cut]), words[cut + 1 :]
+    assert program == "lightning-rl" and (parsed.command, parsed.model) == ("serve", "MODEL")
+    assert parsed.host == f"{variables['POD']}.{servers['spec']['serviceName']}" and theirs == [
+        "--tensor-parallel-size=8"
+    ]
+    assert ("Service", servers["spec"]["serviceName"]) in found
+    (program, *words), variables = container(trainer)
+    names = [f"server-{number}.servers" for number in range(servers["spec"]["replicas"])]
+    assert variables["SERVERS"].split() == [f"http://{name}:{parsed.port}" for name in names]
+    parsed = get_args_parser().parse_args(words)
+    spec = trainer["spec"]
+    assert program == "torchrun" and parsed.nnodes == str(spec["completions"]) == str(spec["parallelism"])
+    host, _, port = parsed.rdzv_endpoint.partition(":")
+    assert host == f"trainer-0.{spec['template']['spec']['subdomain']}"
+    assert found["Service", "trainer"]["spec"]["ports"][0]["port"] == int(port)
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1" and variables["GLOO_SOCKET_IFNAME"]
+
+
+def test_every_manifest_is_what_the_schemas_of_kubernetes_take() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    for document in manifests().values():
+        validator.validate(document, validator.latest_version(), strict=True)
