@@ -1,7 +1,9 @@
 """Edits: who wrote to the fields of a value that was only shown, or to their gradients, by whatever way it was done."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
@@ -82,21 +84,49 @@ class Seal:
                 return False
         return True
 
-    def sums(self) -> dict[str, int]:
-        """The checksum of every field; waits for an accelerator."""
-        sums = {name: field.sum for name, field in self.fields.items()}
-        for names, on_device in self.device:
-            sums.update(zip(names, on_device.tolist(), strict=True))
-        return sums
+    def compare(self, later: "Seal") -> "Comparison":
+        """What a later seal of the fields says beside this one; an accelerator is not waited for."""
+        here, there = _device_sums(self), _device_sums(later)
+        changed, sums = dict[str, bool](), dict[str, tuple[Tensor, Tensor]]()
+        for name in {**self.fields, **later.fields}:
+            before, after = self.fields.get(name), later.fields.get(name)
+            changed[name] = before is None or after is None or before.sum != after.sum or not _same_field(before, after)
+            if not changed[name] and name in here and name in there:
+                sums[name] = here[name], there[name]
+        return Comparison(changed, sums)
 
     def changes(self, later: "Seal") -> list[str]:
-        """The fields that were written, replaced, added or taken away until a later seal, in their order."""
-        before, after = self.sums(), later.sums()
-        return [
-            name
-            for name in {**before, **after}
-            if before.get(name) != after.get(name) or not _same_field(self.fields[name], later.fields[name])
-        ]
+        """The fields that were written, replaced, added or taken away until a later seal, in their order; waits for an
+        accelerator.
+        """
+        return self.compare(later).changes()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two seals of the same tensors beside each other, without the tensors.
+
+    Attributes:
+        changed: whether a field surely is another one, by name.
+        sums: checksums [] int64 of the others on an accelerator, before and after.
+    """
+
+    changed: dict[str, bool]
+    sums: dict[str, tuple[Tensor, Tensor]]
+
+    def flags(self) -> list[Tensor]:
+        """Whether there is any change, as flags [] bool that nobody has waited for."""
+        sure = [torch.tensor(data=True)] if any(self.changed.values()) else []
+        pairs = list(self.sums.values())
+        if pairs:
+            before, after = (torch.stack(sums) for sums in zip(*pairs, strict=True))
+            sure.append((before != after).any())
+        return sure
+
+    def changes(self) -> list[str]:
+        """The fields that were changed, in their order; waits for an accelerator."""
+        differ = {name: bool(before != after) for name, (before, after) in self.sums.items()}
+        return [name for name, changed in self.changed.items() if changed or differ.get(name, False)]
 
 
 def _seal_field(tensor: Tensor, last: FieldSeal | None) -> FieldSeal:
@@ -108,6 +138,10 @@ def _seal_field(tensor: Tensor, last: FieldSeal | None) -> FieldSeal:
         return FieldSeal(tensor, version, form, last.bytes, zlib.crc32(last.bytes))
     buffer = buffer_of(tensor)
     return FieldSeal(tensor, version, form, buffer if tensor.is_contiguous() else None, zlib.crc32(buffer))
+
+
+def _device_sums(seal: Seal) -> dict[str, Tensor]:
+    return {name: place for names, sums in seal.device for name, place in zip(names, sums.unbind(), strict=True)}
 
 
 def _same_field(before: FieldSeal, after: FieldSeal) -> bool:
@@ -155,7 +189,8 @@ def device_checksums(fields: Fields) -> Tensor:
     words = torch.cat(pieces).view(torch.int64) * MIXER
     words ^= words >> 32
     weights = (torch.arange(number, device=words.device) * MIXER) | 1
-    totals = (words * weights).cumsum(0)[ends]
+    sums = (words * weights).cumsum(0)
+    totals = torch.stack([sums[end] for end in ends])  # a list as index would be copied to the device, and waited for
     return torch.diff(totals, prepend=totals.new_zeros(1))
 
 
@@ -243,7 +278,8 @@ class WeightEditError(EditError):
 class EditWatch:
     """Names whoever edits the fields of a value that is shown to one after the other.
 
-    On the CPU whoever did it is refused at once, on an accelerator in :meth:`close`, where it is waited for once.
+    On the CPU whoever did it is refused at once, on an accelerator in :meth:`close`, where it is waited for once, or
+    at the end of :func:`comparing_later`.
 
     Args:
         fields: gives the tensors with their names, as they are when it is called.
@@ -257,7 +293,7 @@ class EditWatch:
         self.subject, self._fields = subject, fields
         shown = fields()
         self._last, self.gradients = Seal.of(shown), GradientSeal(shown)
-        self._waiting: list[tuple[str, str, Seal, Seal]] = []
+        self._waiting: list[Suspicion] = []
 
     def after(self, who: str, cure: str) -> None:
         """Compares with the last time.
@@ -275,7 +311,7 @@ class EditWatch:
             return
         before, self._last = self._last, Seal.of(fields, self._last)
         if before.device or self._last.device:
-            self._waiting.append((who, cure, before, self._last))
+            self._waiting.append(Suspicion(who, cure, before.compare(self._last)))
         else:
             refuse_edits(who, before.changes(self._last), cure)
 
@@ -286,8 +322,46 @@ class EditWatch:
             EditError: naming who was the first, and what was edited.
         """
         waiting, self._waiting = self._waiting, []
-        for who, cure, before, after in waiting:
-            refuse_edits(who, before.changes(after), cure)
+        later = _later.get()
+        if later is None:
+            _refuse_first(waiting)
+        else:
+            later.extend(waiting)
+
+
+class Suspicion(NamedTuple):
+    """Somebody was shown something, and whether it was edited is known once an accelerator has come to it."""
+
+    who: str
+    cure: str
+    comparison: Comparison
+
+
+_later: ContextVar[list[Suspicion] | None] = ContextVar("later", default=None)
+
+
+@contextmanager
+def comparing_later() -> Iterator[None]:
+    """Whatever watches inside have to wait for an accelerator for is compared at the end, in one wait.
+
+    Raises:
+        EditError: naming who was the first, and what was edited.
+    """
+    later = list[Suspicion]()
+    token = _later.set(later)
+    try:
+        yield
+    finally:
+        _later.reset(token)
+    _refuse_first(later)
+
+
+def _refuse_first(suspicions: Sequence[Suspicion]) -> None:
+    flags = [flag for suspicion in suspicions for flag in suspicion.comparison.flags()]
+    if not flags or not torch.stack([flag.to(flags[-1].device, non_blocking=True) for flag in flags]).any():
+        return
+    for who, cure, comparison in suspicions:
+        refuse_edits(who, comparison.changes(), cure)
 
 
 def refuse_edits(who: str, fields: Iterable[str], cure: str) -> None:

@@ -13,7 +13,7 @@ from lightning_rl.algorithm import NEW_TENSOR, Algorithm, LossParts
 from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
-from lightning_rl.edits import EditWatch
+from lightning_rl.edits import EditWatch, comparing_later
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.policy.plan import plan_of_rows
@@ -194,20 +194,21 @@ def accumulate_gradient(
             traced.parts = loss.parts
         return loss
 
-    for number, microbatch in enumerate(microbatches):
-        last = number == len(microbatches) - 1
-        with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
-            loss = None
-            with _noting_exhaustion(gradient, noted=notices_exhaustion):
-                loss = loss_of(microbatch, number)
-            loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
-            if loss is not None:
-                backward(loss.total)
-                if loss.gradients is not None:
-                    loss.gradients.refuse(KEPT, "a view is read while it is shown, and not kept")
-                gradient.add(loss)
-        if gradient.exhausted and alone:
-            break
+    with comparing_later():
+        for number, microbatch in enumerate(microbatches):
+            last = number == len(microbatches) - 1
+            with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
+                loss = None
+                with _noting_exhaustion(gradient, noted=notices_exhaustion):
+                    loss = loss_of(microbatch, number)
+                loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
+                if loss is not None:
+                    backward(loss.total)
+                    if loss.gradients is not None:
+                        loss.gradients.refuse(KEPT, "a view is read while it is shown, and not kept")
+                    gradient.add(loss)
+            if gradient.exhausted and alone:
+                break
     finite.check()
     return gradient
 

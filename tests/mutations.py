@@ -115,7 +115,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
      "{key: function(tensor, axes, pad) for key, tensor in value.items()}",
      "{key: tensor[: len(function(tensor, axes, pad))] for key, tensor in value.items()}"),
     ("test_1_21_a_pass_that_only_scores_leaves_nothing_behind", "lightning_rl/policy/packing.py",
-     "_PACKED_NOW.reset(token)", "pass"),
+     "_FORWARD.reset(token)", "pass"),
     ("test_1_22_a_log_probability_stands_where_its_token_stands", "lightning_rl/policy/packing.py",
      "columns=column,", "columns=rows.width - rows.response_lengths[row] + column,"),
     ("test_1_23_gradients_of_microbatches_add_up", "lightning_rl/update.py",

@@ -34,7 +34,7 @@ class FiniteOutputs:
 
     def __init__(self, device: torch.device) -> None:
         self._at_once = device.type == "cpu"
-        self._waiting = list[tuple[str, Tensor, Tensor, Tensor]]()  # what, values, identities of the rows, whether so
+        self._waiting = list[tuple[str, Tensor, Tensor, Tensor]]()  # what, values, identities of the rows, whether not
 
     def note(self, outputs: Outputs, rows: Rollout) -> None:
         """Looks at the valid tokens of a microbatch; on an accelerator, without waiting for the result.
@@ -45,7 +45,7 @@ class FiniteOutputs:
         for what, tensor in (("log-probability", outputs.logprobs), ("value", outputs.values)):
             if tensor is not None:
                 values = tensor.detach()
-                self._waiting.append((what, values, rows.sample_ids, torch.isfinite(values).all()))
+                self._waiting.append((what, values, rows.sample_ids, (~torch.isfinite(values)).any()))
         if self._at_once:
             self.check()
 
@@ -56,9 +56,9 @@ class FiniteOutputs:
             FloatingPointError: naming sample and position of the first value that is not finite.
         """
         waiting, self._waiting = self._waiting, []
-        if not waiting or bool(torch.stack([finite for *_, finite in waiting]).all()):
+        if not waiting or not bool(torch.stack([broken for *_, broken in waiting]).any()):
             return
-        what, values, sample_ids, _ = next(one for one in waiting if not one[-1])
+        what, values, sample_ids, _ = next(one for one in waiting if one[-1])
         row, position = (~torch.isfinite(values)).nonzero()[0].tolist()
         raise FloatingPointError(
             f"expected finite outputs of the policy, got {what} {float(values[row, position])} at row {row} (sample "
@@ -184,7 +184,8 @@ def _head_of(model: PreTrainedModel) -> nn.Linear:
 
 
 def _hidden_states(backbone: nn.Module, layout: Layout) -> Tensor:
-    with packed_attention(layout) as arguments:
+    implementation = cast(Any, backbone).config._attn_implementation  # noqa: SLF001  public nowhere
+    with packed_attention(layout, implementation=implementation) as arguments:
         positions = {"position_ids": layout.position_ids} if layout.lengths else {}
         output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
     return output.last_hidden_state.flatten(0, 1)

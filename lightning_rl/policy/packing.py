@@ -135,24 +135,32 @@ def join_sequences(
     return torch.where(in_prompt, from_prompt, from_response), place < lengths[:, None]
 
 
-_PACKED_NOW: ContextVar[bool] = ContextVar("packed_now", default=False)
+_FORWARD: ContextVar[str | None] = ContextVar("forward", default=None)  # "packed" or "padded", within our own
 
 
 @contextmanager
-def packed_attention(layout: Layout) -> Iterator[dict[str, Any]]:
+def packed_attention(layout: Layout, *, implementation: str | None = PACKED_ATTENTION) -> Iterator[dict[str, Any]]:
     """Yields the keyword arguments that carry the sequence boundaries through the model to its attention.
 
     Arguments and not a global, because activation checkpointing runs the attention again in the backward, long after
     this context has ended. Only the mask, which is built once and outside of the layers, is switched by the context.
+
+    Args:
+        layout: of the microbatch.
+        implementation: of the model's attention. Ours is given a mask that says nothing: without one transformers looks
+            for sequences in the positions, and every microbatch waits for an accelerator's answer.
     """
-    if not layout.lengths:
-        yield {}
-        return
-    token = _PACKED_NOW.set(True)
+    token = _FORWARD.set("packed" if layout.lengths else "padded")
+    masked = implementation == PACKED_ATTENTION
+    arguments: dict[str, Any] = (
+        {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool)} if masked else {}
+    )
+    if layout.lengths:
+        arguments |= {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.cu_seqlens}
     try:
-        yield {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.cu_seqlens}
+        yield arguments
     finally:
-        _PACKED_NOW.reset(token)
+        _FORWARD.reset(token)
 
 
 def _attention(
@@ -161,7 +169,7 @@ def _attention(
     lengths = arguments.pop("sequence_lengths", None)
     cu_seqlens = arguments.pop("sequence_boundaries", None)
     if lengths is None:
-        if _PACKED_NOW.get():
+        if _FORWARD.get() == "packed":
             raise ValueError(f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     unsupported = [name for name in ("softcap", "s_aux") if arguments.get(name) is not None]
@@ -224,8 +232,11 @@ def _flash_applies(query: Tensor) -> bool:
 
 def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Tensor | None:
     """No mask for packed sequences, but the width of a sliding window in place of one, which is all it would say."""
-    if _PACKED_NOW.get():
+    forward = _FORWARD.get()
+    if forward == "packed":
         return None if local_size is None else torch.tensor(local_size)
+    if forward == "padded":
+        keywords["attention_mask"] = None  # ours, which says nothing
     return sdpa_mask(*arguments, local_size=local_size, **keywords)
 
 

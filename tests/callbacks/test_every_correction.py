@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import ragged_rollout, run_step, view_of_rollout
+from kit.host_reads import reads_within
+from kit.support import an_algorithm, ragged_rollout, run_step, view_of_rollout
 from torch import Tensor
 
 import lightning_rl.callbacks
@@ -46,8 +47,10 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections
+from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.rollout import concatenate
 from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.update import from_table
 
 EXAMPLES: list[RLCallback] = [
     NoEOSMask(),
@@ -345,3 +348,19 @@ def test_the_examples_meet_truncated_rows_and_holes() -> None:
     rollout = whole_rollout()
     assert 0 < (rollout.finish == Finish.LENGTH).sum() < 24
     assert (rollout.action_mask.sum(-1) < rollout.response_lengths).any() and not rollout.valid_tokens.any(-1).all()
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [one for one in EXAMPLES if one.contributes & AT_LOSS and not isinstance(one, ACTS_IN_THE_POLICY)],
+    ids=lambda correction: type(correction).__name__,
+)
+def test_none_waits_for_an_accelerator_between_microbatches(correction: RLCallback) -> None:
+    rollout = finished(whole_rollout().select(torch.arange(12)), correction)
+    leaf = torch.zeros(rollout.response_ids.shape, device="meta", dtype=torch.float64, requires_grad=True)
+
+    def table(microbatch: Microbatch) -> Outputs:
+        return from_table(Outputs(leaf * 1, leaf * 2, None))(microbatch)
+
+    within, _ = reads_within(rollout.sanitize(), table, an_algorithm([correction], loss=loss_of(correction)))
+    assert within == []

@@ -1,0 +1,83 @@
+"""Nobody waits for an accelerator between the first and the last microbatch of a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.host_reads import CUT, counted, reads_within
+from kit.support import an_algorithm, callback_of, ragged_rollout, tiny_model
+from torch import Tensor
+
+from lightning_rl import LossTerm, LossView, RLCallback, Rollout, ValueLoss
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
+from lightning_rl.corrections import Corrections
+from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.model import Scorer
+from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.rollouts.logprobs import add_logprobs
+
+
+def a_rollout() -> Rollout:
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
+    return rollout.replace(values=torch.zeros(rollout.response_ids.shape), returns=rollout.require("advantages"))
+
+
+def an_everyday_algorithm(*callbacks: RLCallback) -> Algorithm:
+    usual: list[RLCallback] = [ReferenceKL(0.1, as_loss=True), RolloutKL(0.2), EntropyBonus(0.3), NoEOSMask()]
+    return an_algorithm([*usual, *callbacks], value_loss=ValueLoss(coef=0.5))
+
+
+def a_policy(family: str = "qwen2", *, packed: bool = True) -> PolicyModel:
+    model = tiny_model(family)
+    return PolicyModel(model, model, temperature=0.7, packed=packed).to("meta")
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_nothing_waits_for_the_device_until_the_last_backward_is_on_its_way(family: str, packed: bool) -> None:
+    policy = a_policy(family)
+    within, after = reads_within(
+        a_rollout(), lambda microbatch: policy(microbatch.layout), an_everyday_algorithm(), packed=packed
+    )
+    assert within == []
+    assert len(after) == 2  # whether anybody edited anything, and whether everything was finite
+
+
+def test_scoring_waits_once_at_its_end() -> None:
+    rollout, policy, reference = a_rollout(), a_policy(), tiny_model("qwen2", 1)
+    plan = plan_of_rows(rollout, [CUT]).to("meta")
+    scorer = Scorer(reference, temperature=0.7, packed=True)
+    scorer.to(torch.device("meta"))
+    rollout = rollout.to("meta")
+    with counted() as names:
+        add_logprobs(rollout, plan, policy, scorer, Corrections(), old=True, squares=True)
+    assert names == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda values: float(values.sum()),
+        lambda values: bool(values.any()),
+        lambda values: values.tolist(),
+        lambda values: values[values > 0],
+        lambda values: values.cpu(),
+        lambda values: values[:, [0]],
+        lambda values: values + torch.tensor([1.0], device=values.device),
+    ],
+    ids=["a number", "a decision", "a list", "a mask as index", "a copy", "a list as index", "a new tensor"],
+)
+def test_the_stand_in_counts_what_a_correction_reads(read: Callable[[Tensor], Any]) -> None:
+    def term(view: LossView) -> LossTerm:
+        read(view.logprobs.detach())
+        return LossTerm(per_token=view.logprobs, coef=0.1)
+
+    policy = a_policy()
+    within, _ = reads_within(
+        a_rollout(),
+        lambda microbatch: policy(microbatch.layout),
+        an_everyday_algorithm(callback_of("reader", loss_term=term)),
+    )
+    assert len(within) >= len(CUT)
