@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.chatter import generator_states
 from typing_extensions import override
 
 from lightning_rl import Finish, Sampling
@@ -69,9 +70,9 @@ def test_who_draws_from_a_generator_of_the_trainer_is_named(draw: Any, name: str
 
 def test_generators_of_its_own_are_its_own_business() -> None:
     own = random.Random(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = generator_states()
     talk(own[0].random, lambda: (own[1].random(), torch.rand((), generator=own[2])))
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert generator_states() == before
     assert own[0].random() != random.Random(3).random(), "it has drawn"
 
 
