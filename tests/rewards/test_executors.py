@@ -34,7 +34,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 @contextmanager
 def dask() -> Iterator[Executor]:
     """That of a client of Dask, with processes of this machine as its workers."""
-    distributed = pytest.importorskip("distributed")
+    distributed = pytest.importorskip("dask.distributed")
     options = {"n_workers": WORKERS, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
     with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
         yield ready(client.get_executor())
