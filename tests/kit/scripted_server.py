@@ -61,6 +61,7 @@ class ScriptedServer:
         key: that every call has to bring.
         engines: behind the port, of which the first answers.
         cut: how many clients hung up before their answer.
+        connections: how many there have been.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ScriptedServer:
     ) -> None:
         self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
-        self.key, self.engines = KEY, 1
+        self.key, self.engines, self.connections = KEY, 1, 0
         self.weights: dict[str, Tensor] = {}
         self.loads: list[str] = []
         self.receptions: list[str] = []
@@ -197,10 +198,19 @@ class _Worker(WeightLoader):
 
 def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept
+        disable_nagle_algorithm = True
+
         @override
         def setup(self) -> None:
             super().setup()
             server.open.add(self.connection)
+            server.connections += 1
+
+        @override
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # of a client that was killed
+                super().handle()
 
         @override
         def finish(self) -> None:
@@ -228,10 +238,12 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
                 0
             ]:  # a client that waits sends nothing, one that left an end
                 server.cut += 1
+            content = text if isinstance(text, bytes) else json.dumps(text).encode()
             with suppress(OSError):
                 self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(text if isinstance(text, bytes) else json.dumps(text).encode())
+                self.wfile.write(content)
             server.noted(self.path)
 
     return Handler

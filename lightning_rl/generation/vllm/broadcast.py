@@ -13,7 +13,8 @@ from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
 from lightning_rl.generation.vllm.endpoint import Label
 from lightning_rl.generation.vllm.group import BUCKET_BYTES, Group, GroupError, Invitation, open_store
 from lightning_rl.generation.vllm.http import Cancelled, Refused, Unanswered
-from lightning_rl.generation.vllm.pool import Server, ServerPool
+from lightning_rl.generation.vllm.places import Server
+from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.weights.buckets import Bytes, Spare, Specification, cut, pack
 from lightning_rl.generation.weights.stream import Stream
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.generation.vllm.group import GroupError, Invitation
-from lightning_rl.generation.vllm.http import MAX_ANSWER, Calls, Client, Unanswered, quote
+from lightning_rl.generation.vllm.http import LOOP, MAX_ANSWER, Client, Unanswered, quote
 from lightning_rl.generation.vllm.sampling import FINISH
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import Description
@@ -71,11 +71,11 @@ class Endpoint:
 
     def abort(self) -> None:
         """Ends the calls in flight, because the server is gone."""
-        self._client.calls.abort()
+        self._client.abort()
 
     def close(self) -> None:
         """Ends the calls in flight, and every later one."""
-        self._client.calls.cancel()
+        self._client.close()
 
     def check_health(self) -> None:
         """Returns if the server takes requests."""
@@ -218,18 +218,19 @@ class Endpoint:
         """Takes the label off the weights that the server holds, so that nobody takes tokens from them."""
         self._post("/update_weight_version", {"new_version": LOADING})
 
-    def sample(
-        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], calls: Calls | None = None
-    ) -> Sample:
+    def sample(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
+        """What :meth:`draw` returns, for a thread that waits for it."""
+        return LOOP.run(self.draw(name, ids, parameters))
+
+    async def draw(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
         """One response to a request whose name is new to the server, under vLLM's sampling parameters."""
         body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
-        answer = self._client.call(
+        answer = await self._client.request(
             "POST",
             "/inference/v1/generate",
             body,
             timeout=self.timeout,
             limit=MAX_ANSWER + TOKEN_BYTES * (len(ids) + parameters["max_tokens"]),
-            calls=calls,
         )
         logprobs = prompt_logprobs = None
         with self._parsing():

@@ -1,21 +1,23 @@
-"""JSON over HTTP, from many threads: each call ends at a deadline, reads no more than a limit, and can be cut short."""
+"""JSON over HTTP: each call ends at a deadline, reads no more than a limit, and can be cut short.
 
-import http.client
-import io
+All calls of a process are made in one thread, by aiohttp, over connections that are kept from call to call.
+"""
+
+import asyncio
 import json
 import socket
 import ssl
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from typing_extensions import override
+import aiohttp
 
+from lightning_rl.event_loop import EventLoop
+
+LOOP = EventLoop("servers")
 HINTS = {
     401: "pass api_key=, or set VLLM_API_KEY, to the key that lightning-rl serve was started with",
     403: "start the server by lightning-rl serve",
@@ -24,8 +26,9 @@ HINTS = {
 BUSY = (408, 429)  # of a proxy: later it may take the call
 OF_REQUEST = (400, 413, 422)  # what is refused is the request, not whoever asks
 CONNECTING = 10.0  # seconds
-MAX_ANSWER = 2**20  # bytes of an answer, its head included, unless a call allows for more
-PIECE = 2**16  # bytes that are read at once
+KEPT = 2.0  # seconds that a connection is kept without a call; vLLM closes it after 5
+SILENCE, INTERVAL, PROBES = 30, 10, 6  # of a silent connection: seconds until it is probed, between probes; how many
+MAX_ANSWER = 2**20  # bytes of an answer, unless a call allows for more
 MAX_QUOTE = 300  # characters of what a server says that an error quotes
 
 
@@ -47,45 +50,13 @@ class Refused(ValueError):  # noqa: N818
 
 
 class Cancelled(RuntimeError):  # noqa: N818
-    """The call was cut short by its own side."""
-
-
-class Calls:
-    """Calls in flight, to be cut short together. A server notices, and ends what it was doing for them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self.cancelled = threading.Event()
-
-    @contextmanager
-    def track(self, sock: socket.socket) -> Iterator[None]:
-        """One call, connected; raises :class:`Cancelled` if it is too late for it."""
-        with self._lock:
-            self._sockets.add(sock)
-        try:
-            if self.cancelled.is_set():
-                raise Cancelled("the call was cut short before it began")
-            yield
-        finally:
-            with self._lock:
-                self._sockets.discard(sock)
-
-    def abort(self) -> None:
-        """Ends the calls in flight, which then count as unanswered."""
-        with self._lock:
-            for sock in self._sockets:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which close does not
-
-    def cancel(self) -> None:
-        """Ends all calls by our own will, those that begin later included."""
-        self.cancelled.set()
-        self.abort()
+    """The call was cut short by its own side, which has closed the client."""
 
 
 class Client:
-    """Calls one server; each call has a connection of its own, so none is stale and any can be cut short.
+    """Calls one server, from any thread or from coroutines of :data:`LOOP`.
+
+    A connection serves one call at a time, and is kept for the next one; those in use are as many as there are calls.
 
     Args:
         url: such as ``http://127.0.0.1:8000``.
@@ -101,26 +72,22 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
-        self._connection = http.client.HTTPConnection
-        if parts.scheme == "https":
-            self._connection = partial(http.client.HTTPSConnection, context=trust(ca))
-        self._netloc, self._prefix = parts.netloc, parts.path.rstrip("/")
-        self.calls = Calls()
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._trust = trust(ca) if parts.scheme == "https" else True
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
+        self._session: aiohttp.ClientSession | None = None
+        self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
+        self._closed = False
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        timeout: float,
-        limit: int = MAX_ANSWER,
-        calls: Calls | None = None,
+    def call(self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER) -> Any:
+        """What :meth:`request` returns, for a thread that waits for it."""
+        return LOOP.run(self.request(method, path, body, timeout=timeout, limit=limit))
+
+    async def request(
+        self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
     ) -> Any:
-        """The answer, parsed; None for an empty one. Besides :attr:`calls`, ``calls`` can cut it short.
+        """The answer, parsed; None for an empty one.
 
         Args:
             method: of HTTP.
@@ -128,25 +95,25 @@ class Client:
             body: sent as JSON; None for none.
             timeout: seconds for all of it, from the connection to the last byte.
             limit: bytes that are read, whatever the answer says of its length.
-            calls: to be cut short with others.
 
         Raises:
             Unanswered: if there is no answer in time, one that is too long, one with a status of 408, 429, 500 and
                 above or below 200, a redirection, or none in JSON.
             Refused: for a status of 400 to 499, or a certificate that nobody we trust has signed.
-            Cancelled: if the call was cut short.
+            Cancelled: if the client was closed.
         """
-        content = None if body is None else json.dumps(body)
-        calls = Calls() if calls is None else calls
+        content = None if body is None else json.dumps(body).encode()
         try:
-            status, text = self._exchange(method, self._prefix + path, content, timeout, limit, calls)
-        except ssl.SSLCertVerificationError as error:
-            hint = "pass ca=, a file with the certificate that signs the server's"
-            raise Refused(f"expected {self.url} to prove who it is, got {error.verify_message}: {hint}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of a socket that was cut short
-            if self.calls.cancelled.is_set() or calls.cancelled.is_set():
+            status, text = await self._within(timeout, method, path, content, limit)
+        except aiohttp.ClientConnectorCertificateError as error:
+            hint, why = "pass ca=, a file with the certificate that signs the server's", error.certificate_error
+            said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
+            raise Refused(f"expected {self.url} to prove who it is, got {quote(said)}: {hint}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            if self._closed:
                 raise Cancelled(f"{self.url}{path} was cut short") from error
-            raise Unanswered(f"no answer from {self.url}{path}: {quote(f'{type(error).__name__}: {error}')}") from error
+            what = quote(f"{type(error).__name__}: {error}")
+            raise Unanswered(f"no answer from {self.url}{path}: {what}") from error
         quoted = quote(bytes(text[: 4 * MAX_QUOTE]).decode(errors="replace"))
         if 400 <= status < 500 and status not in BUSY:
             hint = f": {HINTS[status]}" if status in HINTS else ""
@@ -161,26 +128,101 @@ class Client:
         except (ValueError, RecursionError) as error:
             raise Unanswered(f"expected JSON from {self.url}{path}, got {quoted}") from error
 
-    def _exchange(
-        self, method: str, path: str, content: str | None, timeout: float, limit: int, calls: Calls
+    async def _within(
+        self, timeout: float, method: str, path: str, content: bytes | None, limit: int
     ) -> tuple[int, bytearray]:
-        """Status and body of one call."""
-        end = time.monotonic() + timeout
-        connection, text = self._connection(self._netloc, timeout=min(timeout, CONNECTING)), bytearray()
+        """Status and body of one call, until the deadline, which may come early."""
+        if self._closed:
+            raise Cancelled(f"{self.url}{path} was cut short before it began")
+        deadline = asyncio.timeout(timeout)
         try:
-            connection.connect()
-            sock = connection.sock
-            connection.sock = _BoundedSocket(sock, end, limit)  # pyright: ignore[reportAttributeAccessIssue]
-            with self.calls.track(sock), calls.track(sock):
-                connection.request(method, path, content, headers=self._headers)
-                with connection.getresponse() as answer:
-                    while piece := answer.read(PIECE):
-                        text += piece
-                    if answer.length:
-                        raise http.client.IncompleteRead(b"", answer.length)
-                    return answer.status, text
+            async with deadline:
+                self._deadlines.add(deadline)
+                return await self._exchange(method, path, content, limit, min(timeout, CONNECTING))
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or "timed out") from error
         finally:
-            connection.close()
+            self._deadlines.discard(deadline)
+
+    async def _exchange(
+        self, method: str, path: str, content: bytes | None, limit: int, connecting: float
+    ) -> tuple[int, bytearray]:
+        """Status and body; once more if a kept connection turns out to be closed before an answer has begun."""
+        session, url = self._open(), self.url + path
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=connecting)
+        while True:
+            kept, text = list[bool](), bytearray()
+            try:
+                async with session.request(
+                    method, url, data=content, allow_redirects=False, timeout=patience, trace_request_ctx=kept
+                ) as answer:
+                    async for piece in answer.content.iter_any():
+                        text += piece
+                        if len(text) > limit:
+                            raise OSError(f"an answer of more than {limit} bytes")
+                    return answer.status, text
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not kept or self._closed:
+                    raise
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            tracing = aiohttp.TraceConfig()
+            tracing.on_connection_reuseconn.append(_note_reuse)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, ssl=self._trust, keepalive_timeout=KEPT, socket_factory=_open_socket
+                ),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                auto_decompress=False,
+                trace_configs=[tracing],
+            )
+        return self._session
+
+    def abort(self) -> None:
+        """Ends the calls in flight, which then count as unanswered."""
+        if self._deadlines:
+            LOOP.call_soon(self._expire)
+
+    def _expire(self) -> None:
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """Ends all calls by our own will, those that begin later included; connections are closed."""
+        LOOP.run(self._close())
+
+    async def _close(self) -> None:
+        self._closed = True
+        self._expire()
+        while self._deadlines:  # or what still reads would find its connection gone
+            await asyncio.sleep(0)
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _note_reuse(
+    _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    """Tells a request that it goes through a connection that was used before."""
+    context.trace_request_ctx.append(True)
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that the system probes when it is silent, so that nobody on the way takes it for dead, and its death is seen.
+
+    An answer that is not streamed says nothing until it is whole.
+    """
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family=family, type=kind, proto=protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    return opened
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:
@@ -193,58 +235,6 @@ def trust(ca: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise ValueError(f"expected ca to be a file of certificates in PEM, got {str(ca)!r}: {error}") from error
-
-
-class _BoundedSocket:
-    """As much of a socket as ``http.client`` uses, with one deadline for all of it and a limit of what is read."""
-
-    def __init__(self, sock: socket.socket, end: float, limit: int) -> None:
-        self._sock, self._end, self._limit, self._left = sock, end, limit, limit
-
-    def sendall(self, data: bytes) -> None:
-        self.begin()
-        self._sock.sendall(data)  # whose own limit is for all of the data
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        del mode
-        return io.BufferedReader(_BoundedReader(self, self._sock.makefile("rb", buffering=0)))
-
-    def close(self) -> None:
-        self._sock.close()  # for good once the reader is closed as well
-
-    def begin(self) -> None:
-        """Lets the next operation take the time that is left."""
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left)
-
-    def count(self, number: int) -> None:
-        """Takes bytes off what may be read."""
-        self._left -= number
-        if self._left < 0:
-            raise OSError(f"an answer of more than {self._limit} bytes")
-
-
-class _BoundedReader(io.RawIOBase):
-    def __init__(self, sock: _BoundedSocket, file: io.RawIOBase) -> None:
-        self._sock, self._file = sock, file
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.begin()
-        number = self._file.readinto(buffer)
-        self._sock.count(number or 0)
-        return number
-
-    @override
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def quote(text: str) -> str:

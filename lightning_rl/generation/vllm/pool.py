@@ -1,19 +1,18 @@
-"""A pool of servers: which one is asked next, how a lost one comes back, and one sound answer for each request."""
+"""A pool of servers: how a lost one comes back, and one sound answer for each request."""
 
+import asyncio
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError, Request
-from lightning_rl.generation.vllm.crew import Crew
 from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
-from lightning_rl.generation.vllm.http import Calls, Cancelled, Refused, Unanswered
+from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Unanswered
+from lightning_rl.generation.vllm.places import Places, Seat, Server
 from lightning_rl.generation.vllm.push import WeightPush
 from lightning_rl.generation.weights.stream import Shape
 
@@ -26,33 +25,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass(slots=True, eq=False)
-class Server:
-    """One server of a pool."""
-
-    endpoint: Endpoint
-    ready: bool = False  # has the current weights and may be asked
-    outstanding: int = 0  # tokens, of prompts and at most of responses, that it has been asked for
-    losses: int = 0  # since its last answer
-    due: float = 0.0  # when it may come back, by the monotonic clock
-    error: Exception = field(default_factory=lambda: Unanswered("it was not asked yet"))  # that it is not ready for
-    loading: threading.Lock = field(default_factory=threading.Lock)  # held by whoever brings it to other weights
-
-    @property
-    def why(self) -> str:
-        """The reason that it is not ready, or was not."""
-        return str(self.error)
-
-
-@dataclass(slots=True)
-class Seat:
-    """Where a conversation was answered last, and its prefix is cached."""
-
-    server: Server | None = None
-
-
 class ServerPool:
-    """Sends each request to the server with the fewest outstanding tokens, and to another one if that is lost.
+    """Sends each request to a server that has a place for it, and to another one if that is lost.
 
     Args:
         endpoints: of the servers.
@@ -68,11 +42,10 @@ class ServerPool:
     def __init__(
         self, endpoints: Sequence[Endpoint], push: WeightPush, *, patience: float, rank: int = 0, at_once: int = 256
     ) -> None:
-        first = rank % max(1, len(endpoints))  # or with few requests all ranks would ask the same servers
-        self.servers = [Server(endpoint) for endpoint in (*endpoints[first:], *endpoints[:first])]
         self.push, self.patience, self.rank, self.at_once = push, patience, rank, at_once
         self.oldest = 0
-        self._crew = Crew(at_once * len(self.servers))
+        self._places = Places([Server(endpoint) for endpoint in endpoints], at_once=at_once, rank=rank)
+        self._expiry: asyncio.TimerHandle | None = None  # of the patience of those who wait for a place
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -80,6 +53,11 @@ class ServerPool:
             threading.Thread(target=self._watch, args=(server,), name=f"watch-{server.endpoint.url}", daemon=True)
             for server in self.servers
         ]
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """All of them, lost ones as well."""
+        return self._places.servers
 
     def watch(self) -> None:
         """Begins to look after lost servers, each in a thread of its own, so that none waits for another."""
@@ -95,131 +73,85 @@ class ServerPool:
         for watcher in self._watchers:
             if watcher.is_alive():
                 watcher.join()
-        self._crew.close()
 
     def ready(self) -> list[Server]:
         """Those that may be asked."""
         with self._changed:
             return [server for server in self.servers if server.ready]
 
-    def wait(self, calls: Calls | None = None, *, strict: bool = False) -> None:
+    def wait(self, *, strict: bool = False) -> None:
         """Returns once a server is ready.
 
         Args:
-            calls: that may be cut short meanwhile.
             strict: whether a server that is there, and not what the run needs, ends the wait.
 
         Raises:
             EngineError: if none is within the patience.
             ValueError: what is wrong with a server, if that ends the wait.
-            Cancelled: if the calls were cut short.
+            Cancelled: if the pool was closed.
         """
         end = time.monotonic() + self.patience
         with self._changed:
             while not any(server.ready for server in self.servers):
-                self._check_open(calls)
+                self._check_open()
                 for server in self.servers if strict else ():
                     if isinstance(server.error, ValueError):
                         raise server.error
                 left = end - time.monotonic()
                 if left <= 0:
-                    reasons = "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
-                    raise EngineError(
-                        f"expected one of {len(self.servers)} servers to be ready within {self.patience:g} s, got none "
-                        f"({reasons}): start one by lightning-rl serve, and go on from the last checkpoint"
-                    )
+                    raise self._nobody_ready()
                 self._changed.wait(left)
-            self._check_open(calls)
+            self._check_open()
 
-    @contextmanager
-    def acquire(
-        self, tokens: int, calls: Calls, *, avoid: Container[Server] = (), prefer: Server | None = None
-    ) -> Iterator[Server]:
-        """The server that is preferred, or the one with the fewest outstanding tokens, for so many more.
+    def _nobody_ready(self) -> EngineError:
+        reasons = "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
+        return EngineError(
+            f"expected one of {len(self.servers)} servers to be ready within {self.patience:g} s, got none "
+            f"({reasons}): start one by lightning-rl serve, and go on from the last checkpoint"
+        )
 
-        Servers to avoid come last. Waits and raises as :meth:`wait` does.
-        """
-        with self._changed:
-            self.wait(calls)
-            ready = [server for server in self.servers if server.ready]
-            server = min(ready, key=lambda server: (server in avoid, server is not prefer, server.outstanding))
-            server.outstanding += tokens
-        try:
-            yield server
-        finally:
-            with self._changed:
-                server.outstanding -= tokens
-
-    def map(self, function: Callable[[Item, Calls], Result], items: Sequence[Item]) -> list[Result]:
-        """What a function of (item, calls) makes of every item, in their order, many at a time.
+    def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
+        """What a coroutine function makes of every item, in their order, all at a time.
 
         After the first failure all others are cut short: the servers notice, and end what they were doing.
         """
-        crew = Crew(max(1, min(len(items), self.at_once * len(self.servers))))
-        try:
-            return self._map(crew, function, [(0, item) for item in items])
-        finally:
-            crew.close()
+        return LOOP.run(_all([function(item) for item in items]))
 
-    def draw(self, function: Callable[[Request, Calls], Result], requests: Sequence[Request]) -> list[Result]:
-        """The same for requests, as many at a time as the servers take; those of an earlier rollout go first."""
-        return self._map(self._crew, function, [(request.rollout, request) for request in requests])
+    def each(
+        self, function: Callable[[Request], Coroutine[Any, Any, None]], take: Callable[[], Sequence[Request]]
+    ) -> None:
+        """Runs a coroutine function for every request that comes up, until none is taken.
 
-    def _map(
-        self, crew: Crew, function: Callable[[Item, Calls], Result], items: Sequence[tuple[int, Item]]
-    ) -> list[Result]:
-        with self._batch(crew, function) as submit:
-            futures = [submit(rank, item) for rank, item in items]
-            for future in as_completed(futures):
-                future.result()
-        return [future.result() for future in futures]
-
-    def each(self, function: Callable[[Request, Calls], None], take: Callable[[], Sequence[Request]]) -> None:
-        """Runs a function of (request, calls) for every request that comes up, until none is taken.
-
-        After a failure of ``take`` all others are cut short, as in :meth:`map`.
+        After a failure of ``take`` all others are cut short, as in :meth:`run`.
         """
-        with self._batch(self._crew, function) as submit:
-            while requests := take():
-                for request in requests:
-                    submit(request.rollout, request)
-
-    @contextmanager
-    def _batch(
-        self, crew: Crew, function: Callable[[Item, Calls], Result]
-    ) -> Iterator[Callable[[int, Item], "Future[Result]"]]:
-        """What submits calls that belong together: after a failure they are cut short; at the end all have ended."""
-        calls, futures = Calls(), list[Future[Result]]()
-
-        def submit(rank: int, item: Item) -> "Future[Result]":
-            futures.append(crew.submit(rank, lambda: function(item, calls)))
-            return futures[-1]
-
+        tasks = list[asyncio.Task[None]]()
         try:
-            yield submit
+            while requests := take():
+                tasks += LOOP.run(_begin([function(request) for request in requests]))
+            LOOP.run(_results(tasks))
         except BaseException:
-            for future in futures:
-                future.cancel()
-            calls.cancel()
-            self._notify()
+            LOOP.run(_cancel(tasks))
             raise
-        finally:
-            wait(futures)
 
-    def ask(
+    async def ask(
         self,
         ids: Sequence[int],
         parameters: Mapping[str, Any],
-        calls: Calls,
         *,
         name: str,
         oldest: int,
         seat: Seat | None = None,
+        rank: int = 0,
     ) -> Sample:
-        """One sound answer, by the server of a seat, or by whichever gives it, who has the seat from then on.
+        """One sound answer, by the server of a seat, or by whichever gives it.
 
-        ``parameters`` are vLLM's; ``oldest`` is the number of the oldest push that tokens may come from, pinned before
-        the first request of a batch was sent.
+        Args:
+            ids: of the prompt.
+            parameters: vLLM's.
+            name: of the request.
+            oldest: number of the oldest push that tokens may come from, pinned before the first request of a batch.
+            seat: shared with requests that begin alike.
+            rank: who waits for a place with the lowest goes first.
 
         Raises:
             EngineError: if there was no server, none with a sound answer, or each one refused the request.
@@ -227,21 +159,27 @@ class ServerPool:
         why, refusing, seat = "", list[Server](), seat or Seat()
         tokens = len(ids) + parameters["max_tokens"]
         for _ in range(ATTEMPTS):
-            with self.acquire(tokens, calls, avoid=refusing, prefer=seat.server) as server:
+            server = await self._take(tokens, seat, rank=rank, avoid=refusing)
+            try:
                 if server in refusing:
                     raise EngineError(f"expected a server to take request {name}, but each one refused it: {why}")
-                try:
-                    sample = self._ask(server, ids, parameters, calls, name=name, oldest=oldest)
-                except Refused as refusal:
-                    refusing.append(server)
-                    why = str(refusal)
-                    continue
+                sample = await self._ask(server, ids, parameters, name=name, oldest=oldest)
                 if sample is not None:
                     self.reset_losses(server)
-                    seat.server = server
                     return sample
                 why = server.why
+            except Refused as refusal:
+                refusing.append(server)
+                why, seat = str(refusal), Seat()  # the others of its seat may well be taken there
+            finally:
+                self._places.release(server, tokens)
         raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
+
+    async def _take(self, tokens: int, seat: Seat, *, rank: int, avoid: Sequence[Server]) -> Server:
+        """A server with a place; raises as :meth:`wait` does."""
+        self._check_open()
+        self._limit_patience()
+        return await self._places.take(tokens, seat, rank=rank, avoid=avoid)
 
     def ask_all(self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str) -> dict[str, Sample]:
         """The answer of every server that is there, by its URL; who has none is lost.
@@ -250,29 +188,22 @@ class ServerPool:
             EngineError: if nobody answered.
         """
 
-        def ask(server: Server, calls: Calls) -> Sample | None:
+        async def ask(server: Server) -> Sample | None:
             try:
-                return self._ask(server, ids, parameters, calls, name=name, oldest=self.oldest)
+                return await self._ask(server, ids, parameters, name=name, oldest=self.oldest)
             except Refused as refusal:
                 raise EngineError(f"expected every server to take request {name}, got a refusal: {refusal}") from None
 
         for _ in range(ATTEMPTS):
             self.wait()
             servers = self.ready()
-            answers = zip(servers, self.map(ask, servers), strict=True)
+            answers = zip(servers, self.run(ask, servers), strict=True)
             if samples := {server.endpoint.url: sample for server, sample in answers if sample is not None}:
                 return samples
         raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
 
-    def _ask(
-        self,
-        server: Server,
-        ids: Sequence[int],
-        parameters: Mapping[str, Any],
-        calls: Calls,
-        *,
-        name: str,
-        oldest: int,
+    async def _ask(
+        self, server: Server, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, oldest: int
     ) -> Sample | None:
         """One answer, whole and from weights that are new enough; None from a server that has none and so is lost.
 
@@ -282,7 +213,7 @@ class ServerPool:
         run, url = self.push.run, server.endpoint.url
         name = f"{run}-{name}-{self.rank}-{next(self._numbers)}"  # no server may see it twice
         try:
-            sample = server.endpoint.sample(name, ids, parameters, calls)
+            sample = await server.endpoint.draw(name, ids, parameters)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
             if max(sample.token_ids) >= self.push.description.vocabulary:
@@ -357,7 +288,7 @@ class ServerPool:
             server.ready, server.error = False, why
             server.due = time.monotonic() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
             server.losses += 1
-            self._changed.notify_all()
+        self._notify()
 
     def restore(self, server: Server) -> None:
         """Lets a server be asked, because it has the current weights."""
@@ -365,7 +296,7 @@ class ServerPool:
             if server.losses and not server.ready:
                 LOG.warning("%s is back, with the current weights", server.endpoint.url)
             server.ready = True
-            self._changed.notify_all()
+        self._notify()
 
     def reset_losses(self, server: Server) -> None:
         """After an answer; one to a request from before the server was lost does not count."""
@@ -386,10 +317,59 @@ class ServerPool:
                     server.endpoint.abort()
                 self.remove(server, error)
 
-    def _check_open(self, calls: Calls | None) -> None:
-        if self._closed.is_set() or (calls is not None and calls.cancelled.is_set()):
+    def _check_open(self) -> None:
+        if self._closed.is_set():
             raise Cancelled("the request was cut short")
 
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
+        LOOP.call_soon(self._assign)
+
+    def _assign(self) -> None:
+        """Gives places away, in the thread of the loop."""
+        if self._closed.is_set():
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._places.fail(Cancelled("the request was cut short"))
+        else:
+            self._limit_patience()
+            self._places.assign()
+
+    def _limit_patience(self) -> None:
+        """Has whoever waits for a place raise after so many seconds in which nobody had any."""
+        if any(server.ready for server in self.servers):
+            if self._expiry is not None:
+                self._expiry.cancel()
+                self._expiry = None
+        elif self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(self.patience, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        if not any(server.ready for server in self.servers):
+            self._places.fail(self._nobody_ready())
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Results in their order; after the first failure the others have been cancelled, and have ended."""
+    tasks = await _begin(coroutines)
+    try:
+        return await _results(tasks)
+    except BaseException:
+        await _cancel(tasks)
+        raise
+
+
+async def _begin(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> "list[asyncio.Task[Result]]":
+    return [asyncio.create_task(coroutine) for coroutine in coroutines]
+
+
+async def _results(tasks: "Sequence[asyncio.Task[Result]]") -> list[Result]:
+    return await asyncio.gather(*tasks)
+
+
+async def _cancel(tasks: "Sequence[asyncio.Task[Any]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

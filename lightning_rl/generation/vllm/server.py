@@ -1,9 +1,11 @@
 """VLLMServerEngine: the client of vLLM servers, on this machine or others, that take their weights from the trainer."""
 
+import asyncio
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -23,9 +25,9 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Eng
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
-from lightning_rl.generation.vllm.http import Calls
 from lightning_rl.generation.vllm.key import find_key
-from lightning_rl.generation.vllm.pool import Seat, ServerPool
+from lightning_rl.generation.vllm.places import URGENT, Seat
+from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
 from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.weights import stream
@@ -56,8 +58,8 @@ class VLLMServerEngine(Engine):
             will do on one machine.
         timeout: seconds for one response, to its last byte, or for one load of the weights.
         patience: seconds without any server until the run ends with an EngineError.
-        at_once: requests that a server is sent at the same time, each by a thread; as many as it decodes together
-            (vLLM's ``max_num_seqs``), or it decodes fewer than it could.
+        at_once: requests that a server is sent at the same time; as many as it decodes together (vLLM's
+            ``max_num_seqs``), or it decodes fewer than it could.
         canary: proves each sync, on every server; None switches it off.
 
     Raises:
@@ -195,7 +197,7 @@ class VLLMServerEngine(Engine):
         draw = self._drawer(logprobs=logprobs)
         for request in requests:
             draw.limits.check(request)
-        return self._running().draw(draw, requests)
+        return self._running().run(draw, requests)
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
@@ -205,15 +207,19 @@ class VLLMServerEngine(Engine):
         """
         draw, seats = self._drawer(logprobs=logprobs), dict[int, Seat]()
 
-        def answer(request: Request, calls: Calls) -> None:
+        async def answer(request: Request) -> None:
             try:
                 self._check_requests([request])
                 draw.limits.check(request)
-                exchange.give(request, draw(request, calls, seats.setdefault(request.sample_id, Seat())))
+                completion = await draw(request, seats.setdefault(request.sample_id, Seat()))
+                await asyncio.get_running_loop().run_in_executor(threads, exchange.give, request, completion)
+            except asyncio.CancelledError:
+                raise
             except BaseException as error:  # noqa: BLE001  for the thread that waits
                 exchange.fail(error)
 
-        self._running().each(answer, exchange.take)
+        with ThreadPoolExecutor(self.at_once, thread_name_prefix="turn") as threads:  # in which environments may answer
+            self._running().each(answer, exchange.take)
 
     def _drawer(self, *, logprobs: bool) -> "_Drawer":
         pool = self._running()
@@ -229,10 +235,10 @@ class VLLMServerEngine(Engine):
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
         pool = self._running()
 
-        def score(ids: Sequence[int], calls: Calls) -> Tensor:
-            return prompt_logprobs(pool.ask(ids, SCORING, calls, name="score", oldest=pool.oldest))
+        async def score(ids: Sequence[int]) -> Tensor:
+            return prompt_logprobs(await pool.ask(ids, SCORING, name="score", oldest=pool.oldest, rank=URGENT))
 
-        return pool.map(score, rows)
+        return pool.run(score, rows)
 
     @override
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
@@ -269,9 +275,11 @@ class _Drawer:
     logprobs: bool
     answered: Callable[[Request], None]
 
-    def __call__(self, request: Request, calls: Calls, seat: Seat | None = None) -> Completion:
+    async def __call__(self, request: Request, seat: Seat | None = None) -> Completion:
         parameters, name = parameters_of(request, logprobs=self.logprobs), f"{request.sample_id}-{request.turn}"
-        sample = self.pool.ask(request.prefix_ids, parameters, calls, name=name, oldest=self.oldest, seat=seat)
+        sample = await self.pool.ask(
+            request.prefix_ids, parameters, name=name, oldest=self.oldest, seat=seat, rank=request.rollout
+        )
         self.answered(request)
         versions = tuple(label.version for label in sample.labels)
         return Completion(

@@ -7,13 +7,21 @@ import ssl
 import subprocess
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.raw_server import RawServer, raw_server, whole
 from kit.scripted_server import KEY, ScriptedServer, servers
 
-from lightning_rl.generation.vllm.http import MAX_ANSWER, Calls, Cancelled, Client, Refused, Unanswered
+from lightning_rl.generation.vllm.http import MAX_ANSWER, Cancelled, Client, Refused, Unanswered, _open_socket
+
+
+def ask(server: RawServer, path: str = "/", **options: Any) -> Any:
+    """One call by a client of its own."""
+    with closing(Client(server.url)) as client:
+        return client.call("GET", path, **{"timeout": 20, **options})
 
 
 def trickle(server: RawServer, connection: socket.socket, path: str) -> None:
@@ -32,7 +40,7 @@ def test_a_trickled_answer_does_not_outlive_the_time_limit(path: str) -> None:
     with raw_server(trickle) as server:
         begin = time.monotonic()
         with pytest.raises(Unanswered, match="TimeoutError: timed out"):
-            Client(server.url).call("GET", path, timeout=0.3)
+            ask(server, path, timeout=0.3)
         assert 0.29 < time.monotonic() - begin < 5
         assert server.left.wait(20), "the connection was closed"
 
@@ -47,7 +55,7 @@ def test_a_long_answer_is_read_to_the_limit_alone(told: bool) -> None:
 
     with raw_server(flood) as server:
         with pytest.raises(Unanswered, match=f"an answer of more than {MAX_ANSWER} bytes"):
-            Client(server.url).call("GET", "/", timeout=20)
+            ask(server)
         assert server.left.wait(20)
         assert server.sent < 40 * MAX_ANSWER, "what lies in buffers of the system, and no more"
 
@@ -55,10 +63,9 @@ def test_a_long_answer_is_read_to_the_limit_alone(told: bool) -> None:
 def test_the_limit_is_that_of_the_call() -> None:
     body = json.dumps(["x" * 2000]).encode()
     with raw_server(lambda server, connection, _: server.send(connection, whole(body=body))) as server:
-        client = Client(server.url)
-        assert client.call("GET", "/", timeout=20, limit=3000) == ["x" * 2000]
+        assert ask(server, limit=3000) == ["x" * 2000]
         with pytest.raises(Unanswered, match="an answer of more than 1000 bytes"):
-            client.call("GET", "/", timeout=20, limit=1000)
+            ask(server, limit=1000)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +78,9 @@ def test_the_limit_is_that_of_the_call() -> None:
         pytest.param(whole(302, b""), "got status 302", id="redirection"),
         pytest.param(whole(304, b""), "got status 304", id="not-modified"),
         pytest.param(whole(503, b"no"), "got status 503: no", id="503"),
-        pytest.param(whole()[:-1], "IncompleteRead", id="cut"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "IncompleteRead", id="cut-before-the-body"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{}", "IncompleteRead", id="boasting"),
+        pytest.param(whole()[:-1], "ClientPayloadError", id="cut"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "ClientPayloadError", id="cut-before-the-body"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{}", "ClientPayloadError", id="boasting"),
         pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no answer from", id="chunk"),
         pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n{}", "no answer from", id="minus"),
         pytest.param(b"HTTP/1.1 two OK\r\n\r\n", "no answer from", id="status"),
@@ -86,7 +93,7 @@ def test_what_is_no_answer_counts_as_none(answer: bytes, message: str) -> None:
         raw_server(lambda server, connection, _: server.send(connection, answer)) as server,
         pytest.raises(Unanswered, match=message),
     ):
-        Client(server.url).call("GET", "/", timeout=20)
+        ask(server)
 
 
 @pytest.mark.parametrize(("status", "of_request"), [(400, True), (413, True), (422, True), (401, False), (404, False)])
@@ -95,7 +102,7 @@ def test_a_refusal_says_whether_it_is_of_one_request(status: int, of_request: bo
         raw_server(lambda server, connection, _: server.send(connection, whole(status))) as server,
         pytest.raises(Refused, match=f"got status {status}") as refusal,
     ):
-        Client(server.url).call("GET", "/", timeout=20)
+        ask(server)
     assert refusal.value.of_request is of_request
 
 
@@ -108,23 +115,49 @@ def test_a_call_is_cut_short_while_its_answer_comes() -> None:
         connection.recv(1)
 
     with raw_server(stall) as server:
-        client, calls = Client(server.url), Calls()
+        client = Client(server.url)
 
-        def ask() -> None:
+        def wait() -> None:
             try:
-                client.call("GET", "/", timeout=60, calls=calls)
+                client.call("GET", "/", timeout=60)
             except (Unanswered, Cancelled) as error:
                 ended.append(type(error))
 
-        for end in (client.calls.abort, calls.cancel):
-            asking = threading.Thread(target=ask)
+        for end in (client.abort, client.close):
+            asking = threading.Thread(target=wait)
             asking.start()
             assert begun.wait(20)
             begun.clear()
-            while asking.is_alive():  # the call is known to the client a moment after the server has it
-                end()
-                asking.join(0.05)
+            end()
+            asking.join(20)
+        with pytest.raises(Cancelled, match="before it began"):
+            client.call("GET", "/", timeout=60)
     assert ended == [Unanswered, Cancelled]
+
+
+def test_a_connection_serves_many_calls_and_is_probed_when_it_is_silent() -> None:
+    server = ScriptedServer()
+    with servers(server), closing(Client(server.url, KEY)) as client:
+        for _ in range(5):
+            client.call("GET", "/version", timeout=20)
+        assert server.connections == 1
+    with closing(_open_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1)))) as opened:
+        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_costs_no_call() -> None:
+    said = list[str]()
+
+    def hang_up(server: RawServer, connection: socket.socket, path: str) -> None:
+        """Answers the first call of a connection, and reads the second one without a word."""
+        server.send(connection, whole(body=json.dumps(path).encode()))
+        said.append(path)
+        connection.recv(2**16)
+
+    with raw_server(hang_up) as server, closing(Client(server.url)) as client:
+        for path in ("/a", "/b", "/c"):
+            assert client.call("POST", path, {}, timeout=20) == path
+    assert said == ["/a", "/b", "/c"]
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +178,15 @@ def test_https_is_taken_from_whom_the_certificate_names_and_refused_from_others(
     server = ScriptedServer(context=context)
     with servers(server):
         assert server.url.startswith("https://")
-        assert Client(server.url, KEY, certificate[0]).call("GET", "/version", timeout=20) == {"version": "0.32.0"}
-        with pytest.raises(Refused, match=r"to prove who it is, got self.signed certificate: pass ca=, a file"):
-            Client(server.url, KEY).call("GET", "/version", timeout=20)
-        with pytest.raises(Unanswered):
-            Client(server.url.replace("https", "http"), KEY).call("GET", "/version", timeout=20)
+        with closing(Client(server.url, KEY, certificate[0])) as client:
+            assert client.call("GET", "/version", timeout=20) == {"version": "0.32.0"}
+        with (
+            closing(Client(server.url, KEY)) as client,
+            pytest.raises(Refused, match=r"to prove who it is, got self.signed certificate: pass ca=, a file"),
+        ):
+            client.call("GET", "/version", timeout=20)
+        with closing(Client(server.url.replace("https", "http"), KEY)) as client, pytest.raises(Unanswered):
+            client.call("GET", "/version", timeout=20)
         assert server.calls == ["/version"]
 
 

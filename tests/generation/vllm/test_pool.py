@@ -1,10 +1,11 @@
 """The pool and its calls: backoff, balance, answers that no server should give, calls that are cut short."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from kit.support import tiny_policy
 from lightning_rl import EngineError
 from lightning_rl.generation.vllm import pool
 from lightning_rl.generation.vllm.endpoint import Endpoint, Label
-from lightning_rl.generation.vllm.http import Calls, Cancelled, Client, Unanswered
+from lightning_rl.generation.vllm.http import LOOP, Cancelled, Client, Unanswered
+from lightning_rl.generation.vllm.places import Places, Seat, Server
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import WeightPush
 
@@ -29,16 +31,15 @@ def a_pool(patience: float = 0.1) -> ServerPool:
     return ServerPool(endpoints, a_push(), patience=patience)
 
 
+def a_server(port: int) -> Server:
+    return Server(Endpoint(f"http://127.0.0.1:{port}", None, 5), ready=True)
+
+
 def test_ranks_with_few_requests_each_ask_all_servers_between_them() -> None:
     asked = Counter[str]()
-    with ExitStack() as requests:
-        for rank in range(16):
-            endpoints = [Endpoint(f"http://127.0.0.1:{port}", None, 5) for port in range(10, 26)]
-            known = ServerPool(endpoints, a_push(), patience=0.1, rank=rank)
-            for server in known.servers:
-                known.restore(server)
-            for _ in range(8):
-                asked[requests.enter_context(known.acquire(10, Calls())).endpoint.url] += 1
+    for rank in range(16):
+        places = Places([a_server(port) for port in range(10, 26)], at_once=256, rank=rank)
+        asked.update(LOOP.run(places.take(10, Seat())).endpoint.url for _ in range(8))
     assert len(asked) == 16 and set(asked.values()) == {8}
 
 
@@ -107,15 +108,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_fewest_outstanding_tokens_come_next() -> None:
-    idle, calls = a_pool(), Calls()
-    first, second = idle.servers
-    for server in (first, second):
-        idle.restore(server)
-    with idle.acquire(30, calls) as one, idle.acquire(10, calls) as two, idle.acquire(15, calls) as three:
-        assert (one, two, three) == (first, second, second)
-        with idle.acquire(1, calls) as four:
-            assert four is second
-    assert first.outstanding == second.outstanding == 0
+    first, second = a_server(9), a_server(10)
+    places = Places([first, second], at_once=256)
+    taken = [LOOP.run(places.take(tokens, Seat())) for tokens in (30, 10, 15, 1)]
+    assert taken == [first, second, second, second]
+    for server, tokens in zip(taken, (30, 10, 15, 1), strict=True):
+        places.release(server, tokens)
+    assert first.outstanding == second.outstanding == first.in_flight == second.in_flight == 0
 
 
 def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> None:
@@ -127,27 +126,22 @@ def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> Non
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 def test_who_waits_for_a_server_can_be_cut_short(how: str) -> None:
-    empty, begun, ended = a_pool(patience=60), threading.Event(), list[type]()
+    empty, ended = a_pool(patience=60), list[type]()
 
-    def waits(_: int, calls: Calls) -> None:
-        begun.set()
+    async def draw(number: int) -> None:
+        if number == 1:
+            if how == "closed":
+                await asyncio.to_thread(empty.close)
+            raise ValueError("as expected")
         try:
-            empty.wait(calls)
-        except Cancelled as error:
+            await empty.ask([1], {"max_tokens": 1}, name="one", oldest=0)
+        except BaseException as error:
             ended.append(type(error))
             raise
 
-    def fails(number: int, calls: Calls) -> None:
-        if number == 0:
-            waits(number, calls)
-        assert begun.wait(20)
-        if how == "closed":
-            empty.close()
-        raise ValueError("as expected")
-
     with pytest.raises((ValueError, Cancelled)):
-        empty.map(fails, [0, 1])
-    assert ended == [Cancelled]
+        empty.run(draw, [0, 1])
+    assert ended == [Cancelled if how == "closed" else asyncio.CancelledError]
 
 
 def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None:
@@ -155,8 +149,7 @@ def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None
     server = ScriptedServer()
     honest = server.answer
     server.answer = lambda path, body: answers.get(path, honest(path, body))  # pyright: ignore[reportAttributeAccessIssue]
-    with servers(server):
-        endpoint = Endpoint(server.url, KEY, 5)
+    with servers(server), closing(Endpoint(server.url, KEY, 5)) as endpoint:
         with pytest.raises(Unanswered, match=r"expected JSON from http://.*/version, got {"):
             endpoint.describe()
         with pytest.raises(ValueError, match=r"expected http://.*/health to take the call, got status 418: refused"):
@@ -185,16 +178,16 @@ def test_aborted_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
     gate, said = threading.Event(), list[type]()
     server = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408)
     with servers(server):
-        client, calls = Client(server.url, KEY), Calls()
+        client = Client(server.url, KEY)
 
         def call() -> None:
             body = {"sampling_params": {"max_tokens": 1}, "token_ids": [1]}
             try:
-                client.call("POST", "/inference/v1/generate", body, timeout=20, calls=calls)
+                client.call("POST", "/inference/v1/generate", body, timeout=20)
             except (Unanswered, Cancelled) as error:
                 said.append(type(error))
 
-        for end in (client.calls.abort, calls.cancel):
+        for end in (client.abort, client.close):
             asking = threading.Thread(target=call)
             asking.start()
             server.until(lambda known: len(known.requests) == len(said) + 1)

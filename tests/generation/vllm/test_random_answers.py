@@ -4,6 +4,7 @@ import copy
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,8 @@ def check_sample(sample: Any, parameters: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def odd() -> Iterator[tuple[AnyServer, Endpoint]]:
     script = AnyServer()
-    with raw_server(script) as server:
-        yield script, Endpoint(server.url, KEY, 5)
+    with raw_server(script) as server, closing(Endpoint(server.url, KEY, 5)) as endpoint:
+        yield script, endpoint
 
 
 def any_call(odd: tuple[AnyServer, Endpoint], name: str, answer: bytes) -> None:
