@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import tempfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -193,25 +193,38 @@ class VLLMServerEngine(Engine):
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """If one fails, all others are cut short, and the servers end what they were doing for them."""
-        draw = self._drawer(logprobs=logprobs)
+        """If one fails, all others are cut short, and the servers end what they were doing for them.
+
+        Requests with the same prompt go to one server, each by itself: in one request with a number of samples vLLM
+        would give them consecutive seeds, which theirs are not.
+        """
+        draw, seats = self._drawer(logprobs=logprobs), defaultdict[tuple[int, ...], Seat](Seat)
         for request in requests:
             draw.limits.check(request)
-        return self._running().run(draw, requests)
+            seats[request.prefix_ids].tokens += len(request.prefix_ids) + request.sampling.max_new_tokens
+
+        async def answer(request: Request) -> Completion:
+            return await draw(request, seats[request.prefix_ids])
+
+        return self._running().run(answer, requests)
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
         """Each request by itself, at the server that answered the turn before, which has its prefix in its cache.
 
-        Tokens may come from the weights of the beginning or later ones, turn by turn and within a turn.
+        Conversations that begin alike stay together. Tokens may come from the weights of the beginning or later ones,
+        turn by turn and within a turn.
         """
         draw, seats = self._drawer(logprobs=logprobs), dict[int, Seat]()
+        beginnings = defaultdict[tuple[int, ...], Seat](Seat)
 
         async def answer(request: Request) -> None:
             try:
                 self._check_requests([request])
                 draw.limits.check(request)
-                completion = await draw(request, seats.setdefault(request.sample_id, Seat()))
+                if request.sample_id not in seats:
+                    seats[request.sample_id] = beginnings[request.prefix_ids]
+                completion = await draw(request, seats[request.sample_id])
                 await asyncio.get_running_loop().run_in_executor(threads, exchange.give, request, completion)
             except asyncio.CancelledError:
                 raise

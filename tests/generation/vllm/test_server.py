@@ -405,7 +405,8 @@ def test_requests_go_where_the_fewest_tokens_are_outstanding() -> None:
     one, two = ScriptedServer(script), ScriptedServer(script)
     with servers(one, two):
         engine = an_engine(one, two)
-        large, small = requests(1, max_new_tokens=32), [replace(r, sample_id=r.sample_id + 50) for r in requests(8)]
+        large = requests(1, max_new_tokens=32)
+        small = [replace(r, sample_id=r.sample_id + 50, prefix_ids=(3, n)) for n, r in enumerate(requests(8))]
         drawing = threading.Thread(target=engine.generate, args=([*large, *small],))
         drawing.start()
         one.until(lambda _: len(one.requests) + len(two.requests) == 9)
@@ -415,6 +416,19 @@ def test_requests_go_where_the_fewest_tokens_are_outstanding() -> None:
         assert abs(both[0] - both[1]) <= 34 + 6 and min(both) > 0
         counts = {len(server.requests) for server in (one, two) if samples_in(server)[0] != 100}
         assert counts <= {6, 7, 8}, "the other server has the large request"
+        engine.close()
+
+
+def test_a_group_goes_to_one_server_and_groups_are_spread_over_all() -> None:
+    scripted = [ScriptedServer() for _ in range(3)]
+    with servers(*scripted):
+        engine = an_engine(*scripted)
+        asked = [replace(request, prefix_ids=(2, n // 4)) for n, request in enumerate(requests(24))]
+        drawn = engine.generate(asked)
+        assert [completion.token_ids[0] for completion in drawn] == [n % VOCABULARY for n in range(24)]
+        groups = [group for server in scripted for group in {body["token_ids"][1] for body in server.requests}]
+        assert sorted(groups) == list(range(6)), "no group is at two servers"
+        assert [len(server.requests) for server in scripted] == [8, 8, 8]
         engine.close()
 
 
