@@ -91,12 +91,20 @@ class Answers:
             EngineError: as :meth:`check` does, unless it is only that they are too many.
         """
         self._check_requests()
-        formed = [self._form(place, completion) for place, completion in enumerate(self._as_list(given))]
-        for place, (request, completion) in enumerate(zip(self.requests, formed, strict=True)):
-            self._check_one(place, request, completion)
+        formed = [self.check_alone(place, completion) for place, completion in enumerate(self._as_list(given))]
         self._check_extras(formed)
         self._check_positive(formed)
         return formed, {**self._contradictions(formed), **self._unbelievable(formed)}
+
+    def check_alone(self, place: int, given: Any) -> Completion:
+        """One completion in its proper form, as far as it can be told without the others.
+
+        Raises:
+            EngineError: as :meth:`check` does.
+        """
+        completion = self._form(place, given)
+        self._check_one(place, self.requests[place], completion)
+        return completion
 
     def _as_list(self, given: Any) -> list[Any]:
         """The completions, as many as there are requests, whatever their container says of its length."""

@@ -55,7 +55,8 @@ class Isolated:
         processes: how many work at the same time.
         seconds: what a call may take: with all rows at once a process has so long for it; with ``per_sample`` the
             rollout waits so long for the samples that are not done.
-        per_sample: call it with one row at a time, each a task of its own; for a reward that does not compare rows.
+        per_sample: call it with one row at a time, each a task of its own, which may begin while the engine draws the
+            other rows; for a reward that does not compare rows.
         sample_seconds: what one sample may take with ``per_sample``.
         max_processes: how many there may be while all of them are stuck in some sample.
         memory: bytes of address space that each process may have; None for no limit.

@@ -22,6 +22,7 @@ from lightning_rl.naming import check_columns, in_words, name_of
 from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.isolation import Isolated, Submitted
 from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
+from lightning_rl.rewards.pool import Task
 from lightning_rl.rewards.values import RubbishError, values_of
 from lightning_rl.rewards.waiting import LOOP
 
@@ -143,7 +144,17 @@ class Rewards:
     @property
     def starts_early(self) -> bool:
         """Whether :meth:`start` has anything to begin."""
-        return any(isinstance(function, Isolated) and function.starts_early for function in self.functions.values())
+        return bool(self._early)
+
+    @property
+    def starts_by_row(self) -> bool:
+        """Whether :meth:`start_row` has anything to begin."""
+        return any(function.per_sample for function in self._early.values())
+
+    @property
+    def _early(self) -> dict[str, Isolated]:
+        """Functions whose calls need not wait for the trainer: isolated ones that do not ask how far the run is."""
+        return {name: f for name, f in self.functions.items() if isinstance(f, Isolated) and f.starts_early}
 
     def start(
         self,
@@ -152,6 +163,7 @@ class Rewards:
         *,
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
+        begun: Sequence[Mapping[str, Task]] = (),
     ) -> dict[str, Submitted]:
         """Begins the calls that need not wait for the trainer: isolated functions that do not ask how far the run is.
 
@@ -160,15 +172,43 @@ class Rewards:
             completions: as for the call.
             completion_ids: as for the call.
             columns: as for the call.
+            begun: of each row, what :meth:`start_row` has begun; empty if nothing.
 
         Returns:
             What the call with the same arguments takes as ``started``.
         """
-        early = {name: f for name, f in self.functions.items() if isinstance(f, Isolated) and f.starts_early}
-        if not early or not prompts:
+        if not self._early or not prompts:
             return {}
         rows = _rows(prompts, completions, completion_ids, columns)
-        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))) for name, f in early.items()}
+        names = begun[0] if begun else ()
+        by_row = {name: Submitted(rows, [((row,), tasks[name]) for row, tasks in enumerate(begun)]) for name in names}
+        return {
+            name: by_row[name] if name in by_row else f.submit(rows, CallStyle.of(name, f, list(columns)))
+            for name, f in self._early.items()
+        }
+
+    def start_row(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        *,
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> dict[str, Task]:
+        """Begins the calls that need not wait for other rows either: isolated functions that are called by sample.
+
+        Args:
+            prompts: of one row.
+            completions: of one row.
+            completion_ids: of one row.
+            columns: of one row, with every column that some row has.
+
+        Returns:
+            What :meth:`start` takes as ``begun``, once it is there for all rows.
+        """
+        rows = _rows(prompts, completions, completion_ids, columns)
+        by_row = {name: f for name, f in self._early.items() if f.per_sample}
+        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))).tasks[0][1] for name, f in by_row.items()}
 
     def close(self) -> None:
         """Ends the processes of isolated functions."""

@@ -28,10 +28,14 @@ from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.isolation import Submitted
+from lightning_rl.rewards.pool import Task
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Finish, Rollout, concatenate
+from lightning_rl.rollouts.arrivals import Arrivals, Arrived
 from lightning_rl.rollouts.lay_out import DrawnRow, lay_out
 
 GREEDY_IDS = 2**62  # far from the identity of any sample that trains
+BegunRows = dict[int, Mapping[str, Task]]
+"""By the place of a row: the calls of rewards that began with its answer, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +308,10 @@ class Sampler:
 
     def generate_together(self, requests: SampleRequests) -> Samples:
         """Generates, and begins the rewards that run in processes of their own; if one rank fails, all do."""
-        return self._begin_rewards(self.generate_parts([requests])[0])
+        begun: BegunRows = {}
+        with failing_together("generation", EngineError):
+            samples = self._generate(requests, begun)
+        return self._begin_rewards(samples, begun)
 
     def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
         """Generates for several askers in one call of the engine; if one rank fails, all do."""
@@ -317,7 +324,26 @@ class Sampler:
 
         Runs no other code of rewards, none of corrections, and has no collective, so any thread may do it.
         """
-        return self._begin_rewards(self._samples(requests, self.converse(requests.by_prompt)))
+        begun: BegunRows = {}
+        return self._begin_rewards(self._generate(requests, begun), begun)
+
+    def _generate(self, requests: SampleRequests, begun: BegunRows) -> Samples:
+        """Generates; what may begin with a single answer has begun when it is there."""
+        return self._samples(requests, self.converse(requests.by_prompt, self._row_starter(requests, begun)))
+
+    def _row_starter(self, requests: SampleRequests, begun: BegunRows) -> Arrived | None:
+        """What begins the rewards of a row with its answer and notes them; None if all rows begin together."""
+        if not self.rewards.starts_by_row or self.environments is not None or self.engine.capabilities.collective:
+            return None
+        prompts = _repeat(requests.prompts, len(requests.requests))
+        keys = _keys(prompts)
+
+        def start(place: int, completion: Completion) -> None:
+            if place < len(prompts):  # behind them come greedy answers
+                arguments = self._arguments([prompts[place]], [list(completion.token_ids)], keys)
+                begun[place] = self.rewards.start_row(**arguments)
+
+        return start
 
     def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
         size, asked = len(requests.requests), requests.by_prompt
@@ -342,17 +368,24 @@ class Sampler:
             raise ValueError(f"expected {name} to keep every token that it draws, got one it did not")
         return rows
 
-    def _begin_rewards(self, samples: Samples) -> Samples:
+    def _begin_rewards(self, samples: Samples, begun: BegunRows) -> Samples:
+        """Begins what has not begun with the answer to each row."""
         if not self.rewards.starts_early:
             return samples
-        return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
+        rows = [begun[row] for row in sorted(begun)]
+        return replace(samples, started=self.rewards.start(**self.reward_arguments(samples), begun=rows))
 
-    def converse(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Transcript]:
-        """What becomes of each request for an answer to a prompt: the answer, or a conversation that begins with it."""
+    def converse(self, asked: Sequence[tuple[Prompt, Request]], arrived: Arrived | None = None) -> list[Transcript]:
+        """What becomes of each request for an answer to a prompt: the answer, or a conversation that begins with it.
+
+        Args:
+            asked: prompts with their requests.
+            arrived: is told of each answer that nobody answers, as soon as the engine has it.
+        """
         with self.forward_context():  # for no requests as well: ranks may share an engine
             if self.environments is None:
                 requests = [request for _, request in asked]
-                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests), strict=True)]
+                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests, arrived), strict=True)]
             openings = [self.environments.open(prompt, request) for prompt, request in asked]
             answers, workers = TurnAnswers(self.engine, **self._checks_of_answers), self.environments.workers
             logprobs = self.engine.capabilities.returns_logprobs
@@ -362,10 +395,14 @@ class Sampler:
             with workers.executor() as executor:
                 return drive(executor=executor, limit=workers.workers)
 
-    def draw(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion for each request, held against it."""
+    def draw(self, requests: Sequence[Request], arrived: Arrived | None = None) -> list[Completion]:
+        """One completion for each request, held against it; ``arrived`` is told of each before the others are there."""
         answers = Answers(engine=self.engine, requests=tuple(requests), **self._checks_of_answers)
-        return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
+        if arrived is None:
+            return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
+        arrivals = Arrivals(requests, lambda place, given: arrived(place, answers.check_alone(place, given)))
+        self.engine.converse(arrivals, logprobs=answers.logprobs)
+        return answers.check(arrivals.completions())
 
     @property
     def _checks_of_answers(self) -> dict[str, Any]:
@@ -422,13 +459,16 @@ class Sampler:
     def reward_arguments(self, samples: Samples) -> dict[str, Any]:
         """What the reward functions are given."""
         prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
-        keys = sorted({key for prompt in prompts for key in prompt.columns})
-        columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
+        arguments = self._arguments(prompts, ids, _keys(prompts))
+        return {**arguments, "columns": arguments["columns"] | reward_columns(samples.outcomes[: len(ids)])}
+
+    def _arguments(self, prompts: Sequence[Prompt], ids: list[list[int]], keys: Sequence[str]) -> dict[str, Any]:
+        """The same of some rows, with the columns that all rows have between them."""
         return {
             "prompts": [prompt.content for prompt in prompts],
             "completions": self.texts(ids),
             "completion_ids": ids,
-            "columns": columns | reward_columns(samples.outcomes[: len(ids)]),
+            "columns": {key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
         }
 
     def _with_rewards(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
@@ -475,6 +515,11 @@ def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
     """How many rollouts before rollout ``number`` the weights were synced that drew each token."""
     age = Stat.of(number - rollout.policy_version, rollout.valid_tokens)
     return {"staleness/mean": age, "staleness/max": age.maximum()}
+
+
+def _keys(prompts: Sequence[Prompt]) -> list[str]:
+    """The columns that any of some prompts has."""
+    return sorted({key for prompt in prompts for key in prompt.columns})
 
 
 def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:

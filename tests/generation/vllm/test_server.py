@@ -18,6 +18,7 @@ from lightning_rl import EngineError, Finish, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm import pool
 from lightning_rl.generation.vllm.endpoint import Label
+from lightning_rl.rollouts.arrivals import Arrivals
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,29 @@ def test_a_request_carries_the_key_and_every_parameter_and_its_answer_comes_back
     }
     assert engine.generate([]) == [] and engine.generate(asked[:1])[0].logprobs is None
     engine.close()
+
+
+def test_each_answer_is_told_while_others_are_drawn_and_is_that_of_one_call() -> None:
+    told, told_one = list[int](), threading.Event()
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        assert body["request_id"].split("-")[1] == "102" or told_one.wait(30)
+        return answer
+
+    def arrived(place: int, _: Any) -> None:
+        told.append(place)
+        told_one.set()
+
+    server = ScriptedServer(script)
+    with servers(server):
+        engine, asked = an_engine(server), requests(4)
+        arrivals = Arrivals(asked, arrived)
+        engine.converse(arrivals, logprobs=True)
+        together = engine.generate(asked, logprobs=True)
+    assert told[0] == 2 and sorted(told) == [0, 1, 2, 3]
+    for one, other in zip(arrivals.completions(), together, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs is not None and other.logprobs is not None
+        assert torch.equal(one.logprobs, other.logprobs)
 
 
 def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) -> None:
