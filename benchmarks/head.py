@@ -4,7 +4,8 @@
 
 Naive: logits, ``log_softmax``, what is gathered of it, and the entropy without gradient. Both get the gradient of the
 log-probabilities of the same tokens; their values and gradients are compared first. Memory is the growth of the peak in
-a process of its own over a baseline that holds weight, hidden states and the gradients that both return.
+a process of its own over a baseline that holds weight, hidden states and the gradients that both return. Frozen: the
+weight gets no gradient, as under adapters.
 """
 
 import subprocess
@@ -39,6 +40,7 @@ def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 VARIANTS: dict[str, Score] = {"naive": naive, "token_logprobs": ours}
+FROZEN: dict[str, Score] = {f"{name}, frozen": score for name, score in VARIANTS.items()}
 
 
 def inputs(vocabulary: int, width: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +61,7 @@ def work(score: Score, hidden: Tensor, weight: Tensor, targets: Tensor) -> int:
 
 def largest_difference(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
     """Of values and gradients of the two, relative to the largest of each."""
-    results = []
+    results: list[list[Tensor]] = []
     for score in VARIANTS.values():
         values = score(hidden, weight, targets)
         work(score, hidden, weight, targets)
@@ -98,9 +100,12 @@ def main(
         return
     report, given = Report("head"), inputs(vocabulary, width, tokens)
     report.bound("largest relative difference", largest_difference(*given), at_most=1e-4)
-    seconds = take_turns(
-        {name: partial(work, score, *given) for name, score in VARIANTS.items()}, rounds, tokens=tokens
-    )
+    hidden, weight, targets = given
+    frozen = hidden, weight.detach(), targets
+    report.bound("largest relative difference, frozen", largest_difference(*frozen), at_most=1e-4)
+    variants = {name: partial(work, score, *given) for name, score in VARIANTS.items()}
+    variants |= {name: partial(work, score, *frozen) for name, score in FROZEN.items()}
+    seconds = take_turns(variants, rounds, tokens=tokens)
     title = f"Head, forward and backward: vocabulary {vocabulary}, hidden {width}, {tokens} tokens, float32"
     report.table(title, seconds, base="naive")
     sizes = [f"--vocabulary={vocabulary}", f"--width={width}", f"--tokens={tokens}", f"--threads={threads}"]
@@ -112,6 +117,8 @@ def main(
     report.bound("memory, of naive", memory["token_logprobs"] / memory["naive"], at_most=1 / 15)
     cpu = {name: median(both.cpu) for name, both in seconds.items()}
     report.bound("CPU seconds, of naive", cpu["token_logprobs"] / cpu["naive"], at_most=1.05)
+    both = [cpu[name] for name in FROZEN]
+    report.bound("CPU seconds, of naive, frozen", both[1] / both[0], at_most=1.05)
     report.finish()
 
 

@@ -30,7 +30,9 @@ def token_logprobs(
 
     Logits, softmax and their gradient are float32 (float64 for float64 parameters) whatever the precision of the run,
     and so is the sum of the weight's gradient over the tokens. They are computed chunk by chunk in one buffer, and once
-    more in the backward; both results carry gradient.
+    more in the backward; both results carry gradient. Where weight and bias are frozen, as under adapters, the forward
+    has the gradient of each log-probability by its own hidden state, and the backward of log-probabilities alone only
+    scales it: two matrix products in the place of three.
 
     Args:
         hidden: the last hidden state before each target, shape [A, H].
@@ -109,8 +111,12 @@ class _Head(torch.autograd.Function):
         sampling_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
+        operand, (by_hidden, by_weight, by_bias, *_) = _operand(hidden, weight), ctx.needs_input_grad
+        frozen = by_hidden and not (by_weight or by_bias)
+        unit = torch.ones_like(logprobs) if frozen else None  # rates: of each log-probability by its hidden state
+        rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, logits in _chunks(hidden, _operand(hidden, weight), bias, temperature, sampling_mask):
+            for part, logits in _chunks(hidden, operand, bias, temperature, sampling_mask):
                 for block, scores in _blocks(part, logits):
                     scores -= (largest := scores.amax(-1, keepdim=True))
                     weights = scores.exp()
@@ -119,7 +125,12 @@ class _Head(torch.autograd.Function):
                     normalizer[block] = largest[:, 0] + shift
                     logprobs[block] = scores.gather(1, targets[block, None])[:, 0] - shift
                     entropy[block] = shift - weights.mul_(scores).sum(-1) / total
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask)
+                    if unit is not None:
+                        scores -= shift[:, None]
+                        _logit_gradient(scores, targets[block], unit[block], entropy[block], None)
+                if rates is not None:
+                    rates[part] = torch.mm(logits.to(operand.dtype), operand)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -128,10 +139,13 @@ class _Head(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, targets, normalizer, entropy, sampling_mask = ctx.saved_tensors
-        exact, operand = exact_dtype(weight), _operand(hidden, weight)
+        hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates = ctx.saved_tensors
+        exact = exact_dtype(weight)
         by_logprob, by_entropy = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
         slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
+        if rates is not None and by_entropy is None:
+            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 5
+        operand = _operand(hidden, weight)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if ctx.needs_input_grad[2] else None

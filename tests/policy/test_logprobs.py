@@ -229,6 +229,46 @@ def test_a_frozen_head_still_passes_gradient_to_the_hidden_states() -> None:
     exactly(gradients(frozen, [hidden])[0], expected, rtol=0, atol=0)
 
 
+class ProductCount(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "mm" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trains_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_frozen_head_needs_two_products_for_the_gradient_of_log_probabilities(
+    dtype: torch.dtype, trains_entropy: bool
+) -> None:
+    hidden, weight, bias, targets = (None if part is None else part.detach() for part in inputs(40))
+    assert hidden is not None and weight is not None and bias is not None and targets is not None
+    leaf, exact = hidden.to(dtype).requires_grad_(), hidden.to(dtype).double().requires_grad_()
+    weight, bias, slopes = weight.to(dtype), bias.to(dtype), torch.linspace(-1, 2, 40, dtype=torch.float64)
+    with ProductCount() as products:
+        logprobs, entropy = token_logprobs(leaf, weight, bias, targets, temperature=0.7)
+        loss = (logprobs * slopes).sum() + (entropy.sum() if trains_entropy else 0)
+        (found,) = torch.autograd.grad(loss, leaf)
+    expected, spread = plain(exact, weight.double(), bias.double(), targets, temperature=0.7)
+    total = (expected * slopes).sum() + (spread.sum() if trains_entropy else 0)
+    (gradient,) = torch.autograd.grad(total, exact)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.01 * float(gradient.norm())}[dtype]
+    exactly(found.double(), gradient, rtol=0, atol=tolerance)
+    assert products.number == (4 if trains_entropy else 2)
+
+
+def test_confident_tokens_keep_their_gradient_under_a_frozen_head() -> None:
+    hidden, weight, _, targets = inputs(40, dtype=torch.float32, with_bias=False, scale=4.0)
+    exact = hidden.detach().double().requires_grad_()
+    (found,) = torch.autograd.grad(token_logprobs(hidden, weight.detach(), None, targets)[0].sum(), hidden)
+    (expected,) = torch.autograd.grad(plain(exact, weight.detach().double(), None, targets)[0].sum(), exact)
+    exactly(found.double(), expected, rtol=0, atol=1e-5)
+
+
 def filtered(tokens: int = 40) -> tuple[Tensor, Tensor]:
     """Hidden states and more as of :func:`inputs`, and a random set of tokens around each target."""
     targets = inputs(tokens)[3]
