@@ -87,6 +87,7 @@ class ScriptedServer:
         self.asked = threading.Condition()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self), bind_and_activate=False)
         self._http.daemon_threads, self._http.block_on_close = True, False
+        self._http.request_queue_size = 1024
         self._http.server_bind()
         self._http.server_activate()
         self.port = self._http.server_address[1]
@@ -234,9 +235,9 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
             allowed = self.headers.get("Authorization") == f"Bearer {server.key}"
             answer = server.answer(path, body) if allowed else 401
             status, text = (answer, b"refused") if isinstance(answer, int) else (200, answer)
-            if select.select([self.connection], [], [], 0)[
-                0
-            ]:  # a client that waits sends nothing, one that left an end
+            coming = select.poll()
+            coming.register(self.connection, select.POLLIN)
+            if coming.poll(0):  # a client that waits sends nothing, one that left an end
                 server.cut += 1
             content = text if isinstance(text, bytes) else json.dumps(text).encode()
             with suppress(OSError):

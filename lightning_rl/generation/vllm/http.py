@@ -36,6 +36,10 @@ class Unanswered(ConnectionError):  # noqa: N818
     """No usable answer: nobody there, too slow, too long, broken. The call may well succeed later or elsewhere."""
 
 
+class Stale(Unanswered):
+    """A connection that was kept has ended before an answer began, as it does once nobody has used it for a while."""
+
+
 class Refused(ValueError):  # noqa: N818
     """A server that is there refuses a call, and would again.
 
@@ -81,8 +85,12 @@ class Client:
         self._closed = False
 
     def call(self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER) -> Any:
-        """What :meth:`request` returns, for a thread that waits for it."""
-        return LOOP.run(self.request(method, path, body, timeout=timeout, limit=limit))
+        """What :meth:`request` returns, for a thread that waits for it; made again if a connection was stale."""
+        while True:
+            try:
+                return LOOP.run(self.request(method, path, body, timeout=timeout, limit=limit))
+            except Stale:  # which is kept no more
+                continue
 
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
@@ -97,6 +105,7 @@ class Client:
             limit: bytes that are read, whatever the answer says of its length.
 
         Raises:
+            Stale: if it went through a connection that has ended; another one, or a new one, may do.
             Unanswered: if there is no answer in time, one that is too long, one with a status of 408, 429, 500 and
                 above or below 200, a redirection, or none in JSON.
             Refused: for a status of 400 to 499, or a certificate that nobody we trust has signed.
@@ -105,6 +114,8 @@ class Client:
         content = None if body is None else json.dumps(body).encode()
         try:
             status, text = await self._within(timeout, method, path, content, limit)
+        except Unanswered:
+            raise
         except aiohttp.ClientConnectorCertificateError as error:
             hint, why = "pass ca=, a file with the certificate that signs the server's", error.certificate_error
             said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
@@ -147,23 +158,21 @@ class Client:
     async def _exchange(
         self, method: str, path: str, content: bytes | None, limit: int, connecting: float
     ) -> tuple[int, bytearray]:
-        """Status and body; once more if a kept connection turns out to be closed before an answer has begun."""
-        session, url = self._open(), self.url + path
+        session, url, kept, text = self._open(), self.url + path, list[bool](), bytearray()
         patience = aiohttp.ClientTimeout(total=None, sock_connect=connecting)
-        while True:
-            kept, text = list[bool](), bytearray()
-            try:
-                async with session.request(
-                    method, url, data=content, allow_redirects=False, timeout=patience, trace_request_ctx=kept
-                ) as answer:
-                    async for piece in answer.content.iter_any():
-                        text += piece
-                        if len(text) > limit:
-                            raise OSError(f"an answer of more than {limit} bytes")
-                    return answer.status, text
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not kept or self._closed:
-                    raise
+        try:
+            async with session.request(
+                method, url, data=content, allow_redirects=False, timeout=patience, trace_request_ctx=kept
+            ) as answer:
+                async for piece in answer.content.iter_any():
+                    text += piece
+                    if len(text) > limit:
+                        raise OSError(f"an answer of more than {limit} bytes")
+                return answer.status, text
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if kept and not self._closed:
+                raise Stale(f"no answer from {url}: {quote(f'{type(error).__name__}: {error}')}") from error
+            raise
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError, Request
 from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
-from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Unanswered
+from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Stale, Unanswered
 from lightning_rl.generation.vllm.places import Places, Seat, Server
 from lightning_rl.generation.vllm.push import WeightPush
 from lightning_rl.generation.weights.stream import Shape
@@ -211,9 +211,8 @@ class ServerPool:
             Refused: if it is this request that the server refuses; whoever refuses all of them is lost.
         """
         run, url = self.push.run, server.endpoint.url
-        name = f"{run}-{name}-{self.rank}-{next(self._numbers)}"  # no server may see it twice
         try:
-            sample = await server.endpoint.draw(name, ids, parameters)
+            sample = await self._draw(server.endpoint, ids, parameters, name)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
             if max(sample.token_ids) >= self.push.description.vocabulary:
@@ -227,6 +226,14 @@ class ServerPool:
             self.remove(server, error)
             return None
         return sample
+
+    async def _draw(self, endpoint: Endpoint, ids: Sequence[int], parameters: Mapping[str, Any], name: str) -> Sample:
+        """The answer to a request under a name that no server sees twice, though connections turn out to be stale."""
+        while True:
+            try:
+                return await endpoint.draw(f"{self.push.run}-{name}-{self.rank}-{next(self._numbers)}", ids, parameters)
+            except Stale:  # which is kept no more
+                continue
 
     def update(self) -> None:
         """Brings every server that is there to the current weights.

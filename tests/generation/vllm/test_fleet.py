@@ -1,0 +1,93 @@
+"""A fleet whose servers die and come back all the time: no request is lost, and none counts twice."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from kit.engine_requests import request_of
+from kit.scripted_server import KEY, VOCABULARY, ScriptedServer
+from kit.support import tiny_model
+
+from lightning_rl import VLLMServerEngine
+from lightning_rl.generation import Request
+from lightning_rl.generation.vllm import pool
+
+GROUP = 8
+
+
+class Fleet:
+    """Scripted servers, of which one is killed and started again at a time."""
+
+    def __init__(self, number: int) -> None:
+        self.servers = [ScriptedServer() for _ in range(number)]
+        self.urls = [server.url for server in self.servers]
+        self.dead = list[ScriptedServer]()
+
+    @contextmanager
+    def dying(self, pause: float) -> Iterator[None]:
+        """One after the other dies, so many seconds apart."""
+        ended = threading.Event()
+
+        def kill() -> None:
+            while not ended.wait(pause):
+                place = len(self.dead) % len(self.servers)
+                self.dead.append(self.servers[place])
+                self.dead[-1].kill()
+                self.servers[place] = ScriptedServer(port=self.dead[-1].port)
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            killing.join()
+            for server in self.servers:
+                server.kill()
+
+
+def check(number: int, pause: float) -> None:
+    fleet, model, answered = Fleet(4), tiny_model("llama", dtype=torch.float32), Counter[int]()
+    engine = VLLMServerEngine(fleet.urls, api_key=KEY, canary=False, patience=60, timeout=60, at_once=16)
+    with fleet.dying(pause):
+        engine.start(model, None)
+        engine.expect(model.named_parameters())
+        engine.load_weights(model.named_parameters(), 0)
+        discard = engine.in_flight.discard
+
+        def count(request: Request) -> None:
+            answered[request.sample_id] += 1
+            discard(request)
+
+        requests = [request_of((2, 3), n, n, max_new_tokens=4) for n in range(number)]
+        requests = [replace(each, prefix_ids=(n // GROUP % VOCABULARY, 3)) for n, each in enumerate(requests)]
+        engine.in_flight.discard = count  # pyright: ignore[reportAttributeAccessIssue]
+        drawn = engine.generate(requests)
+        engine.in_flight.discard = discard  # pyright: ignore[reportAttributeAccessIssue]
+        engine.close()
+    expected = [tuple((n + place) % VOCABULARY for place in range(4)) for n in range(number)]
+    assert [completion.token_ids for completion in drawn] == expected
+    assert {completion.version for completion in drawn} == {0}
+    assert set(answered) == set(range(number)) and len(fleet.dead) >= 2
+    names = [body["request_id"] for server in (*fleet.servers, *fleet.dead) for body in server.requests]
+    assert len(set(names)) == len(names), "no server sees a name twice"
+    assert {int(name.split("-")[1]) for name in names} == set(range(number))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "POLL", 0.05)
+    monkeypatch.setattr(pool, "BACKOFF", 0.02)
+
+
+def test_no_request_is_lost_or_counted_twice_while_servers_die() -> None:
+    check(600, pause=0.2)
+
+
+@pytest.mark.long
+def test_ten_thousand_requests_while_a_server_dies_each_second() -> None:
+    check(10_000, pause=1.0)
