@@ -64,6 +64,13 @@ def test_torchrun_is_given_the_nodes_and_may_start_again(tmp_path: Path) -> None
     assert (tmp_path / "calls" / "store").read_text() == "1"
 
 
+@pytest.mark.parametrize(("address", "first"), [("10.0.0.1", 1), ("10.0.0.2", 0)])
+def test_torchrun_is_told_where_a_node_is_whose_name_leads_elsewhere(address: str, first: int, tmp_path: Path) -> None:
+    words = [str(LAUNCH / "torchrun.sh"), "10.0.0.1", "2", "8", "train.py"]
+    code, (called,) = call(tmp_path, *words, LOCAL_ADDR=address)
+    assert code == 0 and called.endswith(f" --local_addr {address} --rdzv_conf is_host={first} train.py")
+
+
 def test_torchrun_without_arguments_says_how_it_is_called(tmp_path: Path) -> None:
     assert call(tmp_path, str(LAUNCH / "torchrun.sh"), "node0") == (2, [])
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from kit.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 600.0  # seconds for a run; no test waits without one
+LOOPBACK = "127.0.0.1"
+LIMIT = 600.0  # seconds for a run
 
 
 class Agents:
@@ -24,17 +25,32 @@ class Agents:
         command: script and arguments.
         nodes: how many agents.
         devices: processes of each.
+        host: address of the first node.
+        before: what stands before the command of each node, such as that which enters a network namespace.
+        limit: seconds for the run; no test waits without one.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str | Path], *, nodes: int, devices: int) -> None:
-        self.folder, self.nodes, self.port = folder, nodes, free_port()
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str | Path],
+        *,
+        nodes: int,
+        devices: int,
+        host: str = LOOPBACK,
+        before: Sequence[Sequence[str]] = (),
+        limit: float = LIMIT,
+    ) -> None:
+        self.folder, self.nodes, self.port, self.host = folder, nodes, free_port(), host
+        self.limit = limit
+        self._before = before or [()] * nodes
         self._agents: list[subprocess.Popen[bytes]] = []
         self._killed: list[subprocess.Popen[bytes]] = []
         (folder / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
         (folder / "torchrun").chmod(0o700)
         self._command = [
             str(ROOT / "launch" / "torchrun.sh"),
-            "127.0.0.1",
+            host,
             str(nodes),
             str(devices),
             *map(str, command),
@@ -49,15 +65,19 @@ class Agents:
         with (self.folder / f"said-{len(self._agents) + len(self._killed)}").open("wb") as said:
             self._agents.append(
                 subprocess.Popen(
-                    self._command, env=self._environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+                    [*self._before[len(self._agents)], *self._command],
+                    env=self._environment,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             )
-        while not self._listens():
+        while self.host == LOOPBACK and not self._listens():  # else it is known by its address
             self._check()
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+            return probe.connect_ex((LOOPBACK, self.port)) == 0
 
     def _check(self) -> None:
         time.sleep(0.02)
@@ -99,7 +119,7 @@ class Agents:
 
     def __enter__(self) -> "Agents":
         """Starts every agent."""
-        self._end = time.monotonic() + LIMIT
+        self._end = time.monotonic() + self.limit
         for _ in range(self.nodes):
             self.start()
         return self
