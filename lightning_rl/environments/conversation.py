@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Self, cast
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -88,7 +87,7 @@ class ConversationRow:
     @property
     def response_ids(self) -> tuple[int, ...]:
         """Everything behind the prompt."""
-        return tuple(chain.from_iterable(ids for turn in self.turns for ids in (turn.completion.token_ids, turn.reply)))
+        return tuple(token for turn in self.turns for token in (*turn.completion.token_ids, *turn.reply))
 
     @property
     def turn_numbers(self) -> tuple[int, ...]:

@@ -161,8 +161,6 @@ class Answers:
 
     def _check_extras(self, given: Sequence[Completion]) -> None:
         """What is recorded has the same shape and type at every token of every sample."""
-        if not self.engine.extras:
-            return
         forms: dict[str, tuple[Any, ...]] = {}
         for place, completion in enumerate(given):
             for name, extra in _extras_of(completion, self.engine.extras):

@@ -110,18 +110,18 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
 
     def microbatch(rows: list[int]) -> Microbatch:
         index = torch.tensor(rows, dtype=torch.int64)
-        width = max(1, int(rollout.response_lengths[index].max())) if rows else 1
-        selected = rollout.select(index, width=width) if rows else rollout.padding_rows(1).fit_width(width)
+        selected = rollout.select(index) if rows else rollout.padding_rows(1)
+        selected = selected.fit_width(max(1, int(selected.response_lengths.max())))
         return Microbatch(index, pack(selected, packed=packed))
 
     return Plan(tuple(tuple(map(microbatch, minibatch)) for minibatch in plan))
 
 
 def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
-    lengths, sequences = rollout.prompt_lengths + rollout.response_lengths, sequences_of(rollout)
-    numbers = sequences.row.bincount(minlength=len(rollout))[rows]
-    longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)[rows]
-    lengths = lengths[rows]
+    lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows]
+    sequences = sequences_of(rollout.select(rows))
+    numbers = sequences.row.bincount(minlength=len(rows))
+    longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)
     microbatches: list[list[int]] = []
     max_length, total, number = 0, 0, 0
     order = lengths.argsort(descending=True, stable=True)

@@ -9,7 +9,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -199,7 +198,7 @@ class Sampler:
                 keep = self.corrections.keep_groups(part)
             calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
             aborted += int((part.finish == Finish.ABORT).sum())
-            parts.append(part if keep.all() else part.select(keep))
+            parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
             missing -= kept
@@ -434,8 +433,7 @@ class Sampler:
         """Completions as the rewards see them, decoded in one call."""
         if self.tokenizer is None or not rows:
             return [""] * len(rows)
-        arrays: Any = [np.array(row, dtype=np.int64) for row in rows]  # of a list, each entry would be looked at
-        return self.tokenizer.batch_decode(arrays, skip_special_tokens=True)
+        return self.tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True)
 
     def _whole_text(self, token_ids: Sequence[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
