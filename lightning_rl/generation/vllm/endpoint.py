@@ -222,9 +222,16 @@ class Endpoint:
         """What :meth:`draw` returns, for a thread that waits for it."""
         return LOOP.run(self.draw(name, ids, parameters))
 
-    async def draw(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
-        """One response to a request whose name is new to the server, under vLLM's sampling parameters."""
-        body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
+    async def draw(
+        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], salt: str | None = None
+    ) -> Sample:
+        """One response to a request whose name is new to the server, under vLLM's sampling parameters.
+
+        With a salt it shares the prefix cache with requests of the same salt alone.
+        """
+        body: dict[str, Any] = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
+        if salt is not None:
+            body["cache_salt"] = salt
         answer = await self._client.request(
             "POST",
             "/inference/v1/generate",

@@ -181,8 +181,10 @@ class ServerPool:
         self._limit_patience()
         return await self._places.take(tokens, seat, rank=rank, avoid=avoid)
 
-    def ask_all(self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str) -> dict[str, Sample]:
-        """The answer of every server that is there, by its URL; who has none is lost.
+    def ask_all(
+        self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, salt: str | None = None
+    ) -> dict[str, Sample]:
+        """The answer of every server that is there, by its URL; who has none is lost. For a salt see `Endpoint.draw`.
 
         Raises:
             EngineError: if nobody answered.
@@ -190,7 +192,7 @@ class ServerPool:
 
         async def ask(server: Server) -> Sample | None:
             try:
-                return await self._ask(server, ids, parameters, name=name, oldest=self.oldest)
+                return await self._ask(server, ids, parameters, name=name, oldest=self.oldest, salt=salt)
             except Refused as refusal:
                 raise EngineError(f"expected every server to take request {name}, got a refusal: {refusal}") from None
 
@@ -203,7 +205,14 @@ class ServerPool:
         raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
 
     async def _ask(
-        self, server: Server, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, oldest: int
+        self,
+        server: Server,
+        ids: Sequence[int],
+        parameters: Mapping[str, Any],
+        *,
+        name: str,
+        oldest: int,
+        salt: str | None = None,
     ) -> Sample | None:
         """One answer, whole and from weights that are new enough; None from a server that has none and so is lost.
 
@@ -212,7 +221,7 @@ class ServerPool:
         """
         run, url = self.push.run, server.endpoint.url
         try:
-            sample = await self._draw(server.endpoint, ids, parameters, name)
+            sample = await self._draw(server.endpoint, ids, parameters, name, salt)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
             if max(sample.token_ids) >= self.push.description.vocabulary:
@@ -227,11 +236,14 @@ class ServerPool:
             return None
         return sample
 
-    async def _draw(self, endpoint: Endpoint, ids: Sequence[int], parameters: Mapping[str, Any], name: str) -> Sample:
+    async def _draw(
+        self, endpoint: Endpoint, ids: Sequence[int], parameters: Mapping[str, Any], name: str, salt: str | None
+    ) -> Sample:
         """The answer to a request under a name that no server sees twice, though connections turn out to be stale."""
         while True:
+            numbered = f"{self.push.run}-{name}-{self.rank}-{next(self._numbers)}"
             try:
-                return await endpoint.draw(f"{self.push.run}-{name}-{self.rank}-{next(self._numbers)}", ids, parameters)
+                return await endpoint.draw(numbered, ids, parameters, salt)
             except Stale:  # which is kept no more
                 continue
 

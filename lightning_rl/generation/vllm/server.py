@@ -262,8 +262,13 @@ class VLLMServerEngine(Engine):
 
     @override
     def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        """The most that any server had in its cache."""
-        return max(sample.cached for sample in self._running().ask_all(ids, CACHING, name="cached").values())
+        """The most that any server had in its cache.
+
+        Every rank asks the same servers, so each has entries of its own, or it would find those of another.
+        """
+        pool = self._running()
+        samples = pool.ask_all(ids, CACHING, name="cached", salt=f"rank {pool.rank}")
+        return max(sample.cached for sample in samples.values())
 
     @override
     def close(self) -> None:

@@ -114,6 +114,19 @@ def test_each_answer_is_told_while_others_are_drawn_and_is_that_of_one_call() ->
         assert torch.equal(one.logprobs, other.logprobs)
 
 
+def test_a_rank_finds_its_own_prompt_in_the_cache_and_never_that_of_another(one: ScriptedServer) -> None:
+    engine, model = an_engine(one), the_model()
+    pool = engine._running()  # noqa: SLF001
+
+    def cached(rank: int) -> int:
+        pool.rank = rank
+        return engine.count_cached_tokens([token % 9 for token in range(20)])
+
+    assert [cached(0), cached(1), cached(0), cached(1)] == [0, 0, 16, 16]
+    engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 1)
+    assert [cached(0), cached(1)] == [0, 0], "every sync drops them"
+
+
 def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) -> None:
     engine = an_engine(one, api_key="wrong", started=False)
     with pytest.raises(ValueError, match="got status 401: refused: pass api_key=, or set VLLM_API_KEY"):
