@@ -44,6 +44,7 @@ BENCHMARKS = (
     Benchmark("weight_sync"),
     Benchmark("weight_streaming", "--vocabulary 512 --width 64 --layers 2 --inner 128"),
     Benchmark("weight_transfer", "--layers 1 --pushes 1", python=VLLM, needs=VLLM),
+    Benchmark("loading"),
     Benchmark("growth"),
     Benchmark("pipelining", "--rollouts 12 --step 0.1 --rounds 1 --width 32 --layers 1"),
     Benchmark("prefill"),

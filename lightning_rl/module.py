@@ -434,14 +434,23 @@ class RLLightningModule(LightningModule):
             self.close_engine()  # it may need a copy of the policy from now on
             self.run.built_alone = False
         with parallel.building():
-            built = self._build_policy() if self.policy is None else self.policy if alone else None
+            built = (
+                self._build_policy(split=parallel.splits_first)
+                if self.policy is None
+                else self.policy
+                if alone
+                else None
+            )
             self._add_replica(built)
             reference = self._build_reference(built)
         self._check_agreement(built, reference)
         if built is not None:
             self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
+            if built.files is not None:
+                self.policy.fill(parallel.strategy.root_device)
         if reference is not None:
-            reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh))
+            root = parallel.strategy.root_device
+            reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh), root)
             self.run.reference = reference
         self.run.corrections.weights = WeightWatch(self.required_policy, sharded=self.parallel.sharded)
         model = self.required_policy.model
@@ -475,20 +484,23 @@ class RLLightningModule(LightningModule):
         """All ranks begin alike: what they have built and not split yet, and their rows."""
         if process_count() == 1:
             return
-        models = {"policy": built, "reference": None if reference is None else reference.model}
+        frozen = None if reference is None else cast(PolicyModel, reference.scoring)
         weights = {
-            name: weights_at_a_glance(model.named_parameters()) for name, model in models.items() if model is not None
+            name: weights_at_a_glance(model.named_parameters() if model.files is None else model.files.parameters())
+            for name, model in {"policy": built, "reference": frozen}.items()
+            if model is not None
         }
         rows = {"data": self.prompt_stream.fingerprint} if self._has_data else {}
         check_agreement({**weights, **rows})
 
-    def _build_policy(self) -> PolicyModel:
+    def _build_policy(self, *, split: bool = False) -> PolicyModel:
         return build_policy(
             self.sources["policy"],
             self.sources["critic"],
             temperature=self.sampling.temperature,
             packed=self.packing,
             checkpointing=self.activation_checkpointing,
+            split=split,
         )
 
     def _add_replica(self, built: PolicyModel | None) -> None:
@@ -496,7 +508,8 @@ class RLLightningModule(LightningModule):
         if built is None or not self.engine.capabilities.shares_policy:
             return
         if self.parallel.sharded or self.max_staleness:
-            replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(copy.deepcopy(built)))
+            whole = copy.deepcopy(built) if built.files is None else self._build_policy()
+            replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(whole))
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
 
     def _build_reference(self, built: PolicyModel | None) -> Scorer | None:
@@ -506,8 +519,14 @@ class RLLightningModule(LightningModule):
         if not self.run.needs.ref_logprobs or present:
             return None
         split = self.run.stepped or (built is None and self.parallel.sharded)
-        frozen = build_reference(source, self.sources["policy"], None if split else policy.model, packed=self.packing)
-        return Scorer(frozen, temperature=self.sampling.temperature, packed=self.packing)
+        frozen, files = build_reference(
+            source,
+            self.sources["policy"],
+            None if split else policy.model,
+            packed=self.packing,
+            split=self.parallel.splits_first,
+        )
+        return Scorer(frozen, temperature=self.sampling.temperature, packed=self.packing, files=files)
 
     @override
     def configure_optimizers(self) -> Any:

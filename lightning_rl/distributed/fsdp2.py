@@ -48,6 +48,7 @@ class FullyShardedDataParallel2(Parallel):
     """ModelParallelStrategy, with tensor parallelism or without."""
 
     sharded = True
+    splits_first = True
     repeats_steps = False
 
     @property

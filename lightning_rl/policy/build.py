@@ -14,6 +14,7 @@ from lightning_rl.description import import_by_name
 from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
+from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 
 
 class ModelBuilder(ABC):
@@ -66,18 +67,35 @@ def build_model(source: ModelSource, hint: str = "") -> PreTrainedModel:
 
 
 def build_policy(
-    policy: ModelSource, critic: ModelSource | None, *, temperature: float, packed: bool, checkpointing: bool = False
+    policy: ModelSource,
+    critic: ModelSource | None,
+    *,
+    temperature: float,
+    packed: bool,
+    checkpointing: bool = False,
+    split: bool = False,
 ) -> PolicyModel:
     """Policy and critic, checked: no dropout, and our forward agrees with the model's own.
+
+    Args:
+        policy: where it comes from.
+        critic: the same of the critic, ``"shared"``, or None.
+        temperature: of the policy.
+        packed: whether microbatches go through it without padding.
+        checkpointing: whether it runs again in the backward.
+        split: build the policy without numbers if it comes from a folder and has no critic of its own;
+            :meth:`PolicyModel.fill` reads and checks it once it is split.
 
     Raises:
         ValueError: if either check fails; the message says what to change.
     """
-    model = base_model_of(build_model(policy))
+    model, files = _model_and_files(policy, split=split and critic in (None, "shared"))
+    model = base_model_of(model)
     backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT)
     check_dropout(model)
-    built = PolicyModel(model, backbone, temperature=temperature, packed=packed)
-    check_scoring(model, packed=packed)
+    built = PolicyModel(model, backbone, temperature=temperature, packed=packed, files=files)
+    if files is None:
+        check_scoring(model, packed=packed)
     if backbone is not None and backbone is not model:
         check_dropout(backbone)
         check_scoring(backbone, packed=packed)
@@ -88,19 +106,33 @@ def build_policy(
 
 
 def build_reference(
-    reference: ModelSource | None, policy: ModelSource, unmoved: PreTrainedModel | None, *, packed: bool
-) -> PreTrainedModel:
-    """The frozen model of a reference, in eval mode and checked like the policy.
+    reference: ModelSource | None,
+    policy: ModelSource,
+    unmoved: PreTrainedModel | None,
+    *,
+    packed: bool,
+    split: bool = False,
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """The frozen model of a reference, in eval mode and checked like the policy, and what it is still to be read from.
 
     Args:
         reference: where it comes from; None for the policy before its first step.
         policy: where the policy came from.
         unmoved: the policy, if it has not trained yet; it is copied.
         packed: whether it scores without padding.
+        split: build it without numbers if it comes from a folder.
     """
-    if reference is None and unmoved is not None:
-        return check_frozen(copy.deepcopy(unmoved), packed=packed)
-    return check_frozen(build_model(policy if reference is None else reference), packed=packed)
+    if reference is None and unmoved is not None and unmoved.device.type != "meta":
+        return check_frozen(copy.deepcopy(unmoved), packed=packed), None
+    model, files = _model_and_files(policy if reference is None else reference, split=split)
+    if files is None:
+        return check_frozen(model, packed=packed), None
+    check_dropout(model)
+    return model.eval(), files
+
+
+def _model_and_files(source: ModelSource, *, split: bool) -> tuple[PreTrainedModel, WeightFiles | None]:
+    return (model_without_numbers(source) if split else None) or (build_model(source), None)
 
 
 def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:

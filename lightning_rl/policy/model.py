@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
+from lightning_rl.policy.weight_files import WeightFiles
 from lightning_rl.rollout import Rollout
 
 
@@ -74,12 +75,20 @@ class PolicyModel(nn.Module):
         critic: the model whose hidden states a value head reads: ``model`` itself, or another one; None for no critic.
         temperature: what the policy's logits are divided by, as in generation; the values never are.
         packed: whether microbatches go through the model without padding.
+        files: that the policy's numbers are still to be read from, once it is split; None if it has them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, critic: PreTrainedModel | None, *, temperature: float, packed: bool
+        self,
+        model: PreTrainedModel,
+        critic: PreTrainedModel | None,
+        *,
+        temperature: float,
+        packed: bool,
+        files: WeightFiles | None = None,
     ) -> None:
         super().__init__()
+        self.packed, self.files = packed, files
         self.model = model
         self.critic = None if critic is None or critic is model else critic.base_model
         self.value_head: nn.Linear | None = None
@@ -115,6 +124,16 @@ class PolicyModel(nn.Module):
                 holder, _, key = name.rpartition(".")
                 setattr(self.get_submodule(holder), key, exact.to(cast_buffer.device))
         return self
+
+    def fill(self, device: torch.device) -> None:
+        """Reads this rank's part of a policy that was built without numbers, and checks it; every rank calls it.
+
+        Raises:
+            ValueError: as :func:`check_scoring`.
+        """
+        if self.files is not None:
+            self.files.fill(self, device)
+            check_scoring(self.model, packed=self.packed, split=self)
 
     def layers(self) -> list[nn.Module]:
         """The parts that a sharding strategy gathers one at a time: the transformer blocks of policy and critic."""
@@ -155,19 +174,23 @@ class Scorer:
     Held outside of the module tree, so it is neither trained nor saved.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, packed: bool) -> None:
-        self.model = model.requires_grad_(requires_grad=False)
-        self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed).eval()
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, packed: bool, files: WeightFiles | None = None
+    ) -> None:
+        self.model, self.files = model.requires_grad_(requires_grad=False), files
+        self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed, files=files).eval()
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all weights, equal exactly if they are. They are frozen, so it is computed once."""
-        return fingerprint(self.model.named_parameters())
+        return fingerprint(self.model.named_parameters() if self.files is None else self.files.parameters())
 
-    def shard(self, split: Callable[[nn.Module, list[nn.Module]], nn.Module]) -> None:
-        """Splits the weights over the ranks; their hash is taken before."""
+    def shard(self, split: Callable[[nn.Module, list[nn.Module]], nn.Module], device: torch.device) -> None:
+        """Splits the weights over the ranks, or reads each rank's part of them; their hash is taken before."""
         _ = self.fingerprint
         self.scoring = split(self.scoring, cast(PolicyModel, self.scoring).layers())
+        if self.files is not None:
+            cast(PolicyModel, self.scoring).fill(device)
 
     def to(self, device: torch.device) -> None:
         """Moves the weights."""
@@ -204,11 +227,16 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
 
 
 @torch.no_grad()
-def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
+def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
     """Compares our log-probabilities of a few random tokens with those of the model's own forward.
 
     Catches whatever a model does beyond a linear head and plain attention: soft caps, logit scales, layers that carry
     state from one packed sequence to the next.
+
+    Args:
+        model: the policy.
+        packed: whether microbatches go through it without padding.
+        split: what holds the policy, if its parameters are DTensors; every rank calls this then.
 
     Raises:
         ValueError: if they differ by more than rounding; the message says what to change.
@@ -220,12 +248,17 @@ def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
     prompts = [row[:length] for row, length in zip(ids[0], (4, 1, 6), strict=True)]
     responses = [row[:length] for row, length in zip(ids[1], (3, 6, 2), strict=True)]
     layout = pack(Rollout.of_samples(prompts, responses, groups=range(3)), packed=packed).to(model.device)
-    scores = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, 1.0)[0])
+    temperature = 1.0 if split is None else split.temperature
+    if split is None:
+        scores = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, temperature)[0])
+    else:
+        scores = split(layout).logprobs
+        cast(Any, split).unshard()  # what is no layer's, for the model's own forward
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         alone = torch.tensor(prompt + response, device=model.device)
         logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        expected = logits.float().log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
+        expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
         worst = float((scores[row, : len(response)].float() - expected).abs().max())
         if not worst < tolerance:
             advice = "use packing=False" if packed else "its head is not a plain linear layer"
@@ -233,6 +266,8 @@ def check_scoring(model: PreTrainedModel, *, packed: bool) -> None:
                 f"expected {type(model).__name__} to give the same log-probabilities "
                 f"{'packed' if packed else 'padded'} as alone, but they differ by {worst:.2g}: {advice}"
             )
+    if split is not None:
+        cast(Any, split).reshard()
 
 
 def check_dropout(model: PreTrainedModel) -> None:
