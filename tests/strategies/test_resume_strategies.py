@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import STRATEGIES, run_ranks
-from kit.support import fit, tiny_module, tiny_prompts
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -56,7 +56,9 @@ def test_a_recipe_that_would_start_its_ranks_itself_is_sent_to_torchrun() -> Non
 
 @pytest.mark.slow
 def test_two_ranks_resume_bitwise_and_save_what_they_should(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, tmp_path, "ddp:ppo,fsdp2:grpo,zero2:grpo,ddp:grpo:1", "3", "ddp,fsdp2")
+    tiny_policy(3).save_pretrained(tmp_path / "policy")
+    checks = f"ddp:ppo,fsdp2:grpo,zero2:grpo,ddp:grpo:1,fsdp2:grpo:0:{tmp_path}/policy"
+    run_ranks(__file__, 2, tmp_path, checks, "3", "ddp,fsdp2")
     for strategy in ("ddp", "fsdp2"):
         path = tmp_path / f"{strategy}.ckpt"
         check_contents(torch.load(path, weights_only=True))
@@ -120,9 +122,10 @@ class Saves(Callback):
 def rank(folder: Path, checks: list[str], first: int, strategies: list[str]) -> None:
     """One rank: resume-check of some recipes, then a checkpoint each; or, alone, the attempt to resume from those."""
     alone = os.environ["WORLD_SIZE"] == "1"
-    for strategy, algorithm, *staleness in (check.split(":") for check in checks):
+    for strategy, algorithm, *more in (check.split(":") for check in checks):
         options = ["--strategy", strategy, "--algorithm", algorithm, "--ranks", "2"]
-        options += ["--max_staleness", *staleness] if staleness else []
+        for option, value in zip(("--max_staleness", "--policy"), more, strict=False):
+            options += [option, value]
         assert resume_check(RECIPE, options, steps=STEPS, first=first) == 0, options
     for strategy in strategies:
         path, where = folder / f"{strategy}.ckpt", STRATEGIES[strategy]()

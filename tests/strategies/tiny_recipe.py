@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from kit.ranks import STRATEGIES
-from kit.support import tiny_module, tiny_prompts
+from kit.support import tiny_module, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -53,11 +53,19 @@ def corrections(algorithm: str, max_staleness: int) -> list[Callback]:
     return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True), *stale]
 
 
-def main(strategy: str = "", algorithm: str = "grpo", ranks: int = 1, fault: str = "", max_staleness: int = 0) -> None:
-    """Four optimizer steps for each rollout and pass over the prompts."""
+def main(
+    strategy: str = "",
+    algorithm: str = "grpo",
+    ranks: int = 1,
+    fault: str = "",
+    max_staleness: int = 0,
+    policy: str = "",
+) -> None:
+    """Four optimizer steps for each rollout and pass over the prompts; the policy may lie in a folder."""
+    given: dict[str, Any] = {"policy": policy, "tokenizer": tiny_tokenizer()} if policy else {}
     module = tiny_module(
         minibatches=2, epochs=2, token_budget=30, max_new_tokens=12, lr_scheduler=warmup_then_linear(2, 20),
-        max_staleness=max_staleness, **(PPO if algorithm == "ppo" else {}),
+        max_staleness=max_staleness, **given, **(PPO if algorithm == "ppo" else {}),
     )  # fmt: skip
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     quiet = partial(Trainer, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
@@ -71,7 +79,7 @@ def main(strategy: str = "", algorithm: str = "grpo", ranks: int = 1, fault: str
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for option in ("strategy", "algorithm", "fault"):
+    for option in ("strategy", "algorithm", "fault", "policy"):
         parser.add_argument(f"--{option}", default={"algorithm": "grpo"}.get(option, ""))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--max_staleness", type=int, default=0)
