@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from lightning_rl.cli.process_group import run_group
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED
-from lightning_rl.generation.vllm.key import KEY, check_key, default_key_file, ensure_key_file, read_key
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import HOST, STORAGE
+from lightning_rl.key import KEY, check_key, default_key_file, ensure_key_file, read_key
 
 LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
 GUARD = "lightning_rl.generation.vllm.guard.RequireKey"

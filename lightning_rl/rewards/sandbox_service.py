@@ -6,7 +6,6 @@ Source: Liu et al. 2024 (FullStack Bench), arXiv:2412.00535, appendix on Sandbox
 """
 
 import json
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_rl.arguments import check_counts, check_numbers
+from lightning_rl.key import read_key
 from lightning_rl.rewards.extras import require
 from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable
 
@@ -160,16 +160,7 @@ class SandboxService:
         headers = {"Accept-Encoding": "identity"}  # what is compressed may be of any size
         if self.key_file is None:
             return headers
-        try:
-            mode, key = self.key_file.stat().st_mode, self.key_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"expected a file with a key at {self.key_file}, got {error}") from error
-        if mode & 0o077 or not re.fullmatch(r"[!-~]+", key):
-            raise ValueError(
-                f"expected {self.key_file} to be its owner's alone and to hold a key of printable ASCII without "
-                f"spaces, got something else: chmod 600 {self.key_file}"
-            )
-        return {**headers, "Authorization": f"Bearer {key}"}
+        return {**headers, "Authorization": f"Bearer {read_key(self.key_file)}"}
 
 
 def _quote(content: bytes) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rl.cli.main import MODULES, main
 from lightning_rl.cli.parser import command_line
-from lightning_rl.generation.vllm.key import KEY
+from lightning_rl.key import KEY
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ from kit.support import tiny_policy, tiny_tokenizer
 
 from lightning_rl.cli import main, serve
 from lightning_rl.cli.serve import Address
-from lightning_rl.generation.vllm.key import default_key_file
 from lightning_rl.generation.vllm.worker import STORAGE
+from lightning_rl.key import default_key_file
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import psutil
 from transformers import PreTrainedModel
 
 from kit.support import tiny_tokenizer
-from lightning_rl.generation.vllm.key import KEY
+from lightning_rl.key import KEY
 
 SECRET = "a-key-for-tests"
 PATIENCE = 600.0  # seconds: on two busy cores two servers take minutes to start

@@ -176,7 +176,7 @@ def test_a_key_that_others_may_read_or_that_no_header_holds_is_refused(mode: int
     key = tmp_path / "key"
     key.write_text(text)
     key.chmod(mode)
-    with pytest.raises(ValueError, match="to be its owner's alone and to hold a key"):
+    with pytest.raises(ValueError, match=r"to be its owner's alone|to hold a key of printable ASCII"):
         SandboxService(url="http://127.0.0.1:9", key_file=key).run("print(4)")
     with pytest.raises(ValueError, match="expected a file with a key at"):
         SandboxService(url="http://127.0.0.1:9", key_file=tmp_path / "none").run("print(4)")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from lightning_rl.generation.vllm.key import KEY, check_key
+from lightning_rl.key import KEY, check_key
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -25,7 +25,6 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Eng
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
-from lightning_rl.generation.vllm.key import find_key
 from lightning_rl.generation.vllm.places import URGENT, Seat
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
@@ -33,6 +32,7 @@ from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, fini
 from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
+from lightning_rl.key import find_key
 
 TRANSFERS = ("file", "broadcast")
 

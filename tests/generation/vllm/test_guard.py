@@ -7,7 +7,7 @@ import pytest
 from kit.open_paths import OPEN
 
 from lightning_rl.generation.vllm.guard import RequireKey
-from lightning_rl.generation.vllm.key import KEY
+from lightning_rl.key import KEY
 
 SECRET = "the-key-of-the-server"
 CLOSED = [

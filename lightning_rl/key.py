@@ -1,4 +1,4 @@
-"""The key of a server: from the environment or from a file, and never on a command line, which everybody may read."""
+"""Key: what a server is shown, from the environment or from a file; anybody may read a command line."""
 
 import os
 import re

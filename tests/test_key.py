@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rl import VLLMServerEngine
 from lightning_rl.configuration import describe
-from lightning_rl.generation.vllm.key import KEY, default_key_file, ensure_key_file, find_key, read_key
+from lightning_rl.key import KEY, default_key_file, ensure_key_file, find_key, read_key
 
 
 @pytest.fixture(autouse=True)
