@@ -25,6 +25,7 @@ from lightning_rl.rewards import (
     Rewards,
     Sandbox,
     SandboxResult,
+    SandboxService,
     TagFormat,
 )
 from lightning_rl.testing import check_reward
@@ -155,5 +156,5 @@ def test_every_exported_reward_has_an_example() -> None:
         RewardModel,
         CodeTests,
     }  # a base, and those that need a model, a server, namespaces
-    elsewhere |= {Sandbox, SandboxResult}
+    elsewhere |= {Sandbox, SandboxResult, SandboxService}
     assert classes - {type(example) for example in EXAMPLES} == elsewhere
