@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from lightning_rl.audit import replies
-
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.load_profile("reproducible")
 
@@ -21,6 +19,8 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _patient_audit() -> None:
     """On a busy machine a copy of the process takes longer to answer; a run would rather skip the check."""
+    from lightning_rl.audit import replies  # Lightning's log reaches pytest only if pytest is there first
+
     replies.PATIENCE = 30.0
 
 

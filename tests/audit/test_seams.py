@@ -13,7 +13,7 @@ from lightning_rl.audit import CHECKS, seams
 from lightning_rl.audit.seams import Context, Seam, behind_an_answer
 from lightning_rl.audit.subsample import order_of
 from lightning_rl.environments import Bridge, Message
-from lightning_rl.environments.bridge import control_tokens
+from lightning_rl.environments.bridge import SANITIZES, control_tokens
 
 SAID: dict[str, list[Message]] = {
     "user": [{"role": "user", "content": "hello world"}],
@@ -26,7 +26,7 @@ SAID: dict[str, list[Message]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SAID)
+@pytest.mark.parametrize("kind", [kind for kind in SAID if SANITIZES or kind != "hostile"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_ways_to_ask_a_template_agree_where_conversations_rely_on_it(name: str, kind: str) -> None:
     bridge = Bridge(tokenizer_of(name), close_of(name))

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_rl import Finish, Sampling
 from lightning_rl.environments import Answer, Bridge, BridgeError, Conversation, Environment, Limits, Message, Step
 from lightning_rl.environments import bridge as module
-from lightning_rl.environments.bridge import MARK
+from lightning_rl.environments.bridge import MARK, SANITIZES
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
@@ -32,6 +32,7 @@ NEW: dict[str, list[Message]] = {
     ],
 }
 CASES = [(name, kind) for name in FAMILIES for kind in NEW]
+sanitizing = pytest.mark.skipif(not SANITIZES, reason="before transformers 5.23 control tokens in a text are refused")
 
 
 def bridge_of(name: str, **options: Any) -> Bridge:
@@ -100,6 +101,7 @@ def test_a_bridge_is_what_rendering_the_conversation_writes_behind_the_answer(na
         assert [*prefix, *drawn, *bridge.after(drawn, new)] == ids_of(name, whole)
 
 
+@sanitizing
 @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if wrong_with(*case) == RIGHT])
 def test_text_of_an_environment_is_no_control_token(name: str, kind: str) -> None:
     tokenizer, bridge = tokenizer_of(name), bridge_of(name)
@@ -115,6 +117,7 @@ def test_text_of_an_environment_is_no_control_token(name: str, kind: str) -> Non
         assert hostile in written
 
 
+@sanitizing
 @pytest.mark.parametrize("name", ["qwen2.5", "llama-3", "mistral"])
 def test_a_prompt_of_an_environment_has_the_tools_and_no_control_token_of_its_text(name: str) -> None:
     bridge, end = bridge_of(name), FAMILIES[name].special[0]
@@ -252,6 +255,7 @@ def conversations(draw: st.DrawFn) -> tuple[str, list[tuple[list[int], Finish]],
     return name, answers, replies[:-1]
 
 
+@sanitizing
 @given(conversations())
 def test_a_conversation_only_grows_and_every_drawn_token_is_its_own_once(
     case: tuple[str, list[tuple[list[int], Finish]], list[list[Message]]],

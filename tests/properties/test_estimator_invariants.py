@@ -54,6 +54,9 @@ FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", 
 FOLLOW_A_SCALE |= {"gae-vapo", "gae_over_turns-raw", "gae_over_turns-critic", "gpg", "gpg-nonzero", "pass_at_k"}
 FOLLOW_A_SCALE |= {"optimal_token_baseline", "otb-tail", "otb-weighed"}
 SOME_TOKENS = {"pass_at_k", "pass_at_k-scaled", "otb-tail"}
+# Means over tokens, in which a row without one weighs nothing, and the only row with some is its own mean.
+OVER_TOKENS = {"opo", "optimal_token_baseline", "otb-weighed", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+OVER_TOKENS |= {"rpp-discounted", "gae", "gae_over_turns", "gae-relative"}
 """Teach nothing at some tokens of groups with different rewards: not the best row, or a step that one row has."""
 
 
@@ -114,7 +117,7 @@ def test_i_07_rows_may_come_in_any_order(name: str, view: LossView, seed: int) -
 @some
 def test_i_11_advantages_are_where_the_valid_tokens_of_a_spread_group_are(name: str, view: LossView) -> None:
     estimator = ESTIMATOR_EXAMPLES[name]
-    if name in ("opo", "optimal_token_baseline", "otb-weighed"):  # a row without a token weighs nothing in a mean
+    if name in OVER_TOKENS:
         view = view.replace(rewarded=view.rewarded & view.valid_tokens.any(-1))
     noise = torch.rand(len(view), generator=torch.Generator().manual_seed(4), dtype=torch.float64) + 0.5
     varied = view.replace(rewards=torch.where(view.groups == 1, 2.0, noise))  # group 1 is constant
