@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.generation.vllm.group import GroupError, Invitation
-from lightning_rl.generation.vllm.http import LOOP, MAX_ANSWER, Client, Unanswered, quote
+from lightning_rl.generation.vllm.http import LOOP, MAX_ANSWER, Client, Stale, Unanswered, quote
 from lightning_rl.generation.vllm.sampling import FINISH
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import Description
@@ -229,16 +229,11 @@ class Endpoint:
 
         With a salt it shares the prefix cache with requests of the same salt alone.
         """
-        body: dict[str, Any] = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
+        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": dict(parameters)}
         if salt is not None:
             body["cache_salt"] = salt
-        answer = await self._client.request(
-            "POST",
-            "/inference/v1/generate",
-            body,
-            timeout=self.timeout,
-            limit=MAX_ANSWER + TOKEN_BYTES * (len(ids) + parameters["max_tokens"]),
-        )
+        limit = MAX_ANSWER + TOKEN_BYTES * (len(ids) + parameters["max_tokens"])
+        answer = await self._generate(name, body, limit)
         logprobs = prompt_logprobs = None
         with self._parsing():
             (choice,) = answer["choices"]
@@ -263,6 +258,18 @@ class Endpoint:
                 labels=_labels(choice, len(tokens)),
                 cached=_count(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
             )
+
+    async def _generate(self, name: str, body: Mapping[str, Any], limit: int) -> Any:
+        """Asks again where a connection was stale, under a further name, since the server may have seen the first."""
+        attempt = 0
+        while True:
+            named = {"request_id": f"{name}-{attempt}" if attempt else name, **body}
+            try:
+                return await self._client.request(
+                    "POST", "/inference/v1/generate", named, timeout=self.timeout, limit=limit
+                )
+            except Stale:  # which is kept no more
+                attempt += 1
 
     @contextmanager
     def _parsing(self) -> Iterator[None]:

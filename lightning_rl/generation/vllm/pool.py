@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError, Request
 from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
-from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Stale, Unanswered
+from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.places import Places, Seat, Server
 from lightning_rl.generation.vllm.push import WeightPush
 from lightning_rl.generation.weights.stream import Shape
@@ -221,7 +221,8 @@ class ServerPool:
         """
         run, url = self.push.run, server.endpoint.url
         try:
-            sample = await self._draw(server.endpoint, ids, parameters, name, salt)
+            numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
+            sample = await server.endpoint.draw(numbered, ids, parameters, salt)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
             if max(sample.token_ids) >= self.push.description.vocabulary:
@@ -235,17 +236,6 @@ class ServerPool:
             self.remove(server, error)
             return None
         return sample
-
-    async def _draw(
-        self, endpoint: Endpoint, ids: Sequence[int], parameters: Mapping[str, Any], name: str, salt: str | None
-    ) -> Sample:
-        """The answer to a request under a name that no server sees twice, though connections turn out to be stale."""
-        while True:
-            numbered = f"{self.push.run}-{name}-{self.rank}-{next(self._numbers)}"
-            try:
-                return await endpoint.draw(numbered, ids, parameters, salt)
-            except Stale:  # which is kept no more
-                continue
 
     def update(self) -> None:
         """Brings every server that is there to the current weights.
