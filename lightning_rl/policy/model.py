@@ -207,7 +207,8 @@ def _head_of(model: PreTrainedModel) -> nn.Linear:
 
 
 def _hidden_states(backbone: nn.Module, layout: Layout) -> Tensor:
-    implementation = cast(Any, backbone).config._attn_implementation  # noqa: SLF001  public nowhere
+    config = getattr(backbone, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)  # public nowhere
     with packed_attention(layout, implementation=implementation) as arguments:
         positions = {"position_ids": layout.position_ids} if layout.lengths else {}
         output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
