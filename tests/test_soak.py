@@ -11,7 +11,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_nothing_grows_over_two_hundred_rollouts(tmp_path: Path) -> None:
     grown = growth(soak(200, tmp_path))
-    assert {name: grown[name] for name in ("descriptors", "threads", "processes", "files")} == {
+    counted = ("descriptors", "threads", "processes", "files")
+    assert {name: max(0, grown[name]) for name in counted} == {  # what other tests have left may end meanwhile
         "descriptors": 0,
         "threads": 0,
         "processes": 0,

@@ -66,7 +66,7 @@ def isolated() -> Iterator[Any]:
     made: list[Isolated] = []
 
     def make(reward: Any, **options: Any) -> Isolated:
-        made.append(Isolated(reward, per_sample=True, **options))
+        made.append(Isolated(reward, per_sample=True, seconds=SECONDS, sample_seconds=SECONDS, **options))
         return made[-1]
 
     yield make
