@@ -105,7 +105,7 @@ def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_lo
 def test_a_server_that_is_killed_in_a_rollout_comes_back_by_a_file_and_joins_with_the_next_sync(
     both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, honest, asked, left = loads(monkeypatch), Endpoint.sample, list[str](), list[Any]()
+    files, honest, asked, left = loads(monkeypatch), Endpoint.draw, list[str](), list[Any]()
     (one, _), killing = both, threading.Lock()
 
     def deadly(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_in_a_rollout_comes_back_by_a_file_and_joins_wit
                 one.start()
         return honest(endpoint, name, *arguments)
 
-    monkeypatch.setattr(Endpoint, "sample", deadly)
+    monkeypatch.setattr(Endpoint, "draw", deadly)
     watch = Watch()
     module = a_run(one, engine=an_engine(one, transfer="broadcast", patience=600))
     fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))

@@ -239,7 +239,7 @@ def test_the_canary_sees_a_server_that_says_it_is_synced(
 def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
     server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    honest, asked, left = Endpoint.sample, list[str](), list[Any]()
+    honest, asked, left = Endpoint.draw, list[str](), list[Any]()
     killing = threading.Lock()
 
     def deadly(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
@@ -250,7 +250,7 @@ def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
                 server.start()
         return honest(endpoint, name, *arguments)
 
-    monkeypatch.setattr(Endpoint, "sample", deadly)
+    monkeypatch.setattr(Endpoint, "draw", deadly)
     watch = Watch()
     with caplog.at_level(logging.WARNING):
         fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
