@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.host_reads import CUT, counted, reads_within
+from kit.host_reads import CUT, count_reads, reads_within
 from kit.support import an_algorithm, callback_of, ragged_rollout, tiny_model
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def test_scoring_waits_once_at_its_end() -> None:
     scorer = Scorer(reference, temperature=0.7, packed=True)
     scorer.to(torch.device("meta"))
     rollout = rollout.to("meta")
-    with counted() as names:
+    with count_reads() as names:
         add_logprobs(rollout, plan, policy, scorer, Corrections(), old=True, squares=True)
     assert names == ["aten._local_scalar_dense.default"]
 

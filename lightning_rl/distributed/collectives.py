@@ -24,6 +24,7 @@ from lightning_rl.distributed.network import cure_of
 Anything = TypeVar("Anything")
 
 SAID = 500  # characters of an error that other ranks repeat
+UNREACHED = "set GLOO_SOCKET_IFNAME to the network interface that reaches the other nodes"
 PATIENCE = timedelta(hours=6)  # longer than every wait of ours; a process that dies is noticed at once
 
 
@@ -212,7 +213,7 @@ def _groups(purpose: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         except RuntimeError as failure:
             raise RuntimeError(
                 "expected a group of gloo beside the strategy's own, for waits that may be long, got "
-                f"{failure}: {cure_of(failure)}"
+                f"{failure}: {cure_of(failure) or UNREACHED}"
             ) from failure
         _made[key] = whole, cast(dist.ProcessGroup, made)
     return _made[key][1]

@@ -72,7 +72,7 @@ class HostLists(TorchFunctionMode):
 
 
 @contextmanager
-def counted() -> Iterator[list[str]]:
+def count_reads() -> Iterator[list[str]]:
     """The names of what is read inside; the device without numbers knows no autocast, which is off here anyway."""
     reads = HostReads()
     with patch.object(torch, "autocast", lambda *_, **__: nullcontext()), reads, HostLists(reads.names):
@@ -85,7 +85,7 @@ def reads_within(
     """What is read between the first microbatch and the backward of the last, and what after it."""
     microbatches = plan_of_rows(rollout, [CUT], packed=packed).to("meta").step(0)
     rollout, number, ends = rollout.to("meta"), 0, list[int]()
-    with counted() as names:
+    with count_reads() as names:
 
         def backward(loss: Tensor) -> None:
             nonlocal number

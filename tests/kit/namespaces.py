@@ -10,7 +10,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
 
 
-def permitted() -> bool:
+def can_make() -> bool:
     """Whether this user may make namespaces."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False

@@ -171,10 +171,10 @@ class ScriptedServer:
                 }
             ],
             "prompt_logprobs": [None, *({str(token): {"logprob": -token / 10}} for token in ids[1:])],
-            "usage": {"prompt_tokens_details": {"cached_tokens": self._cached(body.get("cache_salt"), ids)}},
+            "usage": {"prompt_tokens_details": {"cached_tokens": self._count_cached(body.get("cache_salt"), ids)}},
         }
 
-    def _cached(self, salt: str | None, ids: list[int]) -> int:
+    def _count_cached(self, salt: str | None, ids: list[int]) -> int:
         """Tokens that come out of the prefix cache, in whole blocks, all but the last token; then they are in it."""
         size = self.holds["block_size"]
         blocks = [(salt, tuple(ids[: end + size])) for end in range(0, len(ids) - size, size)]

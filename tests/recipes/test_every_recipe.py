@@ -76,7 +76,7 @@ def last_log(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def trained(name: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def run_log(name: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """What a recipe logs with ``--tiny``."""
     run(name, "--tiny", monkeypatch=monkeypatch)
     return last_log(name)
@@ -126,11 +126,11 @@ def test_the_readme_says_of_every_recipe_when_to_take_it() -> None:
 @pytest.mark.parametrize("name", SIMPLE)
 def test_a_tiny_recipe_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_extra(name)
-    check_training(trained(name, monkeypatch))
+    check_training(run_log(name, monkeypatch))
 
 
 def test_the_student_of_the_tiny_distillation_comes_closer_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = trained("distillation", monkeypatch)
+    rows = run_log("distillation", monkeypatch)
     check_training(rows)
     gaps = [float(row["teacher_kl/estimate"]) for row in rows]
     assert sum(gaps[-3:]) < 0.6 * sum(gaps[:3])

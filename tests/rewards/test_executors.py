@@ -129,24 +129,30 @@ def test_a_fit_is_bitwise_that_of_processes_of_its_own(executor: Executor) -> No
     def rewards(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(text) % 3) for text in completions]
 
-    def trained(reward: Isolated) -> dict[str, Any]:
+    def train(reward: Isolated) -> dict[str, Any]:
         module = tiny_module(rewards=reward)
         fit(module, data=tiny_prompts(8, 4))
         return weights_of(module)
 
-    expected, weights = trained(Isolated(rewards)), trained(Isolated(rewards, executor=executor))
+    expected, weights = train(Isolated(rewards)), train(Isolated(rewards, executor=executor))
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def test_workers_that_die_lose_their_rows_and_a_broken_executor_is_said_to_be() -> None:
+def deadly() -> Any:
+    """A reward that ends its worker at one word; a closure, so that it is pickled whole."""
+
     def dies(prompts: Any, completions: Any, **_: Any) -> list[float]:
         if "die" in completions:
             os._exit(3)
         return [1.0] * len(completions)
 
+    return dies
+
+
+def test_workers_that_die_lose_their_rows_and_a_broken_executor_is_said_to_be() -> None:
     with processes() as made:
         executor = ready(made)
-        reward = Isolated(dies, executor=executor)
+        reward = Isolated(deadly(), executor=executor)
         assert scores(reward, ["a"]).total.tolist() == [1.0]
         ((rows, cause),) = causes(scores(reward, ["a", "die"]))
         assert rows == (0, 1) and cause.startswith("lost its worker: BrokenProcessPool(")
@@ -155,13 +161,8 @@ def test_workers_that_die_lose_their_rows_and_a_broken_executor_is_said_to_be() 
 
 
 def test_a_worker_of_dask_that_dies_every_time_loses_its_sample_alone() -> None:
-    def dies(prompts: Any, completions: Any, **_: Any) -> list[float]:
-        if "die" in completions:
-            os._exit(3)
-        return [1.0] * len(completions)
-
     with dask() as executor:
-        found = scores(Isolated(dies, executor=executor, per_sample=True, seconds=240.0), ["a", "die", "bb"])
+        found = scores(Isolated(deadly(), executor=executor, per_sample=True, seconds=240.0), ["a", "die", "bb"])
     assert found.scored.tolist() == [True, False, True]
     ((rows, cause),) = causes(found)
     assert rows == (1,) and "KilledWorker" in cause

@@ -98,14 +98,14 @@ def test_each_answer_is_told_while_others_are_drawn_and_is_that_of_one_call() ->
         assert body["request_id"].split("-")[1] == "102" or told_one.wait(30)
         return answer
 
-    def arrived(place: int, _: Any) -> None:
+    def note(place: int, _: Any) -> None:
         told.append(place)
         told_one.set()
 
     server = ScriptedServer(script)
     with servers(server):
         engine, asked = an_engine(server), requests(4)
-        arrivals = Arrivals(asked, arrived)
+        arrivals = Arrivals(asked, note)
         engine.converse(arrivals, logprobs=True)
         together = engine.generate(asked, logprobs=True)
     assert told[0] == 2 and sorted(told) == [0, 1, 2, 3]
@@ -118,13 +118,13 @@ def test_a_rank_finds_its_own_prompt_in_the_cache_and_never_that_of_another(one:
     engine, model = an_engine(one), the_model()
     pool = engine._running()  # noqa: SLF001
 
-    def cached(rank: int) -> int:
+    def count_cached(rank: int) -> int:
         pool.rank = rank
         return engine.count_cached_tokens([token % 9 for token in range(20)])
 
-    assert [cached(0), cached(1), cached(0), cached(1)] == [0, 0, 16, 16]
+    assert [count_cached(rank) for rank in (0, 1, 0, 1)] == [0, 0, 16, 16]
     engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 1)
-    assert [cached(0), cached(1)] == [0, 0], "every sync drops them"
+    assert [count_cached(0), count_cached(1)] == [0, 0], "every sync drops them"
 
 
 def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) -> None:
