@@ -44,7 +44,7 @@ def random_rollout(kind: Lengths, rows: int) -> Rollout:
     """Rows with everything that the corrections read."""
     draw = torch.Generator().manual_seed(0)
     lengths = lengths_of(kind, rows, LONGEST)
-    prompts = torch.randint(2, VOCABULARY, (rows, PROMPT), generator=draw).tolist()
+    prompts = torch.randint(2, VOCABULARY, (rows // GROUP, PROMPT), generator=draw).repeat_interleave(GROUP, 0).tolist()
     responses = [torch.randint(2, VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
     rollout = Rollout.of_samples(prompts, responses, groups=[row // GROUP for row in range(rows)])
     logprobs = -2.77 + 0.1 * torch.randn(rollout.response_ids.shape, generator=draw)

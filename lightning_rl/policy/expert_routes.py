@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.packing import join_sequences, sequences_of
+from lightning_rl.policy.packing import find_borrowed, join_sequences, sequences_of
 from lightning_rl.rollout import ROUTES, Rollout
 
 CARRIER = "expert_routes"  # the keyword argument that takes routes through the model
@@ -87,14 +87,14 @@ class MicrobatchRoutes:
     Args:
         samples: identities of the rows, for messages.
         padded: side by side for prompt and response, [b, S, R, k]; 0 in padding.
-        inside: what is no padding, [b, S].
+        packed: what of it is among packed inputs, [b, S].
         flat: the same in the order of the forward's input, once that is known.
         times_taken: how often each router took them.
     """
 
     samples: list[int]
     padded: Int16[Tensor, "b S R k"]
-    inside: Tensor
+    packed: Tensor
     flat: Int16[Tensor, "N R k"] | None = None
     times_taken: list[int] = field(default_factory=list)
 
@@ -112,7 +112,8 @@ class MicrobatchRoutes:
             raise ValueError(
                 f"expected routes [b, S, {len(layers)}, k] for {len(layers)} routers, got {list(padded.shape)}"
             )
-        row_of = sequences_of(rows).row
+        sequences = sequences_of(rows)
+        row_of, packed = sequences.row, inside & ~find_borrowed(rows, sequences, inside)[1]
         real = (inside & rows.real[row_of, None])[:, :, None, None]
         missing = (real & (padded <= 0)).nonzero()
         if len(missing):
@@ -122,17 +123,17 @@ class MicrobatchRoutes:
                 f"expected a route for every token, got none at {layers[number]} for token {position} of row {row} "
                 f"(sample {int(rows.sample_ids[row])})"
             )
-        return cls(rows.sample_ids[rows.real].tolist(), torch.where(real, padded, 0), inside, None, [0] * len(layers))
+        return cls(rows.sample_ids[rows.real].tolist(), torch.where(real, padded, 0), packed, None, [0] * len(layers))
 
     def order_like(self, shape: tuple[int, ...]) -> None:
         """Puts them in the order of inputs of a shape: padded [b, S], or packed [1, N]."""
-        packed = self.padded[self.inside]
-        if shape == self.inside.shape:
+        packed = self.padded[self.packed]
+        if shape == self.packed.shape:
             self.flat = self.padded.flatten(0, 1)
         elif shape == (1, len(packed)):
             self.flat = packed
         else:
-            raise ValueError(f"expected routes for inputs {list(shape)}, got them for rows {list(self.inside.shape)}")
+            raise ValueError(f"expected routes for inputs {list(shape)}, got them for rows {list(self.packed.shape)}")
 
 
 class ExpertReplay:

@@ -246,9 +246,9 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
-    prompts = [row[:length] for row, length in zip(ids[0], (4, 1, 6), strict=True)]
-    responses = [row[:length] for row, length in zip(ids[1], (3, 6, 2), strict=True)]
-    layout = pack(Rollout.of_samples(prompts, responses, groups=range(3)), packed=packed).to(model.device)
+    prompts = [row[:length] for row, length in zip([ids[0][0], *ids[0]], (4, 4, 1, 6), strict=True)]
+    responses = [row[:length] for row, length in zip([*ids[1], ids[0][1]], (3, 6, 2, 4), strict=True)]
+    layout = pack(Rollout.of_samples(prompts, responses, groups=(0, 0, 1, 2)), packed=packed).to(model.device)
     temperature = 1.0 if split is None else split.temperature
     if split is None:
         scores = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, temperature)[0])

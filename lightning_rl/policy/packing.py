@@ -5,6 +5,9 @@ what the policy read then. The tokens of a sequence are contiguous, so causality
 future. Packed, all sequences of a microbatch form one row: linear layers run on real tokens only, and the attention
 registered here runs on one sequence at a time (or, on a GPU, through flash-attention's variable-length kernel), never
 on a block-diagonal mask. The last token of a sequence predicts nothing and is left out.
+
+Samples of a group begin with the same prompt, whose hidden states are the same because of causality. Packed, it is
+among the inputs once for all of them, and attention alone reads it with each.
 """
 
 import importlib.util
@@ -30,13 +33,33 @@ PACKED_ATTENTION = "lightning_rl_packed"
 HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
 
 
+class Shared(NamedTuple):
+    """How attention reads packed inputs of which several sequences begin with the same ones.
+
+    Attributes:
+        inputs: which input stands at each of attention's positions.
+        positions: where attention has its result for each input.
+    """
+
+    inputs: Int[Tensor, " F"]
+    positions: Int[Tensor, " N"]
+
+    def spread(self, tensor: Shaped[Tensor, "1 heads N D"]) -> Shaped[Tensor, "1 heads F D"]:
+        """Queries, keys or values as attention reads them."""
+        return tensor.index_select(2, self.inputs)
+
+    def gather(self, mixed: Shaped[Tensor, "1 F heads D"]) -> Shaped[Tensor, "1 N heads D"]:
+        """Attention's result for each input."""
+        return mixed.index_select(1, self.positions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Model inputs for some rows of a rollout, and where the prediction of each valid token stands in the output.
 
     A token's prediction stands one position before it. With N packed positions the inputs are [1, N]; padded, they are
     [s, S], a line for each sequence, with padding on the right, which needs no attention mask because no loss is taken
-    there.
+    there. A prompt that several packed sequences begin with is among the inputs once.
     """
 
     input_ids: Int[Tensor, "R N"]
@@ -48,12 +71,15 @@ class Layout:
     lengths: tuple[int, ...]  # of the packed sequences; empty when padded
     cu_seqlens: Int[Tensor, " b1"]  # cumulated lengths, int32
     shape: tuple[int, int]  # [b, T] of the rows
+    shared: Shared | None = None  # None if attention reads the inputs as they stand
     sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that were not filtered out
 
     def to(self, device: torch.device | str) -> "Layout":
         """Every tensor on ``device``."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        shared = self.shared and Shared(*(index.to(device) for index in self.shared))
+        return replace(self, **moved, shared=shared)
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Spreads one value for each valid token [A] over [b, T], 0 elsewhere; the gradient comes back the same way."""
@@ -69,26 +95,69 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     sequences = sequences_of(rows)
     tokens, inside = join_sequences(rows, rows.prompt_ids, rows.response_ids)
     lengths = inside.sum(-1)
-    packed = packed and bool((lengths != lengths[0]).any())  # sequences of one length need no padding anyway
+    lender, borrowed = find_borrowed(rows, sequences, inside)
+    shares = packed and bool(borrowed.any())
+    packed = shares or (packed and bool((lengths != lengths[0]).any()))  # one length needs no padding anyway
     position = torch.arange(tokens.shape[1], device=lengths.device).expand(len(lengths), -1)
     row, column = rows.valid_tokens.nonzero(as_tuple=True)
     if (rows.valid_tokens & sequences.starts).any():
         raise ValueError("expected a rewritten context to begin with what is read, got a token there that was drawn")
     sequence = row + sequences.starts.flatten().cumsum(0)[row * rows.width + column]
-    ends = lengths.cumsum(0)
-    starts = ends - lengths if packed else torch.arange(len(lengths), device=lengths.device) * position.shape[1]
+    kept = inside & ~borrowed if packed else torch.ones_like(inside)
+    place = kept.flatten().cumsum(0).view_as(kept) - 1  # of each token among the inputs
+    place = torch.where(borrowed, place[lender], place) if shares else place
+    order = lengths.argsort(descending=True, stable=True) if shares else torch.arange(len(lengths))
     return Layout(
-        input_ids=tokens[inside][None] if packed else torch.where(inside, tokens, 0),
-        position_ids=position[inside][None] if packed else position,
-        source=starts[sequence] + rows.prompt_lengths[row] + column - sequences.begin[sequence] - 1,
+        input_ids=tokens[kept][None] if packed else torch.where(inside, tokens, 0),
+        position_ids=position[kept][None] if packed else position,
+        source=place[sequence, rows.prompt_lengths[row] + column - sequences.begin[sequence] - 1],
         targets=rows.response_ids[row, column],
         rows=row,
         columns=column,
-        lengths=tuple(lengths.tolist()) if packed else (),
-        cu_seqlens=functional.pad(ends, (1, 0)).to(torch.int32),
+        lengths=tuple(lengths[order].tolist()) if packed else (),
+        cu_seqlens=functional.pad(lengths[order].cumsum(0), (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
+        shared=_shared(place, inside, kept, order) if shares else None,
         sampling_mask=rows.token_extras[SAMPLING_MASK][row, column] if SAMPLING_MASK in rows.token_extras else None,
     )
+
+
+def find_borrowed(
+    rows: Rollout, sequences: "Sequences", inside: Bool[Tensor, "s S"]
+) -> tuple[Int[Tensor, " s"], Bool[Tensor, "s S"]]:
+    """Which tokens of each sequence need not be among packed inputs, because another sequence has them there.
+
+    They are those of the prompt, where the first row of the group has the same, whatever comes with it included.
+
+    Args:
+        rows: of a microbatch.
+        sequences: of the rows.
+        inside: what of them is no padding, by :func:`join_sequences`.
+
+    Returns:
+        The sequence that stands for each, often itself, and the tokens that it stands for.
+    """
+    place = torch.arange(max(inside.shape[1], rows.prompt_ids.shape[1]), device=inside.device)
+    prompt = place < rows.prompt_lengths[:, None]
+    first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
+    alike = rows.prompt_lengths == rows.prompt_lengths[first]
+    for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
+        same = (tensor == tensor[first]).flatten(2).all(-1) if tensor.dim() > 2 else tensor == tensor[first]
+        alike &= (same | ~prompt[:, : tensor.shape[1]]).all(-1)
+    begins = (sequences.begin == 0).nonzero()[:, 0]
+    lender = torch.arange(len(inside), device=inside.device)
+    lender[begins] = torch.where(alike, begins[first], begins)
+    borrows = (lender != torch.arange(len(inside), device=inside.device))[:, None]
+    return lender, borrows & inside & inside[lender] & prompt[sequences.row, : inside.shape[1]]
+
+
+def _shared(
+    place: Int[Tensor, "s S"], inside: Bool[Tensor, "s S"], kept: Bool[Tensor, "s S"], order: Int[Tensor, " s"]
+) -> Shared:
+    """Attention's positions: whole sequences in an order, in which neighbours of one length run together."""
+    position = torch.empty_like(place)
+    position[order] = inside[order].flatten().cumsum(0).view_as(place) - 1
+    return Shared(place[order][inside[order]], position[kept])
 
 
 class Sequences(NamedTuple):
@@ -157,6 +226,8 @@ def packed_attention(layout: Layout, *, implementation: str | None = PACKED_ATTE
     )
     if layout.lengths:
         arguments |= {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.cu_seqlens}
+    if layout.shared is not None:
+        arguments["shared_prompts"] = layout.shared
     try:
         yield arguments
     finally:
@@ -168,6 +239,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     lengths = arguments.pop("sequence_lengths", None)
     cu_seqlens = arguments.pop("sequence_boundaries", None)
+    shared: Shared | None = arguments.pop("shared_prompts", None)
     if lengths is None:
         if _FORWARD.get() == "packed":
             raise ValueError(f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model")
@@ -179,6 +251,8 @@ def _attention(
     if attention_mask is not None:  # some models tell the window to the mask alone
         window = int(attention_mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
+    if shared is not None:
+        query, key, value = map(shared.spread, (query, key, value))
     if _flash_applies(query):
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
@@ -187,7 +261,7 @@ def _attention(
         mixed = flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, size, size, softmax_scale=scaling, causal=True, window_size=reach
         )
-        return mixed[None], None
+        return (mixed[None] if shared is None else shared.gather(mixed[None])), None
     runs, sizes = _runs(lengths)
     queries, keys, values = (
         [
@@ -197,12 +271,13 @@ def _attention(
         for parts in (tensor.split(sizes, 2) for tensor in (query, key, value))
     )
     mixed = [_causal(q, k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(mixed)[None], None
+    mixed = torch.cat(mixed)[None]
+    return (mixed if shared is None else shared.gather(mixed)), None
 
 
 @lru_cache(maxsize=1024)
 def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Neighbouring sequences of equal length: (length, number) and tokens of each run. Rows come sorted by length."""
+    """Neighbouring sequences of equal length: (length, number) and tokens of each run."""
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     return runs, [length * number for length, number in runs]
 

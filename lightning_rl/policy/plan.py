@@ -118,13 +118,19 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
 
 
 def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
+    """Rows, the longest first; packed, those of a group after each other, since they share their prompt."""
     lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows]
     sequences = sequences_of(rollout.select(rows))
     numbers = sequences.row.bincount(minlength=len(rows))
     longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)
+    order = lengths.argsort(descending=True, stable=True)
+    if packed:
+        group = rollout.groups[rows].unique(return_inverse=True)[1]
+        first = lengths.new_zeros(len(rows)).scatter_reduce(0, group, lengths, "amax")[group]
+        for key in (group, -first):
+            order = order[key[order].argsort(stable=True)]
     microbatches: list[list[int]] = []
     max_length, total, number = 0, 0, 0
-    order = lengths.argsort(descending=True, stable=True)
     for row, length, own, parts in torch.stack([rows, lengths, longest, numbers])[:, order].T.tolist():
         filled = total + length if packed else max(max_length, own) * (number + parts)
         if not microbatches or filled > budget:

@@ -32,7 +32,7 @@ from lightning_rl.generation import Completion, Request
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_routes import ExpertReplay, MicrobatchRoutes, expert_weights, record_routes, routers_of
-from lightning_rl.policy.packing import pack
+from lightning_rl.policy.packing import join_sequences, pack
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import ROUTES
 from lightning_rl.update import accumulate_gradient
@@ -287,7 +287,8 @@ def test_routes_stay_with_their_samples_through_refills() -> None:
             model.base_model(input_ids=pack(rollout, packed=False).input_ids)
             expected = taken()
         carried = MicrobatchRoutes.of(rollout, ["layers.0", "layers.1"])
-        assert torch.equal(carried.padded[carried.inside], expected[carried.inside.flatten()])
+        inside = join_sequences(rollout, rollout.prompt_ids, rollout.response_ids)[1]
+        assert torch.equal(carried.padded[inside], expected[inside.flatten()])
 
 
 def test_its_own_routes_change_nothing_bit_for_bit() -> None:

@@ -98,8 +98,13 @@ def test_microbatches_are_filled_and_hold_rows_of_similar_length(packed: bool) -
     rollout = ragged_rollout(24)
     plan = make_plan(rollout, minibatches=1, token_budget=20, packed=packed)
     lengths = rollout.prompt_lengths + rollout.response_lengths
-    ordered = lengths[rows_of(plan)].tolist()
-    assert ordered == sorted(ordered, reverse=True)
+    ordered = [rollout.groups[rows_of(plan)].tolist(), lengths[rows_of(plan)].tolist()]
+    if packed:
+        tallest = {group: int(lengths[rollout.groups == group].max()) for group in ordered[0]}
+        keys = [(-tallest[group], group, -length) for group, length in zip(*ordered, strict=True)]
+        assert keys == sorted(keys), "rows of a group follow each other, since they share their prompt"
+    else:
+        assert ordered[1] == sorted(ordered[1], reverse=True)
     parts = plan.microbatches()
     for microbatch, following in pairwise(parts):
         widened = Microbatch(torch.cat([microbatch.index, following.index[:1]]), microbatch.layout)
