@@ -70,7 +70,7 @@ def test_a_checkpoint_is_told_by_its_seal(tmp_path: Path) -> None:
     assert identity_of("s3://bucket/a.ckpt") == "s3://bucket/a.ckpt"
 
 
-def on_two_ranks(folder: Path) -> None:
+def on_two_ranks(folder: Path, strategy: str) -> None:
     """What a second node with a disk of its own gets wrong, one thing at a time; then nothing."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -78,7 +78,7 @@ def on_two_ranks(folder: Path) -> None:
     def run(**options: Any) -> Trainer:
         made = {name: options.pop(name) for name in ("policy", "reference") if name in options}
         data = options.pop("data", tiny_prompts(8, 4))
-        return fit(tiny_module(**made), data=data, strategy=STRATEGIES["ddp"](), **PLACES, **options)
+        return fit(tiny_module(**made), data=data, strategy=STRATEGIES[strategy](), **PLACES, **options)
 
     for steps in (1, 2):
         run(max_steps=steps).save_checkpoint(folder / f"{steps}.ckpt")
@@ -108,8 +108,11 @@ def on_two_ranks(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within_seconds(tmp_path: Path) -> None:
-    run_nodes(2, [__file__, str(tmp_path)], tmp_path)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within_seconds(
+    strategy: str, tmp_path: Path
+) -> None:
+    run_nodes(2, [__file__, str(tmp_path), strategy], tmp_path)
     begins = {
         "no checkpoint": ("2.ckpt of run", "none, it begins anew"),
         "not on the disk": ("2.ckpt of run", "2.ckpt, which is not on its disk"),
@@ -127,4 +130,4 @@ def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within
 
 
 if __name__ == "__main__":
-    on_two_ranks(Path(sys.argv[1]))
+    on_two_ranks(Path(sys.argv[1]), sys.argv[2])
