@@ -36,6 +36,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = (
     Benchmark("against_trl", needs=TRL),
     Benchmark("update"),
+    Benchmark("compile"),
     Benchmark("generation", python=VLLM if VLLM.exists() else OWN),
     Benchmark("head"),
     Benchmark("filters"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.advantages import ESTIMATORS, Estimator
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
     MADE_AFTER,
@@ -31,12 +33,16 @@ from lightning_rl.corrections import (
     Corrections,
     LossView,
 )
-from lightning_rl.distributed import parallel_of
+from lightning_rl.distributed import Parallel, parallel_of
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, Sampling
 from lightning_rl.losses import LOSSES, PolicyLoss, ValueLoss
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.optimizers import OptimizerBuilder
+from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.attention import ATTENTIONS, AUTO, choose_attention, hardware_of
+from lightning_rl.policy.compilation import BACKENDS
+from lightning_rl.policy.liger import has_liger
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
 
 TIMEOUTS = ("environment_timeout", "conversation_timeout")
@@ -212,6 +218,64 @@ def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: b
             )
     if critic and "values" not in estimator.reads:
         raise ValueError(f"critic= trains for nothing, because {chosen} reads no values: use GAE, or no critic")
+
+
+def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, packing: bool) -> None:
+    """Refuses kernels that there are not, and those that would have nothing to do.
+
+    Raises:
+        ValueError: naming the options and what to do.
+    """
+    check_choices(ATTENTIONS, attention=attention)
+    if not isinstance(backend, bool):
+        check_choices(BACKENDS, compile=backend)
+    if attention != AUTO and not packing:
+        raise ValueError(
+            f'expected attention="auto" with packing=False, got "{attention}": it is how packed sequences attend; '
+            "leave one of them out"
+        )
+    if backend and liger:
+        raise ValueError(
+            "expected compile= or liger=, got both, which make kernels of the same operations: leave one of them out"
+        )
+
+
+def check_kernels(parallel: Parallel, *, attention: str, compiled: bool, liger: bool) -> None:
+    """Refuses kernels that device, packages or strategy do not allow, before a model is loaded.
+
+    Raises:
+        ValueError: naming what is missing and what to do.
+    """
+    device = parallel.strategy.root_device
+    choose_attention(attention, hardware_of(device), None)
+    if liger and device.type != "cuda":
+        raise ValueError(f"expected a GPU, which the kernels of liger=True are for, got {device.type}: leave it out")
+    if liger and not has_liger():
+        raise ValueError(
+            "expected liger-kernel to be installed, because liger=True, got an environment without it: "
+            'pip install "lightning-rl[liger]", or leave it out'
+        )
+    if compiled and not parallel.compiles:
+        name = type(parallel.strategy).__name__
+        raise ValueError(
+            f"expected a strategy under which layers can be compiled, because compile= is given, got {name} that "
+            'splits the parts of a layer: use one device, "ddp", or "fsdp2" without tensor parallelism, or leave it out'
+        )
+
+
+def check_attention(attention: str, policy: PolicyModel, device: torch.device, precision: str) -> None:
+    """Refuses a kernel for packed attention that does not take what a model computes with.
+
+    Raises:
+        ValueError: naming what it needs.
+    """
+    model = policy.model
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, model.dtype)
+    sizes = frozenset(
+        int(part.head_dim) for part in model.modules() if isinstance(getattr(part, "head_dim", None), int)
+    )
+    for size in sizes:
+        choose_attention(attention, hardware_of(device), dtype, frozenset((size,)))
 
 
 def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:

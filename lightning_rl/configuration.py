@@ -21,7 +21,7 @@ from lightning_rl.version import __version__
 
 ABSENT = "nothing"
 FIXED = ("minibatches", "epochs")  # a checkpoint counts tickets in their product
-FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing"}
+FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing", "attention", "compile", "liger"}
 FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
 FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_failed_environments"}

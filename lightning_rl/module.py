@@ -78,6 +78,8 @@ from lightning_rl.policy.build import (
     build_tokenizer,
     max_prompt_length,
 )
+from lightning_rl.policy.compilation import BACKENDS, compile_layers
+from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.progress import show_phase
 from lightning_rl.rewards import Rewards, RewardSource
@@ -151,6 +153,12 @@ class RLLightningModule(LightningModule):
         epochs: passes over a rollout.
         token_budget: most tokens of a microbatch; changes memory and speed, never a result.
         packing: whether microbatches go through the model without padding; False for a model whose attention cannot.
+        attention: the kernel in which packed sequences attend: ``"sdpa"``, ``"varlen_attn"``,
+            ``"flash_attention_2"`` or ``"flash_attention_3"``; by default the fastest that device, precision, packages
+            and model allow.
+        compile: whether ``torch.compile`` compiles the parts of each layer of policy, critic and reference; True for
+            ``"inductor"``, or ``"aot_eager"`` or ``"eager"`` to find an error.
+        liger: whether norms, rotary embeddings and gated feed-forwards are kernels of liger-kernel; on a GPU only.
         activation_checkpointing: keep only the inputs of the layers and run them again in the backward.
         max_staleness: how many rollouts are generated ahead, while the policy trains on an earlier one; 0 for none.
         max_grad_norm: what the gradient norm is clipped to; None for no clipping.
@@ -207,6 +215,9 @@ class RLLightningModule(LightningModule):
         max_grad_norm: float | None = 1.0,
         token_budget: int = 4096,
         packing: bool = True,
+        attention: str = "auto",
+        compile: bool | str = False,  # noqa: A002  as Lightning and PyTorch call it
+        liger: bool = False,
         activation_checkpointing: bool = False,
         reward_seconds: float | None = REWARD_SECONDS,
         max_failed_rewards: float | None = 1.0,
@@ -222,7 +233,8 @@ class RLLightningModule(LightningModule):
         check_counts(1, group_size=group_size, minibatches=minibatches, epochs=epochs, token_budget=token_budget)
         check_counts(0, max_staleness=max_staleness, seed=seed)
         check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
-        check_bools(packing=packing, activation_checkpointing=activation_checkpointing)
+        check_bools(packing=packing, activation_checkpointing=activation_checkpointing, liger=liger)
+        compatibility.check_kernel_options(attention=attention, backend=compile, liger=liger, packing=packing)
         self.sources = {
             "policy": import_by_name(policy=policy),
             "reference": import_by_name(reference=reference),
@@ -268,6 +280,7 @@ class RLLightningModule(LightningModule):
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
         self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
+        self.attention, self.backend, self.liger = attention, BACKENDS[0] if compile is True else compile, liger
         self.evaluations = evaluations_of(evaluation)
         self.skip_rollouts = compatibility.check_rollouts(skip_rollouts=skip_rollouts)
         check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
@@ -395,6 +408,9 @@ class RLLightningModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
         self.parallel.check(self.max_grad_norm)
+        compatibility.check_kernels(
+            self.parallel, attention=self.attention, compiled=bool(self.backend), liger=self.liger
+        )
         protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
         protect_loops(self.trainer)
         protect_resume(self.trainer)
@@ -443,6 +459,7 @@ class RLLightningModule(LightningModule):
             )
             self._add_replica(built)
             reference = self._build_reference(built)
+            self._use_kernels(built, None if reference is None else cast(PolicyModel, reference.scoring))
         self._check_agreement(built, reference)
         if built is not None:
             self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
@@ -499,9 +516,22 @@ class RLLightningModule(LightningModule):
             self.sources["critic"],
             temperature=self.sampling.temperature,
             packed=self.packing,
+            attention=self.attention,
             checkpointing=self.activation_checkpointing,
             split=split,
         )
+
+    def _use_kernels(self, *policies: PolicyModel | None) -> None:
+        """Has models that were just built run on the kernels that were asked for."""
+        device, precision = self.parallel.strategy.root_device, str(self.trainer.precision)
+        for policy in policies:
+            if policy is None:
+                continue
+            compatibility.check_attention(self.attention, policy, device, precision)
+            for model in policy.models() if self.liger else ():
+                apply_liger(model)
+            if self.backend:
+                compile_layers(policy, policy.layers(), self.backend)
 
     def _add_replica(self, built: PolicyModel | None) -> None:
         """A copy of a new policy for an engine that cannot decode with the policy itself."""
@@ -526,7 +556,8 @@ class RLLightningModule(LightningModule):
             packed=self.packing,
             split=self.parallel.splits_first,
         )
-        return Scorer(frozen, temperature=self.sampling.temperature, packed=self.packing, files=files)
+        options = {"packed": self.packing, "attention": self.attention, "files": files}
+        return Scorer(frozen, temperature=self.sampling.temperature, **options)
 
     @override
     def configure_optimizers(self) -> Any:

@@ -26,6 +26,7 @@ class FullyShardedDataParallel1(Parallel):
 
     sharded = True
     repeats_steps = False
+    compiles = False
 
     @override
     def check(self, max_grad_norm: float | None) -> None:

@@ -57,6 +57,11 @@ class FullyShardedDataParallel2(Parallel):
         return cast(ModelParallelStrategy, self.strategy).device_mesh
 
     @property
+    def compiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether parts of a layer are whole when they are called: without tensor parallelism."""
+        return self.mesh["tensor_parallel"].size() == 1
+
+    @property
     @override
     def ranks(self) -> int:
         return self.mesh["data_parallel"].size()

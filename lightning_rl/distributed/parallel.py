@@ -31,12 +31,14 @@ class Parallel:
         sharded: whether a rank holds only a part of the weights, so that nobody can decode with the policy itself.
         repeats_steps: whether the gradient of a step can be thrown away and accumulated anew after memory ran out:
             where ranks meet in every layer, one that breaks off leaves the others waiting.
+        compiles: whether parts of a layer can be compiled before it splits a model.
         splits_first: whether a model can be split before it has numbers, so that each rank reads its part alone.
     """
 
     sharded: bool = False
     splits_first: bool = False
     repeats_steps: bool = True
+    compiles: bool = True
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy

@@ -22,6 +22,7 @@ class ZeRO(Parallel):
     """DeepSpeedStrategy, any stage."""
 
     repeats_steps = False
+    compiles = False
 
     @property
     def sharded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -20,6 +20,7 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Req
 from lightning_rl.generation.extras import DecodeExtras
 from lightning_rl.generation.sampling import RowFilters
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
+from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
@@ -79,7 +80,8 @@ class TransformersEngine(Engine):
         # alike in length, samples of one prompt beside each other
         places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
-            with record_routes(model) if ROUTES in self.extras else nullcontext() as take_routes:
+            routes = record_routes(model) if ROUTES in self.extras else nullcontext()
+            with without_compilation(model), routes as take_routes:
                 for start in range(0, len(places), self.max_rows):
                     chosen = places[start : start + self.max_rows]
                     batch = [requests[place] for place in chosen]
@@ -99,7 +101,8 @@ class TransformersEngine(Engine):
         model, scores = self._model_for("score"), []
         for row in rows:
             ids = torch.tensor(row, device=model.device)
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            with without_compilation(model):
+                logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             scores.append(exact.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu())
         return scores

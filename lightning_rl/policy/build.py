@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.description import import_by_name
+from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
@@ -72,6 +73,7 @@ def build_policy(
     *,
     temperature: float,
     packed: bool,
+    attention: str = AUTO,
     checkpointing: bool = False,
     split: bool = False,
 ) -> PolicyModel:
@@ -82,6 +84,7 @@ def build_policy(
         critic: the same of the critic, ``"shared"``, or None.
         temperature: of the policy.
         packed: whether microbatches go through it without padding.
+        attention: the kernel that packed sequences attend in.
         checkpointing: whether it runs again in the backward.
         split: build the policy without numbers if it comes from a folder and has no critic of its own;
             :meth:`PolicyModel.fill` reads and checks it once it is split.
@@ -93,7 +96,7 @@ def build_policy(
     model = base_model_of(model)
     backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT)
     check_dropout(model)
-    built = PolicyModel(model, backbone, temperature=temperature, packed=packed, files=files)
+    built = PolicyModel(model, backbone, temperature=temperature, packed=packed, attention=attention, files=files)
     if files is None:
         check_scoring(model, packed=packed)
     if backbone is not None and backbone is not model:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
@@ -75,6 +76,7 @@ class PolicyModel(nn.Module):
         critic: the model whose hidden states a value head reads: ``model`` itself, or another one; None for no critic.
         temperature: what the policy's logits are divided by, as in generation; the values never are.
         packed: whether microbatches go through the model without padding.
+        attention: the kernel that packed sequences attend in.
         files: that the policy's numbers are still to be read from, once it is split; None if it has them.
     """
 
@@ -85,10 +87,11 @@ class PolicyModel(nn.Module):
         *,
         temperature: float,
         packed: bool,
+        attention: str = AUTO,
         files: WeightFiles | None = None,
     ) -> None:
         super().__init__()
-        self.packed, self.files = packed, files
+        self.packed, self.attention, self.files = packed, attention, files
         self.model = model
         self.critic = None if critic is None or critic is model else critic.base_model
         self.value_head: nn.Linear | None = None
@@ -103,7 +106,7 @@ class PolicyModel(nn.Module):
 
     def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
         """Scores the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
-        states = _hidden_states(self.model.base_model, layout)
+        states = _hidden_states(self.model.base_model, layout, self.attention)
         logprobs, entropy = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
         if not squares:
@@ -140,6 +143,10 @@ class PolicyModel(nn.Module):
         names = set(getattr(self.model, "_no_split_modules", None) or ())
         return [part for part in self.modules() if type(part).__name__ in names]
 
+    def models(self) -> list[PreTrainedModel]:
+        """The models of policy and critic, one or two."""
+        return [self.model] if self.critic is None else [self.model, cast(PreTrainedModel, self.critic)]
+
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that the forward reads without calling the layer that holds them: those of the heads."""
         head = _head_of(self.model)
@@ -160,7 +167,7 @@ class PolicyModel(nn.Module):
     def _values(self, states: Tensor, layout: Layout) -> Tensor | None:
         if self.value_head is None:
             return None
-        states = states if self.critic is None else _hidden_states(self.critic, layout)
+        states = states if self.critic is None else _hidden_states(self.critic, layout, self.attention)
         weight = self.value_head.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(states.device.type, enabled=False):
@@ -175,10 +182,17 @@ class Scorer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, packed: bool, files: WeightFiles | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        packed: bool,
+        attention: str = AUTO,
+        files: WeightFiles | None = None,
     ) -> None:
         self.model, self.files = model.requires_grad_(requires_grad=False), files
-        self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed, files=files).eval()
+        scoring = PolicyModel(model, None, temperature=temperature, packed=packed, attention=attention, files=files)
+        self.scoring: nn.Module = scoring.eval()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -206,10 +220,10 @@ def _head_of(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, model.get_output_embeddings())
 
 
-def _hidden_states(backbone: nn.Module, layout: Layout) -> Tensor:
+def _hidden_states(backbone: nn.Module, layout: Layout, attention: str = AUTO) -> Tensor:
     config = getattr(backbone, "config", None)
     implementation = getattr(config, "_attn_implementation", None)  # public nowhere
-    with packed_attention(layout, implementation=implementation) as arguments:
+    with packed_attention(layout, implementation=implementation, attention=attention) as arguments:
         positions = {"position_ids": layout.position_ids} if layout.lengths else {}
         output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
     return output.last_hidden_state.flatten(0, 1)

@@ -3,20 +3,17 @@
 A row is a sequence of prompt and response, or several where its environment has rewritten the context: each begins with
 what the policy read then. The tokens of a sequence are contiguous, so causality alone separates the past from the
 future. Packed, all sequences of a microbatch form one row: linear layers run on real tokens only, and the attention
-registered here runs on one sequence at a time (or, on a GPU, through flash-attention's variable-length kernel), never
-on a block-diagonal mask. The last token of a sequence predicts nothing and is left out.
+registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence by itself, never on a block-diagonal
+mask. The last token of a sequence predicts nothing and is left out.
 
 Samples of a group begin with the same prompt, whose hidden states are the same because of causality. Packed, it is
 among the inputs once for all of them, and attention alone reads it with each.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -27,30 +24,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
 
 PACKED_ATTENTION = "lightning_rl_packed"
-HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
-
-
-class Shared(NamedTuple):
-    """How attention reads packed inputs of which several sequences begin with the same ones.
-
-    Attributes:
-        inputs: which input stands at each of attention's positions.
-        positions: where attention has its result for each input.
-    """
-
-    inputs: Int[Tensor, " F"]
-    positions: Int[Tensor, " N"]
-
-    def spread(self, tensor: Shaped[Tensor, "1 heads N D"]) -> Shaped[Tensor, "1 heads F D"]:
-        """Queries, keys or values as attention reads them."""
-        return tensor.index_select(2, self.inputs)
-
-    def gather(self, mixed: Shaped[Tensor, "1 F heads D"]) -> Shaped[Tensor, "1 N heads D"]:
-        """Attention's result for each input."""
-        return mixed.index_select(1, self.positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +185,9 @@ _FORWARD: ContextVar[str | None] = ContextVar("forward", default=None)  # "packe
 
 
 @contextmanager
-def packed_attention(layout: Layout, *, implementation: str | None = PACKED_ATTENTION) -> Iterator[dict[str, Any]]:
+def packed_attention(
+    layout: Layout, *, implementation: str | None = PACKED_ATTENTION, attention: str = AUTO
+) -> Iterator[dict[str, Any]]:
     """Yields the keyword arguments that carry the sequence boundaries through the model to its attention.
 
     Arguments and not a global, because activation checkpointing runs the attention again in the backward, long after
@@ -218,6 +197,7 @@ def packed_attention(layout: Layout, *, implementation: str | None = PACKED_ATTE
         layout: of the microbatch.
         implementation: of the model's attention. Ours is given a mask that says nothing: without one transformers looks
             for sequences in the positions, and every microbatch waits for an accelerator's answer.
+        attention: the kernel that sequences attend in.
     """
     token = _FORWARD.set("packed" if layout.lengths else "padded")
     masked = implementation == PACKED_ATTENTION
@@ -225,84 +205,35 @@ def packed_attention(layout: Layout, *, implementation: str | None = PACKED_ATTE
         {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool)} if masked else {}
     )
     if layout.lengths:
-        arguments |= {"sequence_lengths": layout.lengths, "sequence_boundaries": layout.cu_seqlens}
-    if layout.shared is not None:
-        arguments["shared_prompts"] = layout.shared
+        sequences = PackedSequences(layout.lengths, layout.cu_seqlens, attention, layout.shared)
+        arguments["packed_sequences"] = sequences
     try:
         yield arguments
     finally:
         _FORWARD.reset(token)
 
 
-def _attention(
+def packed_attention_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
-    lengths = arguments.pop("sequence_lengths", None)
-    cu_seqlens = arguments.pop("sequence_boundaries", None)
-    shared: Shared | None = arguments.pop("shared_prompts", None)
-    if lengths is None:
+    """Attention as transformers calls it in each layer: packed sequences by themselves, all else as sdpa.
+
+    Raises:
+        ValueError: if a model drops the boundaries, or asks for what packed attention does not know.
+    """
+    sequences: PackedSequences | None = arguments.pop("packed_sequences", None)
+    if sequences is None:
         if _FORWARD.get() == "packed":
             raise ValueError(f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     unsupported = [name for name in ("softcap", "s_aux") if arguments.get(name) is not None]
     if unsupported:
         raise ValueError(f"packed attention does not know {unsupported[0]}: use packing=False for this model")
-    scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
+    window = arguments.get("sliding_window")
     if attention_mask is not None:  # some models tell the window to the mask alone
         window = int(attention_mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
-    if shared is not None:
-        query, key, value = map(shared.spread, (query, key, value))
-    if _flash_applies(query):
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        size, reach = max(lengths), (-1, -1) if window is None else (window - 1, 0)
-        mixed = flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, size, size, softmax_scale=scaling, causal=True, window_size=reach
-        )
-        return (mixed[None] if shared is None else shared.gather(mixed[None])), None
-    runs, sizes = _runs(lengths)
-    queries, keys, values = (
-        [
-            part[0].unflatten(1, (number, length)).transpose(0, 1)
-            for part, (length, number) in zip(parts, runs, strict=True)
-        ]
-        for parts in (tensor.split(sizes, 2) for tensor in (query, key, value))
-    )
-    mixed = [_causal(q, k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
-    mixed = torch.cat(mixed)[None]
-    return (mixed if shared is None else shared.gather(mixed)), None
-
-
-@lru_cache(maxsize=1024)
-def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Neighbouring sequences of equal length: (length, number) and tokens of each run."""
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-    return runs, [length * number for length, number in runs]
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Attention within each of n sequences of one length, from [n, heads, length, D] to [n * length, heads, D]."""
-    mask = None
-    if window is not None and query.shape[2] > window:
-        position = torch.arange(query.shape[2], device=query.device)
-        distance = position[:, None] - position[None]
-        mask = (distance >= 0) & (distance < window)
-    mixed = functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return mixed.transpose(1, 2).flatten(0, 1)
-
-
-def _flash_applies(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and HAS_FLASH
+    return attend(query, key, value, sequences, scaling=arguments.get("scaling"), window=window), None
 
 
 def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Tensor | None:
@@ -315,5 +246,5 @@ def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Te
     return sdpa_mask(*arguments, local_size=local_size, **keywords)
 
 
-AttentionInterface.register(PACKED_ATTENTION, _attention)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)
 AttentionMaskInterface.register(PACKED_ATTENTION, _mask)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lightning_rl.module
-import lightning_rl.policy.packing
+import lightning_rl.policy.attention
 from lightning_rl import ClippedSurrogate, LossView, RLLightningModule, Rollout, Stat
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
@@ -243,7 +243,7 @@ def one_sequence(lengths: tuple[int, ...]) -> Any:
     return RUNS(lengths) if len(lengths) <= 3 else ([(sum(lengths), 1)], [sum(lengths)])
 
 
-RUNS = lightning_rl.policy.packing._runs  # noqa: SLF001
+RUNS = lightning_rl.policy.attention._runs  # noqa: SLF001
 
 
 def logging(name: str, stat: Callable[[Any], Stat]) -> Callable[..., dict[str, Stat]]:

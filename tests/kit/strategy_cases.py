@@ -89,6 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"advantages": "gae", "critic": "shared"},
     "one microbatch": {"token_budget": 10_000},
     "checkpointing": {"activation_checkpointing": True},
+    "compiled": {"activation_checkpointing": True, "compile": "aot_eager"},
     "conversations": {**CONVERSATIONS, "sampling": Sampling(max_new_tokens=9, eos_token_ids=TURN_ENDS)},
     "contexts": {
         **CONVERSATIONS,

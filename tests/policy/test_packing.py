@@ -1,11 +1,9 @@
 """Packed, padded and alone are the same policy: values, gradients, checkpointing, decoding, refusals."""
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import accumulate
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl import Rollout
-from lightning_rl.policy import Layout, PolicyModel, pack, packing
+from lightning_rl.policy import Layout, PolicyModel, pack
 from lightning_rl.policy.model import check_scoring
 from lightning_rl.rollout import TURNS, concatenate, pad_rows
 
@@ -335,42 +333,10 @@ def drop_arguments(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None
     layer = policy.model.get_submodule("model.layers.0.self_attn")
     forward = layer.forward
 
-    def forgetful(
-        hidden_states: Tensor, *, sequence_lengths: object, sequence_boundaries: object, **known: object
-    ) -> object:
+    def forgetful(hidden_states: Tensor, *, packed_sequences: object, **known: object) -> object:
         return forward(hidden_states, **known)
 
     monkeypatch.setattr(layer, "forward", forgetful)
-
-
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
-    *, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """flash_attn_varlen_func as its documentation has it: [N, H, D] tensors, int32 boundaries, inclusive window."""
-    assert causal and cu_q.dtype == torch.int32 and torch.equal(cu_q, cu_k) and window_size[1] in (-1, 0)
-    assert longest_q == longest_k == int(cu_q.diff().max())
-    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
-    mixed = []
-    for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end])
-        scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
-        mixed.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[start:end]))
-    return torch.cat(mixed)
-
-
-@each_family
-@some_rows
-def test_flash_attention_gets_its_arguments_right(rows: Rollout, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = ModuleType("flash_attn")
-    stand_in.__dict__["flash_attn_varlen_func"] = varlen_attention
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
-    model = tiny_model(family)
-    expected = together(policy_of(model, packed=True), rows, packed=True)
-    monkeypatch.setattr(packing, "_flash_applies", lambda _: True)
-    exactly(together(policy_of(model, packed=True), rows, packed=True), expected, rtol=0, atol=1e-10)
 
 
 def test_a_layout_moves_every_tensor() -> None:

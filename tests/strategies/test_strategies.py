@@ -17,12 +17,12 @@ def one_device(case: str, dtype: torch.dtype) -> Result:
     return run(case, dtype)
 
 
-def check(folder: Path, strategy: str, case: str) -> None:
-    """Compares with one device: norms, weights and every metric, relative to the largest of its kind.
+def check(folder: Path, strategy: str, case: str, against: str) -> None:
+    """Compares with a case on one device: norms, weights and every metric, relative to the largest of its kind.
 
     A metric below 0.1 is the difference of log-probabilities that are larger, so it carries their rounding.
     """
-    found, expected = torch.load(folder / f"{strategy} {case}"), one_device(case, dtype_of(strategy))
+    found, expected = torch.load(folder / f"{strategy} {case}"), one_device(against, dtype_of(strategy))
     tolerance = 1e-9 if strategy in EXACT else 1e-5
     assert len(found["rows"]) == len(expected["rows"]) == 8
     assert len(expected["samples"]) == 64
@@ -39,12 +39,12 @@ def check(folder: Path, strategy: str, case: str) -> None:
         assert theirs == pytest.approx(values, rel=0, abs=tolerance * max(largest, 0.1), nan_ok=True), key
 
 
-def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str]) -> None:
-    """Runs all of it in one process group, then compares."""
+def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str], against: str | None = None) -> None:
+    """Runs all of it in one process group, then compares each case with itself or another one on one device."""
     run_ranks(strategy_cases.__file__, ranks, folder, str(ranks), ",".join(strategies), ",".join(cases))
     for strategy in strategies:
         for case in cases:
-            check(folder, strategy, case)
+            check(folder, strategy, case, against or case)
 
 
 @pytest.mark.slow
@@ -70,6 +70,12 @@ def test_conversations_are_the_same_on_every_rank(strategy: str, ranks: int, tmp
 )  # fmt: skip
 def test_routes_and_kept_tokens_are_replayed_on_every_rank(strategy: str, tmp_path: Path) -> None:
     runs(tmp_path, 2, [strategy], ["replayed"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_compiled_layers_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
+    runs(tmp_path, 2, [strategy], ["compiled"], against="checkpointing")
 
 
 @pytest.mark.long

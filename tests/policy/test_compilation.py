@@ -1,0 +1,209 @@
+"""Compiled layers: the same numbers, nothing compiled anew for other rows, decoding and checkpoints as before."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.strategy_cases import lora_policy
+from kit.support import fit, ragged_rollout, tiny_model, tiny_module, tiny_policy, tiny_prompts, weights_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.optim import SGD
+
+from lightning_rl import RLLightningModule
+from lightning_rl.callbacks import ReferenceKL, TruncatedIS
+from lightning_rl.compatibility import check_kernels
+from lightning_rl.distributed import Parallel
+from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.build import build_policy
+from lightning_rl.policy.compilation import compile_layers, is_compiled
+from lightning_rl.policy.lora import adapters_off
+
+exactly = torch.testing.assert_close
+PLAIN, COMPILED = False, "eager"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # raised and caught within torch.compile
+    "ignore:Using ModelCheckpoint with manual optimization:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Each test begins with nothing compiled."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    """How many there are by now."""
+    assert not counters["recompile_limit"]
+    return counters["stats"]["unique_graphs"]
+
+
+def policies(family: str, backend: str, *, checkpointing: bool = False, packed: bool = True) -> list[PolicyModel]:
+    """The same policy with a critic, as it is and compiled."""
+    source = partial(lora_policy, torch.float64) if family == "lora" else partial(tiny_model, family)
+    built: Any = partial(build_policy, source, "shared", temperature=0.7, packed=packed, checkpointing=checkpointing)
+    plain, compiled = built(), built()
+    compile_layers(compiled, compiled.layers(), backend)
+    return [plain, compiled]
+
+
+def differentiate(policy: PolicyModel, seed: int, *, packed: bool = True) -> list[Tensor]:
+    """Log-probabilities of some rows and the gradient of their sum."""
+    rows = ragged_rollout(4 + seed, seed=seed, longest=3 + seed, dtype=torch.float64)
+    outputs = policy(pack(rows, packed=packed))
+    policy.zero_grad()
+    assert outputs.values is not None
+    (outputs.logprobs.sum() + outputs.values.sum()).backward()
+    return [outputs.logprobs.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "lora"))]
+)
+def test_values_and_gradients_are_those_of_the_model_as_it_is(
+    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiled = policies(family, "aot_eager", checkpointing=checkpointing)
+    for seed in range(3):
+        tolerance = 1e-4 if family == "gemma3_text" else 1e-10  # its norms are float32
+        exactly(differentiate(compiled, seed), differentiate(plain, seed), rtol=tolerance, atol=tolerance)
+    assert graphs() > 0
+
+
+def test_without_packing_the_numbers_are_the_same() -> None:
+    plain, compiled = policies("qwen2", "aot_eager", packed=False)
+    exactly(differentiate(compiled, 3, packed=False), differentiate(plain, 3, packed=False), rtol=1e-10, atol=1e-10)
+    assert graphs() > 0
+
+
+@pytest.mark.slow
+def test_generated_code_gives_the_same_to_rounding() -> None:
+    plain, compiled = policies("qwen2", "inductor")
+    for seed in range(3):
+        exactly(differentiate(compiled, seed), differentiate(plain, seed), rtol=1e-9, atol=1e-9)
+
+
+def test_other_rows_lengths_and_layers_compile_nothing_anew() -> None:
+    _, policy = policies("lora", "eager")
+
+    def step(seed: int) -> None:
+        differentiate(policy, seed)
+        with torch.no_grad():
+            policy(pack(ragged_rollout(5, seed=seed, dtype=torch.float64)))
+            with adapters_off(policy):
+                policy(pack(ragged_rollout(5, seed=seed, dtype=torch.float64), packed=False))
+
+    for seed in range(2):
+        step(seed)
+    first = graphs()
+    for seed in range(2, 9):
+        step(seed)
+    assert graphs() == first
+
+
+def test_twice_the_layers_are_no_more_graphs() -> None:
+    counts = []
+    for layers in (2, 4):
+        torch.compiler.reset()
+        counters.clear()
+        model = tiny_policy(dtype=torch.float64, num_hidden_layers=layers)
+        policy = PolicyModel(model, model, temperature=1.0, packed=True)
+        compile_layers(policy, policy.layers(), "eager")
+        differentiate(policy, 2)
+        counts.append(graphs())
+    assert counts[0] == counts[1]
+
+
+def module(backend: str | bool, **options: Any) -> RLLightningModule:
+    policy = partial(tiny_policy, dtype=torch.float64)
+    settings = {"advantages": "gae", "critic": partial(tiny_policy, 1, dtype=torch.float64), "minibatches": 2}
+    return tiny_module(
+        policy=policy,
+        optimizer=partial(SGD, lr=0.05),
+        compile=backend,
+        **settings,
+        **options,
+    )
+
+
+def run(
+    backend: str | bool, folder: Path, steps: int, ckpt_path: Path | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """Weights after some optimizer steps, whose checkpoint lies in the folder."""
+    trained = module(backend)
+    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = {"max_steps": steps, "enable_checkpointing": True, "ckpt_path": ckpt_path}
+    fit(trained, callbacks=[ReferenceKL(0.1), saving], data=tiny_prompts(16), **trainer)
+    return weights_of(trained)
+
+
+@pytest.mark.slow
+def test_a_fit_is_the_same_and_goes_on_from_a_checkpoint_with_or_without(tmp_path: Path) -> None:
+    expected = run(PLAIN, tmp_path / "plain", 4)
+    found = run(COMPILED, tmp_path / "compiled", 4)
+    made = graphs()
+    assert made > 0 and found.keys() == expected.keys()
+    exactly(found, expected, rtol=1e-9, atol=1e-9)
+    exactly(run(COMPILED, tmp_path / "a", 4, tmp_path / "plain" / "step=2.ckpt"), expected, rtol=1e-9, atol=1e-9)
+    exactly(run(PLAIN, tmp_path / "b", 4, tmp_path / "compiled" / "step=2.ckpt"), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_checkpoint_of_a_compiled_run_loads_into_a_module(tmp_path: Path) -> None:
+    weights = run(COMPILED, tmp_path, 2)
+    saved = RLLightningModule.load_from_checkpoint(
+        tmp_path / "step=2.ckpt", **{name: module(PLAIN).options[name] for name in ("policy", "critic", "rewards")},
+        optimizer=SGD,
+    )  # fmt: skip
+    exactly(weights_of(saved), weights, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_decoding_compiles_nothing_and_draws_the_same(ahead: int) -> None:
+    texts = []
+    for backend in (PLAIN, COMPILED):
+        trained = module(backend, max_staleness=ahead)
+        fit(trained, callbacks=[ReferenceKL(0.1), TruncatedIS()], data=tiny_prompts(16), max_steps=2)
+        before = graphs()
+        texts.append(trained.complete([[2, 3], [4]], temperature=1.0))
+        assert graphs() == before
+    assert texts[0] == texts[1]
+
+
+def test_a_copy_is_not_compiled() -> None:
+    plain, compiled = policies("qwen2", "eager")
+    assert is_compiled(compiled) and not is_compiled(copy.deepcopy(compiled)) and not is_compiled(plain)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a dense model with compile=, got Qwen3Moe\w+, whose experts"):
+        policies("qwen3_moe", "eager")
+
+
+def test_an_unknown_backend_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match=r"compile.*inductor.*got 'fastest'"):
+        tiny_module(compile="fastest")
+
+
+class Splitting(Parallel):
+    """A strategy that splits the parts of a layer."""
+
+    compiles = False
+
+
+def test_a_strategy_that_splits_the_parts_of_a_layer_is_refused() -> None:
+    parallel = Splitting(fit(tiny_module(), data=tiny_prompts(4), max_steps=1).strategy)
+    with pytest.raises(ValueError, match=r"under which layers can be compiled.*or leave it out"):
+        check_kernels(parallel, attention="auto", compiled=True, liger=False)
+    check_kernels(parallel, attention="auto", compiled=False, liger=False)
