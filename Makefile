@@ -25,6 +25,9 @@ VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters
 LOGGERS ?= tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic comet-ml==3.58.8
 LOGGERS_BIN := .venv-loggers/bin
 LOGGERS_INSTALLED := .venv-loggers/.installed
+LIGER ?= liger-kernel==0.8.5 triton==3.9.0
+LIGER_BIN := .venv-liger/bin
+LIGER_INSTALLED := .venv-liger/.installed
 DASK ?= distributed==2026.8.0
 DASK_BIN := .venv-dask/bin
 DASK_INSTALLED := .venv-dask/.installed
@@ -47,7 +50,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers test-dask test-scale bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers test-liger test-dask test-scale bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +91,9 @@ test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, i
 
 test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Comet, offline, in an environment of their own
 	$(LOGGERS_BIN)/python -m pytest tests/reporting/test_loggers.py
+
+test-liger: $(LIGER_INSTALLED) ## Liger's kernels through Triton's interpreter, in an environment of its own
+	TRITON_INTERPRET=1 $(LIGER_BIN)/python -m pytest $(WATCHED) tests/policy/test_liger.py
 
 test-dask: $(DASK_INSTALLED) ## Tests of rewards on two workers of Dask, in an environment of its own
 	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
@@ -202,6 +208,13 @@ $(LOGGERS_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-loggers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-loggers/lib/python*/site-packages)/below.pth"
 	$(LOGGERS_BIN)/python -m pip install --quiet '$(TORCH)' $(LOGGERS) -e .
+	@touch $@
+
+# What .venv has is seen through a path file.
+$(LIGER_INSTALLED): $(INSTALLED)
+	$(PYTHON) -m venv --clear .venv-liger
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-liger/lib/python*/site-packages)/below.pth"
+	$(LIGER_BIN)/python -m pip install --quiet '$(TORCH)' $(LIGER) -e .
 	@touch $@
 
 # What .venv has is seen through a path file.
