@@ -191,7 +191,13 @@ class Rollout:
 
     def select(self: RolloutT, rows: Tensor, *, width: int | None = None) -> RolloutT:
         """The rows of an index [b] int64 or a mask [B] bool, in that order, with every field; cut to ``width``."""
-        return self.map(lambda tensor, axes, _pad: tensor[rows][:, :width] if axes == TOKEN else tensor[rows])
+        index = (rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).to(self.groups.device)
+
+        def pick(tensor: Tensor, axes: str, pad: float) -> Tensor:
+            del pad
+            return (tensor[:, :width] if axes == TOKEN else tensor).index_select(0, index)
+
+        return self.map(pick)
 
     def fit_width(self: RolloutT, width: int) -> RolloutT:
         """Cuts or pads the response axis to ``width`` positions."""

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.packing import find_borrowed, join_sequences, sequences_of
+from lightning_rl.policy.packing import common_prompts, join_sequences, sequences_of
 from lightning_rl.rollout import ROUTES, Rollout
 
 CARRIER = "expert_routes"  # the keyword argument that takes routes through the model
@@ -113,7 +113,8 @@ class MicrobatchRoutes:
                 f"expected routes [b, S, {len(layers)}, k] for {len(layers)} routers, got {list(padded.shape)}"
             )
         sequences = sequences_of(rows)
-        row_of, packed = sequences.row, inside & ~find_borrowed(rows, sequences, inside)[1]
+        place, common = torch.arange(inside.shape[1], device=inside.device), common_prompts(rows, sequences).tokens
+        row_of, packed = sequences.row, inside & (place >= common[:, None])
         real = (inside & rows.real[row_of, None])[:, :, None, None]
         missing = (real & (padded <= 0)).nonzero()
         if len(missing):

@@ -69,72 +69,84 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     Raises:
         ValueError: if a rewritten context begins with a token that is to be scored.
     """
-    sequences = sequences_of(rows)
-    tokens, inside = join_sequences(rows, rows.prompt_ids, rows.response_ids)
-    lengths = inside.sum(-1)
-    lender, borrowed = find_borrowed(rows, sequences, inside)
-    shares = packed and bool(borrowed.any())
-    packed = shares or (packed and bool((lengths != lengths[0]).any()))  # one length needs no padding anyway
-    position = torch.arange(tokens.shape[1], device=lengths.device).expand(len(lengths), -1)
-    row, column = rows.valid_tokens.nonzero(as_tuple=True)
+    sequences, (row, column) = sequences_of(rows), rows.valid_tokens.nonzero(as_tuple=True)
     if (rows.valid_tokens & sequences.starts).any():
         raise ValueError("expected a rewritten context to begin with what is read, got a token there that was drawn")
-    sequence = row + sequences.starts.flatten().cumsum(0)[row * rows.width + column]
-    kept = inside & ~borrowed if packed else torch.ones_like(inside)
-    place = kept.flatten().cumsum(0).view_as(kept) - 1  # of each token among the inputs
-    place = torch.where(borrowed, place[lender], place) if shares else place
-    order = lengths.argsort(descending=True, stable=True) if shares else torch.arange(len(lengths))
+    tokens, drawn = _join_rows(rows, row, column)
+    is_input = torch.ones_like(tokens, dtype=torch.bool)
+    is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the last token is one if there is no other
+    inputs, source = tokens.masked_select(is_input), (is_input.cumsum(0) - 1).index_select(0, drawn - 1)
+    lengths = (sequences.lengths - 1).clamp(min=1)
+    line = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
+    starts, shared = lengths.cumsum(0) - lengths, None
+    position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
+    if packed and bool((common := common_prompts(rows, sequences)).tokens.any()):
+        own = position >= common.tokens[line]
+        number = own.cumsum(0) - 1  # of each token's input
+        number = torch.where(own, number, number[torch.where(own, 0, starts[common.lender[line]] + position)])
+        order = lengths[line].argsort(descending=True, stable=True)  # attention reads sequences of one length together
+        shared, lengths = Shared(number[order], order.argsort()[own]), lengths.sort(descending=True).values
+        inputs, position, source = inputs[own], position[own], number[source]
+    sizes = tuple(lengths.tolist())
+    packed = shared is not None or (
+        packed and min(sizes) < max(sizes)
+    )  # sequences of one length need no padding anyway
+    if not packed:
+        shape = len(sizes), max(sizes)
+        place = position + line * shape[1]
+        inputs, source = inputs.new_zeros(shape).put_(place, inputs), place.index_select(0, source)
+        position = torch.arange(shape[1], device=inputs.device).expand(shape)
     return Layout(
-        input_ids=tokens[kept][None] if packed else torch.where(inside, tokens, 0),
-        position_ids=position[kept][None] if packed else position,
-        source=place[sequence, rows.prompt_lengths[row] + column - sequences.begin[sequence] - 1],
-        targets=rows.response_ids[row, column],
+        input_ids=inputs[None] if packed else inputs,
+        position_ids=position[None] if packed else position,
+        source=source,
+        targets=tokens.index_select(0, drawn),
         rows=row,
         columns=column,
-        lengths=tuple(lengths[order].tolist()) if packed else (),
-        cu_seqlens=functional.pad(lengths[order].cumsum(0), (1, 0)).to(torch.int32),
+        lengths=sizes if packed else (),
+        cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
-        shared=_shared(place, inside, kept, order) if shares else None,
+        shared=shared,
         sampling_mask=rows.token_extras[SAMPLING_MASK][row, column] if SAMPLING_MASK in rows.token_extras else None,
     )
 
 
-def find_borrowed(
-    rows: Rollout, sequences: "Sequences", inside: Bool[Tensor, "s S"]
-) -> tuple[Int[Tensor, " s"], Bool[Tensor, "s S"]]:
-    """Which tokens of each sequence need not be among packed inputs, because another sequence has them there.
+def _join_rows(
+    rows: Rollout, row: Int[Tensor, " A"], column: Int[Tensor, " A"]
+) -> tuple[Int[Tensor, " N"], Int[Tensor, " A"]]:
+    """All tokens of prompts and responses behind each other, and where some of the responses stand among them."""
+    sides = (rows.prompt_ids, rows.prompt_lengths), (rows.response_ids, rows.response_lengths)
+    inside = [torch.arange(ids.shape[1], device=ids.device) < lengths[:, None] for ids, lengths in sides]
+    tokens = torch.cat([rows.prompt_ids, rows.response_ids], 1).masked_select(torch.cat(inside, 1))
+    first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths  # of each response
+    return tokens, first.index_select(0, row) + column
 
-    They are those of the prompt, where the first row of the group has the same, whatever comes with it included.
 
-    Args:
-        rows: of a microbatch.
-        sequences: of the rows.
-        inside: what of them is no padding, by :func:`join_sequences`.
+class CommonPrompts(NamedTuple):
+    """What of each sequence need not be among packed inputs, because another sequence has it there.
 
-    Returns:
-        The sequence that stands for each, often itself, and the tokens that it stands for.
+    Attributes:
+        lender: the sequence that has it, often itself.
+        tokens: how many of its first tokens that are; 0 for a lender.
     """
-    place = torch.arange(max(inside.shape[1], rows.prompt_ids.shape[1]), device=inside.device)
-    prompt = place < rows.prompt_lengths[:, None]
+
+    lender: Int[Tensor, " s"]
+    tokens: Int[Tensor, " s"]
+
+
+def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
+    """The prompts that the first row of a group has for other rows, whatever comes with the prompt included."""
     first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
+    outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
     alike = rows.prompt_lengths == rows.prompt_lengths[first]
     for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
-        same = (tensor == tensor[first]).flatten(2).all(-1) if tensor.dim() > 2 else tensor == tensor[first]
-        alike &= (same | ~prompt[:, : tensor.shape[1]]).all(-1)
-    begins = (sequences.begin == 0).nonzero()[:, 0]
-    lender = torch.arange(len(inside), device=inside.device)
-    lender[begins] = torch.where(alike, begins[first], begins)
-    borrows = (lender != torch.arange(len(inside), device=inside.device))[:, None]
-    return lender, borrows & inside & inside[lender] & prompt[sequences.row, : inside.shape[1]]
-
-
-def _shared(
-    place: Int[Tensor, "s S"], inside: Bool[Tensor, "s S"], kept: Bool[Tensor, "s S"], order: Int[Tensor, " s"]
-) -> Shared:
-    """Attention's positions: whole sequences in an order, in which neighbours of one length run together."""
-    position = torch.empty_like(place)
-    position[order] = inside[order].flatten().cumsum(0).view_as(place) - 1
-    return Shared(place[order][inside[order]], position[kept])
+        same = tensor == tensor.index_select(0, first)
+        alike &= (same.flatten(2).all(-1) if same.dim() > 2 else same).logical_or_(outside).all(-1)
+    number, begins = torch.arange(len(sequences.row), device=first.device), (sequences.begin == 0).nonzero()[:, 0]
+    lender = number.index_put((begins,), torch.where(alike, begins[first], begins))
+    inputs = (sequences.lengths - 1).clamp(min=1)
+    tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
+    return CommonPrompts(lender, torch.where(lender == number, 0, tokens))
 
 
 class Sequences(NamedTuple):

@@ -69,6 +69,7 @@ def make_plan(
         packed: without padding, or padded on the right.
         max_over_ranks: the element-wise maximum over all ranks, so that all have the same number of microbatches.
     """
+    sizes = _sizes(rollout, packed=packed)
     groups = list(dict.fromkeys(rollout.groups[rollout.trained].tolist()))
     share, rest = divmod(len(groups), minibatches)
     plan: RowLists = []
@@ -76,7 +77,7 @@ def make_plan(
         first = number * share + min(number, rest)
         chosen = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
         rows = (rollout.trained & torch.isin(rollout.groups, chosen)).nonzero()[:, 0]
-        plan.append(_microbatch_rows(rollout, rows, token_budget, packed=packed))
+        plan.append(_microbatch_rows(sizes, rows, token_budget, packed=packed))
     return _fill(rollout, plan, packed=packed, max_over_ranks=max_over_ranks)
 
 
@@ -89,10 +90,11 @@ def divide_plan(
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
     """The minibatches of a plan in microbatches of another budget; arguments as for :func:`make_plan`."""
+    sizes = _sizes(rollout, packed=packed)
     divided: RowLists = []
     for minibatch in plan:
         rows = torch.tensor(sorted(row for microbatch in minibatch for row in microbatch), dtype=torch.int64)
-        divided.append(_microbatch_rows(rollout, rows, token_budget, packed=packed))
+        divided.append(_microbatch_rows(sizes, rows, token_budget, packed=packed))
     return _fill(rollout, divided, packed=packed, max_over_ranks=max_over_ranks)
 
 
@@ -110,33 +112,39 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
 
     def microbatch(rows: list[int]) -> Microbatch:
         index = torch.tensor(rows, dtype=torch.int64)
-        selected = rollout.select(index) if rows else rollout.padding_rows(1)
-        selected = selected.fit_width(max(1, int(selected.response_lengths.max())))
+        width = max(1, int(rollout.response_lengths[index].max())) if rows else 1
+        selected = rollout.select(index, width=width) if rows else rollout.padding_rows(1).fit_width(width)
         return Microbatch(index, pack(selected, packed=packed))
 
     return Plan(tuple(tuple(map(microbatch, minibatch)) for minibatch in plan))
 
 
-def _microbatch_rows(rollout: Rollout, rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
-    """Rows, the longest first; packed, those of a group after each other, since they share their prompt."""
-    lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows]
-    sequences = sequences_of(rollout.select(rows))
-    numbers = sequences.row.bincount(minlength=len(rows))
+def _sizes(rollout: Rollout, *, packed: bool) -> Int[Tensor, "4 B"]:
+    """Of each row its place in the order, its tokens, those of its longest sequence, and the number of its sequences.
+
+    The longest come first; packed, the rows of a group follow each other, since they share their prompt.
+    """
+    lengths, sequences = rollout.prompt_lengths + rollout.response_lengths, sequences_of(rollout)
     longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)
     order = lengths.argsort(descending=True, stable=True)
     if packed:
-        group = rollout.groups[rows].unique(return_inverse=True)[1]
-        first = lengths.new_zeros(len(rows)).scatter_reduce(0, group, lengths, "amax")[group]
-        for key in (group, -first):
+        group = rollout.groups.unique(return_inverse=True)[1]
+        tallest = lengths.scatter_reduce(0, group, lengths, "amax", include_self=False)[group]
+        for key in (group, -tallest):
             order = order[key[order].argsort(stable=True)]
+    return torch.stack([order.argsort(), lengths, longest, sequences.row.bincount(minlength=len(rollout))])
+
+
+def _microbatch_rows(sizes: Int[Tensor, "4 B"], rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
+    rows = rows[sizes[0, rows].argsort()]
     microbatches: list[list[int]] = []
     max_length, total, number = 0, 0, 0
-    for row, length, own, parts in torch.stack([rows, lengths, longest, numbers])[:, order].T.tolist():
-        filled = total + length if packed else max(max_length, own) * (number + parts)
+    for row, (length, longest, parts) in zip(rows.tolist(), sizes[1:, rows].T.tolist(), strict=True):
+        filled = total + length if packed else max(max_length, longest) * (number + parts)
         if not microbatches or filled > budget:
             microbatches.append([])
             max_length, total, number = 0, 0, 0
         microbatches[-1].append(row)
-        max_length, total = max(max_length, own), total + length
+        max_length, total = max(max_length, longest), total + length
         number += parts
     return microbatches
