@@ -269,12 +269,8 @@ def check_attention(attention: str, policy: PolicyModel, device: torch.device, p
     Raises:
         ValueError: naming what it needs.
     """
-    model = policy.model
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, model.dtype)
-    sizes = frozenset(
-        int(part.head_dim) for part in model.modules() if isinstance(getattr(part, "head_dim", None), int)
-    )
-    for size in sizes:
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, policy.model.dtype)
+    for size in policy.head_sizes():
         choose_attention(attention, hardware_of(device), dtype, frozenset((size,)))
 
 

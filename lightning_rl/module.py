@@ -280,7 +280,8 @@ class RLLightningModule(LightningModule):
         self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
         self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
-        self.attention, self.backend, self.liger = attention, BACKENDS[0] if compile is True else compile, liger
+        self.attention, self.liger = attention, liger
+        self.backend = BACKENDS[0] if compile is True else compile or None
         self.evaluations = evaluations_of(evaluation)
         self.skip_rollouts = compatibility.check_rollouts(skip_rollouts=skip_rollouts)
         check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)

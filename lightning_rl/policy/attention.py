@@ -135,7 +135,7 @@ def choose_attention(
         return next(
             other
             for other, kernel in KERNELS.items()
-            if kernel.preferred(hardware) and kernel.obstacle(hardware, dtype, head_sizes) is None
+            if kernel.suits(hardware) and kernel.obstacle(hardware, dtype, head_sizes) is None
         )
     obstacle = KERNELS[name].obstacle(hardware, dtype, head_sizes)
     if obstacle is not None:
@@ -162,7 +162,7 @@ class Kernel:
     made_for: tuple[int, int] | None = None
     head_multiple: int = 1
 
-    def preferred(self, hardware: Hardware) -> bool:
+    def suits(self, hardware: Hardware) -> bool:
         """Whether ``"auto"`` takes it where it can run."""
         return self.made_for in (None, hardware.capability)
 

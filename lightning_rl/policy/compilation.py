@@ -43,7 +43,7 @@ def compile_layers(model: nn.Module, layers: list[nn.Module], backend: str) -> N
             part.compile(backend=backend, dynamic=True, recompile_limit=RECOMPILE_LIMIT)
 
 
-def is_compiled(model: nn.Module) -> bool:
+def has_compilation(model: nn.Module) -> bool:
     """Whether a part of a model is compiled; a deep copy of a compiled model is not."""
     return any(part._compiled_call_impl is not None for part in model.modules())  # noqa: SLF001  public nowhere
 
@@ -51,5 +51,5 @@ def is_compiled(model: nn.Module) -> bool:
 @contextmanager
 def without_compilation(model: nn.Module) -> Iterator[None]:
     """Calls a model as if it were not compiled, and so does every thread: it may not train meanwhile."""
-    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+    with torch.compiler.set_stance("force_eager") if has_compilation(model) else nullcontext():
         yield

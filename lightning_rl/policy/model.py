@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl.policy.attention import AUTO
+from lightning_rl.policy.expert_routes import modules_behind
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
@@ -146,6 +147,11 @@ class PolicyModel(nn.Module):
     def models(self) -> list[PreTrainedModel]:
         """The models of policy and critic, one or two."""
         return [self.model] if self.critic is None else [self.model, cast(PreTrainedModel, self.critic)]
+
+    def head_sizes(self) -> set[int]:
+        """The sizes of attention heads, as far as layers say them."""
+        attentions = (part for model in self.models() for part in modules_behind(model, "attentions").values())
+        return {size for part in attentions if isinstance(size := vars(part).get("head_dim"), int)}
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Parameters that the forward reads without calling the layer that holds them: those of the heads."""

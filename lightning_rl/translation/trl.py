@@ -118,6 +118,8 @@ class _Translation:
             "max_grad_norm": settings["max_grad_norm"] or None,
             "token_budget": max(4096, settings["per_device_train_batch_size"] * self.max_new_tokens()),
             **({"activation_checkpointing": True} if self.checkpointing() else {}),
+            **({"compile": True} if settings["torch_compile"] else {}),
+            **({"liger": True} if settings["use_liger_kernel"] else {}),
             "seed": settings["seed"],
         }
         trainer = {**self.trainer(), "max_steps": Code("steps") if steps else settings["max_steps"]}

@@ -104,6 +104,7 @@ class _Translation:
             "max_grad_norm": settings[f"{ACTOR}optim.clip_grad"],
             "token_budget": settings[f"{ACTOR}ppo_max_token_len_per_gpu"],
             "activation_checkpointing": settings[f"{MODEL}enable_gradient_checkpointing"],
+            **({"liger": True} if settings[f"{MODEL}use_liger"] else {}),
         }
         trainer = {**self.trainer(per_rollout), "max_steps": max_steps}
         trainer["callbacks"] = [*self.corrections(), *self._checkpoints(per_rollout)]

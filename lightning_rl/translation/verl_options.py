@@ -102,7 +102,7 @@ MODEL = table(
             0,
             "`policy` builds the model with its adapter, see [strategies](strategies.md)",
         ),
-        refusal("actor_rollout_ref.model.use_liger", False, "the loss is computed by this library"),
+        different("actor_rollout_ref.model.use_liger", False, "`liger`", "not its loss, which is the library's own"),
     ]
 )
 ROLLOUT = table(

@@ -133,6 +133,8 @@ MOVED: dict[str, tuple[Any, dict[str, Any]]] = {
     "vllm_server_port": (9000, SERVER),
     "vllm_server_timeout": (10.0, SERVER),
     "weight_decay": (0.1, {}),
+    "torch_compile": (True, {}),
+    "use_liger_kernel": (True, {}),
     "lr_scheduler_type": ("cosine", {}),
     "fsdp": ("full_shard", {}),
     "num_generations_eval": (2, EVALUATES),
@@ -433,9 +435,9 @@ def test_the_command_writes_a_recipe_and_a_configuration(tmp_path: Path, capsys:
 
 
 def test_the_command_names_every_refusal_and_writes_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, repetition_penalty=1.1, torch_compile=True)
+    path = write(tmp_path, repetition_penalty=1.1, cast_lm_head_to_fp32=True)
     said = run(path, "--output", tmp_path / "recipe.py")
-    assert "refused repetition_penalty: " in said and "refused torch_compile: " in said
+    assert "refused repetition_penalty: " in said and "refused cast_lm_head_to_fp32: " in said
     assert not (tmp_path / "recipe.py").exists()
 
 

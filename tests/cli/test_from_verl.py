@@ -60,6 +60,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "actor_rollout_ref.model.path": ("other/model", {}),
     "actor_rollout_ref.model.tokenizer_path": ("other/tokenizer", {}),
     "actor_rollout_ref.model.enable_gradient_checkpointing": (False, {}),
+    "actor_rollout_ref.model.use_liger": (True, {}),
     f"{ROLLOUT}name": ("hf", {}),
     f"{ROLLOUT}n": (4, {}),
     f"{ROLLOUT}temperature": (0.7, {}),

@@ -103,8 +103,8 @@ def one_after_the_other(tensors: list[Tensor], scaling: float | None, window: in
 def test_values_and_gradients_are_those_of_each_sequence_alone(
     name: str, window: int | None, shared: int, scaling: float | None
 ) -> None:
-    tensors = drawn(4, shared)
-    mixed = attend(*tensors, packed(name), scaling=scaling, window=window)
+    tensors = query, key, value = drawn(4, shared)
+    mixed = attend(query, key, value, packed(name), scaling=scaling, window=window)
     expected = one_after_the_other(tensors, scaling, window)
     exactly(mixed, expected, rtol=0, atol=1e-12)
     slopes = torch.linspace(-1, 2, mixed.numel(), dtype=torch.float64).view_as(mixed)
@@ -115,11 +115,11 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_token_sees_another_sequence_or_the_future(name: str) -> None:
-    tensors = drawn(2, 2)
-    mixed = attend(*tensors, packed(name))
+    query, key, value = drawn(2, 2)
+    mixed = attend(query, key, value, packed(name))
     begin = [start for start, length in zip([0, 1, 6, 11, 13], LENGTHS, strict=True) for _ in range(length)]
     for token, start in enumerate(begin):
-        keys, values = torch.autograd.grad(mixed[0, token].sum(), tensors[1:], retain_graph=True)
+        keys, values = torch.autograd.grad(mixed[0, token].sum(), (key, value), retain_graph=True)
         expected = [start <= place <= token for place in range(sum(LENGTHS))]
         assert (values[0].abs().sum((0, 2)) > 0).tolist() == expected
         assert not keys[0].abs().sum((0, 2))[~torch.tensor(expected)].any()

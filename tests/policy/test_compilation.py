@@ -21,7 +21,7 @@ from lightning_rl.compatibility import check_kernels
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.build import build_policy
-from lightning_rl.policy.compilation import compile_layers, is_compiled
+from lightning_rl.policy.compilation import compile_layers, has_compilation
 from lightning_rl.policy.lora import adapters_off
 
 exactly = torch.testing.assert_close
@@ -49,8 +49,8 @@ def graphs() -> int:
 
 def policies(family: str, backend: str, *, checkpointing: bool = False, packed: bool = True) -> list[PolicyModel]:
     """The same policy with a critic, as it is and compiled."""
-    source = partial(lora_policy, torch.float64) if family == "lora" else partial(tiny_model, family)
-    built: Any = partial(build_policy, source, "shared", temperature=0.7, packed=packed, checkpointing=checkpointing)
+    source: Any = partial(lora_policy, torch.float64) if family == "lora" else partial(tiny_model, family)
+    built = partial(build_policy, source, "shared", temperature=0.7, packed=packed, checkpointing=checkpointing)
     plain, compiled = built(), built()
     compile_layers(compiled, compiled.layers(), backend)
     return [plain, compiled]
@@ -182,7 +182,7 @@ def test_decoding_compiles_nothing_and_draws_the_same(ahead: int) -> None:
 
 def test_a_copy_is_not_compiled() -> None:
     plain, compiled = policies("qwen2", "eager")
-    assert is_compiled(compiled) and not is_compiled(copy.deepcopy(compiled)) and not is_compiled(plain)
+    assert has_compilation(compiled) and not has_compilation(copy.deepcopy(compiled)) and not has_compilation(plain)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
 
 
