@@ -296,9 +296,8 @@ def pad_lists(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor
 
 def _pad(joined: Tensor, lengths: Int[Tensor, " B"]) -> Tensor:
     width = max(1, int(lengths.max())) if len(lengths) else 1
-    padded = joined.new_zeros(len(lengths), width, *joined.shape[1:])
-    padded[torch.arange(width) < lengths[:, None]] = joined
-    return padded
+    inside = (torch.arange(width) < lengths[:, None]).reshape(len(lengths), width, *[1] * (joined.dim() - 1))
+    return joined.new_zeros(len(lengths), width, *joined.shape[1:]).masked_scatter_(inside, joined)
 
 
 def concatenate(parts: Sequence[Rollout]) -> Rollout:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self, cast
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -87,7 +88,8 @@ class ConversationRow:
     @property
     def response_ids(self) -> tuple[int, ...]:
         """Everything behind the prompt."""
-        return tuple(token for turn in self.turns for token in (*turn.completion.token_ids, *turn.reply))
+        parts = ((turn.completion.token_ids, turn.reply) for turn in self.turns)
+        return tuple(chain.from_iterable(chain.from_iterable(parts)))
 
     @property
     def turn_numbers(self) -> tuple[int, ...]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_rl.environments import ConversationRow
+from lightning_rl.environments import ConversationRow, Turn
 from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, Finish, Rollout, pad_lists, pad_rows
 
 
@@ -43,23 +45,33 @@ def lay_out(
         ValueError: if a completion lacks what its engine promised.
     """
     talks = [drawn.row for drawn in rows]
-    numbers = [talk.turn_numbers for talk in talks] if turns else []
     rollout = Rollout.of_samples(
         [talk.prompt_ids for talk in talks],
         [talk.response_ids for talk in talks],
         groups=[drawn.group for drawn in rows],
         sample_ids=[drawn.sample_id for drawn in rows],
         finish=[drawn.finish for drawn in rows],
-        versions=[_versions(talk) for talk in talks],
-        actions=[[number > 0 for number in row] for row in numbers] if turns else None,
         dtype=dtype,
     )
+    answers, numbers = [turn for talk in talks for turn in talk.turns], rollout.action_mask.long()
+    if turns:
+        numbers = pad_lists([talk.turn_numbers for talk in talks], torch.int64)[0]
+    drawn = numbers > 0
+
+    def spread(values: Tensor, fill: float = 0) -> Tensor:
+        """One value for each drawn token, of all answers behind each other, [B, T]."""
+        if len(values) != (number := int(drawn.sum())):
+            raise ValueError(f"expected a value of each of {number} drawn tokens from the engine, got {len(values)}")
+        return values.new_full(drawn.shape, fill).masked_scatter_(drawn, values)
+
     extras = {name: _pad(talks, name, _token_extra) for name in sorted(recorded)}
     if turns:
-        extras[TURNS] = pad_lists(numbers, torch.int64)[0]
-        extras[TURN_REWARDS] = pad_rows([_turn_rewards(talk) for talk in talks], dtype)[0]
+        extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(answers).to(dtype))}
     return rollout.replace(
-        rollout_logprobs=pad_rows([_logprobs(talk) for talk in talks], dtype)[0] if logprobs else None,
+        action_mask=drawn,
+        valid_tokens=drawn,
+        policy_version=spread(_versions(answers), -1),
+        rollout_logprobs=spread(_logprobs(answers).to(dtype)) if logprobs else None,
         token_extras=extras,
         prompt_extras={name: _pad(talks, name, _prompt_extra) for name in sorted(recorded & {ROUTES})},
     )
@@ -75,33 +87,28 @@ def _pad(
     return pad_rows([empty if value is None else value for value in values], known.dtype)[0]
 
 
-def _versions(talk: ConversationRow) -> list[int]:
-    versions: list[int] = []
-    for turn in talk.turns:
-        drawn = turn.completion
-        versions += [*(drawn.versions or (drawn.version,) * len(drawn.token_ids)), *[-1] * len(turn.reply)]
-    return versions
+def _versions(turns: Sequence[Turn]) -> Int[Tensor, " A"]:
+    """Of each drawn token."""
+    drawn = [turn.completion for turn in turns]
+    if any(each.versions for each in drawn):
+        versions = (each.versions or (each.version,) * len(each.token_ids) for each in drawn)
+        return torch.tensor(list(chain.from_iterable(versions)), dtype=torch.int64)
+    lengths = torch.tensor([len(each.token_ids) for each in drawn], dtype=torch.int64)
+    return torch.tensor([each.version for each in drawn], dtype=torch.int64).repeat_interleave(lengths)
 
 
-def _logprobs(talk: ConversationRow) -> Tensor:
-    """0 where the environment speaks."""
-    if len(talk.turns) == 1 and not talk.turns[0].reply and (alone := talk.turns[0].completion.logprobs) is not None:
-        return alone
-    parts = [torch.zeros(0)]
-    for turn in talk.turns:
-        drawn = turn.completion.logprobs
-        parts += [torch.zeros(0) if drawn is None else drawn, torch.zeros(len(turn.reply))]
-    return torch.cat(parts)
+def _logprobs(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
+    """Of each drawn token."""
+    known = [scores for turn in turns if (scores := turn.completion.logprobs) is not None]
+    return torch.cat(known) if known else torch.zeros(0)
 
 
-def _turn_rewards(talk: ConversationRow) -> Tensor:
-    """The reward of a turn at its last drawn token; 0 elsewhere."""
+def _turn_rewards(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
+    """The reward of a turn at its last drawn token; 0 at the others."""
     values: list[float] = []
-    for turn in talk.turns:
-        drawn = [0.0] * len(turn.completion.token_ids)
-        if drawn and turn.reward is not None:
-            drawn[-1] = turn.reward
-        values += [*drawn, *[0.0] * len(turn.reply)]
+    for turn in turns:
+        if turn.completion.token_ids:
+            values += [*[0.0] * (len(turn.completion.token_ids) - 1), turn.reward or 0.0]
     return torch.tensor(values)
 
 
