@@ -561,7 +561,7 @@ class _Translation:
         if settings["vllm_mode"] == "server":
             url = settings["vllm_server_base_url"]
             host = "127.0.0.1" if settings["vllm_server_host"] == "0.0.0.0" else settings["vllm_server_host"]
-            options = {"urls": url or f"http://{host}:{settings['vllm_server_port']}"}
+            options = {"servers": url or f"http://{host}:{settings['vllm_server_port']}"}
             options |= {"patience": settings["vllm_server_timeout"]}
             settings.notes.setdefault("vllm_mode", CONFIG["vllm_server_host"].says)
             return {"engine": Call("lightning_rl.VLLMServerEngine", options)}

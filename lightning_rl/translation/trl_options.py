@@ -160,14 +160,14 @@ GENERATION = table(
 
 ENGINE = table(
     [
-        same("use_vllm", False, "`engine=VLLMEngine()` or `VLLMServerEngine(urls)`"),
+        same("use_vllm", False, "`engine=VLLMEngine()` or `VLLMServerEngine(servers)`"),
         same("vllm_mode", "colocate", "which of the two"),
         refusal("vllm_model_impl", "vllm", "the weights are streamed into vLLM's own implementation"),
         same("vllm_enable_sleep_mode", False, "`VLLMEngine(sleeps=)`"),
         refusal("vllm_structured_outputs_regex", None, "its samples are not of the policy that trains"),
-        different("vllm_server_base_url", None, "`VLLMServerEngine(urls)`", SERVER),
-        different("vllm_server_host", "0.0.0.0", "`VLLMServerEngine(urls)`", SERVER),
-        different("vllm_server_port", 8000, "`VLLMServerEngine(urls)`", SERVER),
+        different("vllm_server_base_url", None, "`VLLMServerEngine(servers)`", SERVER),
+        different("vllm_server_host", "0.0.0.0", "`VLLMServerEngine(servers)`", SERVER),
+        different("vllm_server_port", 8000, "`VLLMServerEngine(servers)`", SERVER),
         different(
             "vllm_server_timeout",
             240.0,

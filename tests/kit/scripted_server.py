@@ -226,7 +226,9 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
 
         @override
         def finish(self) -> None:
-            server.open.discard(self.connection)
+            with server.asked:
+                server.open.discard(self.connection)
+                server.asked.notify_all()
             with suppress(OSError):
                 super().finish()
 

@@ -33,11 +33,15 @@ class Keep(RLCallback):
         }
 
 
-def main(folder: Path, strategy: str, name: str, *urls: str) -> None:
-    """Three rollouts, from a checkpoint if there is one; saves the weights, or that the engine failed."""
+def main(folder: Path, strategy: str, name: str, *servers: str) -> None:
+    """Three rollouts, from a checkpoint if there is one; saves the weights, or that the engine failed.
+
+    Servers are URLs, or the path of a file that lists them.
+    """
     torch.set_num_threads(1)
     seen, keep, resume = list[Rollout](), Keep(), folder / INTERRUPTED
-    engine = VLLMServerEngine(urls, api_key=KEY, canary=False, patience=1.0)
+    listing = servers if "://" in servers[0] else Path(servers[0])
+    engine = VLLMServerEngine(listing, api_key=KEY, canary=False, patience=1.0, at_once=2)
     trainer: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy]()} if strategy != "alone" else {}
     found: dict[str, Any] = {}
     try:
@@ -89,6 +93,28 @@ def test_ranks_share_servers_outlive_them_together_and_go_on_together(strategy: 
         main(tmp_path, "alone", "alone", healthy.url)
     assert len(healthy.loads) == 1 + 3, "rank 0 alone brings weights"
     check(tmp_path, "resumed", range(2, 3), torch.load(tmp_path / "alone-0.pt"))
+
+
+@pytest.mark.slow
+def test_every_rank_goes_to_the_servers_that_rank_0_finds_listed(tmp_path: Path) -> None:
+    one, other, listing = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS), tmp_path / "servers"
+    listing.write_text(one.url)
+
+    def ranks_of(server: ScriptedServer) -> set[str]:
+        return {body["request_id"].split("-")[3] for body in server.requests}
+
+    def moving(_: dict[str, Any], answer: Answer) -> Answer:
+        if len(one.requests) > 20:  # in the second rollout
+            listing.write_text(other.url)
+            other.until(lambda known: ranks_of(known) == {"0", "1"})
+        return answer
+
+    one.script = moving
+    with servers(one, other):
+        run_ranks(__file__, 2, tmp_path, "ddp", "moved", listing)
+        main(tmp_path, "alone", "alone", other.url)
+    assert ranks_of(one) == {"0", "1"} and other.loads
+    check(tmp_path, "moved", range(3), torch.load(tmp_path / "alone-0.pt"))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Broadcast:
 
     def close(self) -> None:
         """Ends the group; the servers leave it, if they answer."""
-        members = self._members
+        members = [server for server in self._members if server in self._pool.servers]
         self._end_group()
         _ask(members, lambda server: server.endpoint.leave())
 

@@ -72,11 +72,8 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, ca: Path | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
-        self._trust = trust(ca) if parts.scheme == "https" else True
+        self._trust = trust(ca) if host_of(url)[0] == "https" else True
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -232,6 +229,18 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
     return opened
+
+
+def host_of(url: str) -> tuple[str, str]:
+    """The scheme and the host of a server's URL.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
+    return parts.scheme, parts.hostname
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:

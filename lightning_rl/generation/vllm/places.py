@@ -71,6 +71,14 @@ class Places:
         self._waiting: list[Ticket] = []
         self._numbers = itertools.count()
 
+    def follow(self, servers: Sequence[Server]) -> None:
+        """Has these servers and no others; who waits for one that is not among them waits for any."""
+        for server in self.servers:
+            if server not in servers:
+                self._send_back(server)
+        self.servers = list(servers)
+        self.assign()
+
     async def take(self, tokens: int, seat: Seat, *, rank: int = 0, avoid: Container[Server] = ()) -> Server:
         """A server, with a place for a request of so many tokens; :meth:`release` gives it back.
 

@@ -5,15 +5,16 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError, Request
 from lightning_rl.generation.vllm.endpoint import Endpoint, Sample
 from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.places import Places, Seat, Server
-from lightning_rl.generation.vllm.push import WeightPush
+from lightning_rl.generation.vllm.push import Proof, WeightPush
 from lightning_rl.generation.weights.stream import Shape
 
 LOG = logging.getLogger(__name__)
@@ -34,29 +35,40 @@ class ServerPool:
         patience: seconds without any server until requests fail.
         rank: of this process.
         at_once: requests that a server is sent at the same time; further ones wait, those of the oldest rollout first.
+        source: what lists the servers, if they may change; empty if they stay.
 
     Attributes:
         oldest: number of the oldest push that answers may come from; that of the last one that every server has.
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], push: WeightPush, *, patience: float, rank: int = 0, at_once: int = 256
+        self,
+        endpoints: Sequence[Endpoint],
+        push: WeightPush,
+        *,
+        patience: float,
+        rank: int = 0,
+        at_once: int = 256,
+        source: str = "",
     ) -> None:
-        self.push, self.patience, self.rank, self.at_once = push, patience, rank, at_once
+        self.push, self.patience, self.rank, self.at_once, self.source = push, patience, rank, at_once, source
         self.oldest = 0
         self._places = Places([Server(endpoint) for endpoint in endpoints], at_once=at_once, rank=rank)
         self._expiry: asyncio.TimerHandle | None = None  # of the patience of those who wait for a place
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(server,), name=f"watch-{server.endpoint.url}", daemon=True)
-            for server in self.servers
-        ]
+        self._watchers = [self._watcher(server) for server in self.servers]
+        self._leaving = list[Server]()  # listed no more, with requests in flight
+        self._waits = False  # for any server to be ready, which was said
+
+    def _watcher(self, server: Server) -> threading.Thread:
+        name = f"watch-{server.endpoint.url}"
+        return threading.Thread(target=self._watch, args=(server,), name=name, daemon=True)
 
     @property
     def servers(self) -> Sequence[Server]:
-        """All of them, lost ones as well."""
+        """All that are listed, lost ones as well."""
         return self._places.servers
 
     def watch(self) -> None:
@@ -64,10 +76,58 @@ class ServerPool:
         for watcher in self._watchers:
             watcher.start()
 
+    def follow(self, urls: Sequence[str], connect: Callable[[str], Endpoint]) -> None:
+        """Has the servers of these URLs and no others. One thread alone calls it, after :meth:`watch`.
+
+        A new one is asked once it has the current weights, and has said what another one says of the canary's tokens.
+        One that is not among them is asked nothing more; what is in flight there ends, and then it is let go.
+        """
+        with self._changed:
+            before = self.servers
+            known = {server.endpoint.url: server for server in (*before, *self._leaving)}
+            servers = [known.get(url) or Server(connect(url)) for url in urls]
+            for server in set(servers).intersection(self._leaving):
+                self._leaving.remove(server)
+                server.ready, server.due = False, 0.0  # it may have missed weights
+        watchers = [self._watcher(server) for server in servers if server.endpoint.url not in known]
+        LOOP.run(self._follow(servers))
+        gone = [server for server in before if server not in servers]
+        with self._changed:
+            self._leaving += gone
+        self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()] + watchers
+        for watcher in watchers:
+            watcher.start()
+        listed, left = (
+            [server.endpoint.url for server in servers if server not in before],
+            [s.endpoint.url for s in gone],
+        )
+        LOG.warning("servers by %s: %s listed, %s no more", self.source, _names(listed), _names(left))
+        self._notify()
+
+    async def _follow(self, servers: Sequence[Server]) -> None:
+        self._places.follow(servers)
+
+    def _let_go(self, server: Server) -> bool:
+        """Ends with a server that is listed no more, if nothing is in flight there."""
+        with self._changed:
+            if server not in self._leaving or server.in_flight or not server.loading.acquire(blocking=False):
+                return False
+            self._leaving.remove(server)
+        try:
+            if self.push.writes:
+                self.push.forget(server.endpoint.url)
+                with suppress(Unanswered, Refused, Cancelled):
+                    server.endpoint.leave()
+            server.endpoint.close()
+        finally:
+            server.loading.release()
+        LOG.warning("%s is let go: it is listed no more, and nothing is in flight there", server.endpoint.url)
+        return True
+
     def close(self) -> None:
         """Ends the watch and every call; whoever waits is cut short."""
         self._closed.set()
-        for server in self.servers:
+        for server in (*self.servers, *self._leaving):
             server.endpoint.close()
         self._notify()
         for watcher in self._watchers:
@@ -83,7 +143,8 @@ class ServerPool:
         """Returns once a server is ready.
 
         Args:
-            strict: whether a server that is there, and not what the run needs, ends the wait.
+            strict: whether a server that is there, and not what the run needs, ends the wait; of those that may change,
+                whether it does if all are such.
 
         Raises:
             EngineError: if none is within the patience.
@@ -94,20 +155,32 @@ class ServerPool:
         with self._changed:
             while not any(server.ready for server in self.servers):
                 self._check_open()
-                for server in self.servers if strict else ():
-                    if isinstance(server.error, ValueError):
-                        raise server.error
+                wrong = [server.error for server in self.servers if isinstance(server.error, ValueError)]
+                if strict and wrong and (not self.source or len(wrong) == len(self.servers)):
+                    raise wrong[0]
+                self._tell_wait()
                 left = end - time.monotonic()
                 if left <= 0:
                     raise self._nobody_ready()
                 self._changed.wait(left)
             self._check_open()
 
+    def _tell_wait(self) -> None:
+        """In the log, once until a server is ready."""
+        if not self._waits:
+            self._waits = True
+            LOG.warning("waiting up to %g s for one of %s (%s)", self.patience, self._whom(), self._reasons())
+
+    def _whom(self) -> str:
+        return f"{len(self.servers)} servers" + (f" that {self.source} lists" if self.source else "")
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
+
     def _nobody_ready(self) -> EngineError:
-        reasons = "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
         return EngineError(
-            f"expected one of {len(self.servers)} servers to be ready within {self.patience:g} s, got none "
-            f"({reasons}): start one by lightning-rl serve, and go on from the last checkpoint"
+            f"expected one of {self._whom()} to be ready within {self.patience:g} s, got none ({self._reasons()}): "
+            "start one by lightning-rl serve, and go on from the last checkpoint"
         )
 
     def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
@@ -235,7 +308,25 @@ class ServerPool:
                 raise
             self.remove(server, error)
             return None
+        except Cancelled:  # by ourselves, or because the server was let go
+            self._check_open()
+            return None
         return sample
+
+    def accept(self, proof: Proof, scored: Collection[str]) -> None:
+        """Takes what the canary saw at some servers for what every other one has to say.
+
+        Args:
+            proof: of the current weights.
+            scored: URLs of the servers that the canary has asked; who was not ready then is asked now.
+        """
+        with self._changed:
+            self.push.proof = proof
+            late = [server for server in self.servers if server.ready and server.endpoint.url not in scored]
+            for server in late:
+                server.ready = False
+        for server in late:
+            self._refresh(server)
 
     def update(self) -> None:
         """Brings every server that is there to the current weights.
@@ -263,6 +354,12 @@ class ServerPool:
                 server.endpoint.compare(sent)
             except (Unanswered, Refused) as error:
                 self.remove(server, error)
+            except ValueError as error:
+                if not self.source:
+                    raise
+                self.remove(server, error)
+            except Cancelled:
+                self._check_open()
         self.wait()
 
     def refresh(self) -> list[Exception]:
@@ -278,20 +375,24 @@ class ServerPool:
 
     def _refresh(self, server: Server) -> Exception | None:
         with server.loading:
-            try:
-                self.push.update(server.endpoint)
-            except Cancelled:
-                raise
-            except (Unanswered, ValueError, RuntimeError) as error:
-                self.remove(server, error)
-                return error
-            self.restore(server)
+            restored = False
+            while not restored:
+                proof = self.push.proof
+                try:
+                    self.push.update(server.endpoint)
+                except Cancelled:
+                    self._check_open()
+                    return None
+                except (Unanswered, ValueError, RuntimeError) as error:
+                    self.remove(server, error)
+                    return error
+                restored = self.restore(server, proof)
             return None
 
     def remove(self, server: Server, why: Exception) -> None:
         """Takes a server out until it answers again, after a pause that doubles with each loss."""
         with self._changed:
-            if server.ready or server.why != str(why):
+            if server in self.servers and (server.ready or server.why != str(why)):
                 message = "lost %s: %s; it is asked again until it is back, others get its requests meanwhile"
                 LOG.warning(message, server.endpoint.url, why)
             server.ready, server.error = False, why
@@ -299,13 +400,20 @@ class ServerPool:
             server.losses += 1
         self._notify()
 
-    def restore(self, server: Server) -> None:
-        """Lets a server be asked, because it has the current weights."""
+    def restore(self, server: Server, proof: Proof | None = None) -> bool:
+        """Lets a server be asked, because it has the current weights and says what the proof does.
+
+        Returns:
+            Whether that is still the proof; if not the server has to be looked at again.
+        """
         with self._changed:
+            if self.push.proof is not proof:
+                return False
             if server.losses and not server.ready:
                 LOG.warning("%s is back, with the current weights", server.endpoint.url)
-            server.ready = True
+            server.ready, self._waits = True, False
         self._notify()
+        return True
 
     def reset_losses(self, server: Server) -> None:
         """After an answer; one to a request from before the server was lost does not count."""
@@ -314,17 +422,31 @@ class ServerPool:
                 server.losses = 0
 
     def _watch(self, server: Server) -> None:
-        while not self._closed.wait(POLL if server.ready else max(0.0, server.due - time.monotonic())):
+        while not self._closed.wait(self._pause(server)):
+            if self._let_go(server):
+                return
             try:
                 server.endpoint.check_health()
-                if not server.ready:
-                    self._refresh(server)
+                if not server.ready and server not in self._leaving:
+                    self._join(server)
             except Cancelled:
                 return
             except Exception as error:  # noqa: BLE001  without its watch a server would stay lost for ever
                 if server.ready:
                     server.endpoint.abort()
                 self.remove(server, error)
+
+    def _pause(self, server: Server) -> float:
+        """Seconds until a server is looked at again."""
+        at_once = not server.ready and server not in self._leaving
+        return max(0.0, server.due - time.monotonic()) if at_once else POLL
+
+    def _join(self, server: Server) -> None:
+        """Brings a server to the current weights, unless others are ready that the canary has yet to see."""
+        if self.push.lacks_proof() and self.ready():
+            server.due = time.monotonic() + BACKOFF
+        else:
+            self._refresh(server)
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -352,12 +474,17 @@ class ServerPool:
                 self._expiry.cancel()
                 self._expiry = None
         elif self._expiry is None:
+            self._tell_wait()
             self._expiry = asyncio.get_running_loop().call_later(self.patience, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
         if not any(server.ready for server in self.servers):
             self._places.fail(self._nobody_ready())
+
+
+def _names(urls: Sequence[str]) -> str:
+    return ", ".join(urls) or "none"
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

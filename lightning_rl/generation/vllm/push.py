@@ -151,12 +151,21 @@ class WeightPush:
         if self.writes:
             self.folder.open()
 
+    def forget(self, url: str) -> None:
+        """Lets a server go, to which another trainer may bring weights from now on."""
+        self._loaded.discard(url)
+
+    def lacks_proof(self) -> bool:
+        """Whether the canary has yet to see the current weights at some server."""
+        unproven = self.proof is None or self.proof.label != self.current
+        return self._canary is not None and self.current is not None and unproven
+
     def close(self) -> None:
         """Removes what was written."""
         self.folder.close()
 
     def update(self, endpoint: Endpoint) -> None:
-        """Brings a server to the current weights, unless it has them.
+        """Brings a server to the current weights, unless it has them, and has it prove them if another one has.
 
         Raises:
             Unanswered: if it is not there, or rank 0 has not brought the weights yet.
@@ -170,15 +179,15 @@ class WeightPush:
                 self._check(endpoint, label)
             if current is None:
                 return
-            if label == current:
-                continue
-            if not self.writes:
-                raise Unanswered(f"{endpoint.url} waits for rank 0 to bring the weights of version {current.version}")
-            endpoint.load(self._folder_with(current), current)
-            self._loaded.add(endpoint.url)
+            if label != current:
+                if not self.writes:
+                    waits = "waits for rank 0 to bring the weights of version"
+                    raise Unanswered(f"{endpoint.url} {waits} {current.version}")
+                endpoint.load(self._folder_with(current), current)
+                self._loaded.add(endpoint.url)
             try:
                 self._prove(endpoint, current)
-            except (Unanswered, CanaryError):
+            except CanaryError:
                 endpoint.clear_label()
                 raise
 
@@ -196,6 +205,8 @@ class WeightPush:
         if self._tokenizer is not None:
             ids = list(range(min(self._vocabulary, len(self._tokenizer), DECODED)))
             alike = description.has_tokenizer and endpoint.detokenize(ids) == self._tokenizer.decode(ids)
+            if self.has_tokenizer and not alike and self.current is not None:
+                raise ValueError(f"expected the trainer's tokenizer at {endpoint.url}, as the other servers have")
             self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
             endpoint.compare(self.sent)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Literal
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.arguments import check_counts, check_numbers
-from lightning_rl.distributed import failing_together, process_count, process_objects
+from lightning_rl.distributed import failing_together, process_count, process_objects, process_store
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
+from lightning_rl.generation.vllm.http import host_of, trust
+from lightning_rl.generation.vllm.members import Listing, Members, Membership
 from lightning_rl.generation.vllm.places import URGENT, Seat
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
@@ -47,7 +48,9 @@ class VLLMServerEngine(Engine):
     own, and rank 0 brings the weights.
 
     Args:
-        urls: of the servers, such as ``http://127.0.0.1:8000``. Requests go where the fewest tokens are outstanding.
+        servers: their URLs, such as ``http://127.0.0.1:8000``; requests go where the fewest tokens are outstanding. A
+            :class:`pathlib.Path` is a file with one URL on each line, and a function returns them: rank 0 reads either
+            once a second, so servers may come and go while a run goes on.
         api_key: of the servers, or the path of a file that holds it; by default what ``VLLM_API_KEY`` says, or the file
             that ``lightning-rl serve`` makes for the servers of one machine.
         ca: a file with the certificate that signs those of ``https`` servers; by default those that the machine trusts.
@@ -57,7 +60,7 @@ class VLLMServerEngine(Engine):
         storage: a folder that trainer and servers share, under the same path; by default one for temporary files, which
             will do on one machine.
         timeout: seconds for one response, to its last byte, or for one load of the weights.
-        patience: seconds without any server until the run ends with an EngineError.
+        patience: seconds without any server, or without a list of them, until the run ends with an EngineError.
         at_once: requests that a server is sent at the same time; as many as it decodes together (vLLM's
             ``max_num_seqs``), or it decodes fewer than it could.
         canary: proves each sync, on every server; None switches it off.
@@ -71,7 +74,7 @@ class VLLMServerEngine(Engine):
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        servers: Listing,
         *,
         api_key: str | Path | None = None,
         ca: str | Path | None = None,
@@ -83,9 +86,7 @@ class VLLMServerEngine(Engine):
         canary: Canary | bool | None = True,
     ) -> None:
         super().__init__()
-        self.urls = (urls,) if isinstance(urls, str) else tuple(urls)
-        if not self.urls or len(set(self.urls)) < len(self.urls):
-            raise ValueError(f"expected URLs of one or more servers, each of them once, got {list(self.urls)}")
+        self.servers = servers if callable(servers) or isinstance(servers, str | Path) else tuple(servers)
         check_numbers(above=0, finite=True, timeout=timeout, patience=patience)
         check_counts(1, at_once=at_once)
         if transfer not in TRANSFERS:
@@ -93,32 +94,38 @@ class VLLMServerEngine(Engine):
         self.transfer = transfer
         self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
         self.ca = None if ca is None else Path(ca)
+        if self.ca is not None:
+            trust(self.ca)
         self._key = find_key(api_key)
-        self._endpoints()
-        remote = [url for url in self.urls if urlsplit(url).hostname not in LOOPBACK]
-        if remote and storage is None:
-            raise ValueError(f"expected storage=, a folder that the machine of {remote[0]} has as well, got none")
+        self._members = Members(self.servers, self._check_url)
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
+        self._membership: Membership | None = None
         self._broadcast: Broadcast | None = None
 
-    def _endpoints(self) -> list[Endpoint]:
-        return [Endpoint(url, self._key, self.timeout, self.ca) for url in self.urls]
+    def _check_url(self, url: str) -> None:
+        if host_of(url)[1] not in LOOPBACK and self.storage is None:
+            raise ValueError(f"expected storage=, a folder that the machine of {url} has as well, got none")
+
+    def _endpoint(self, url: str) -> Endpoint:
+        return Endpoint(url, self._key, self.timeout, self.ca)
 
     @override
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Waits for a server, and checks release, model, vocabulary and settings of all that are there.
 
         Raises:
-            EngineError: if none is there within the patience.
-            ValueError: if one is not what the run needs.
+            EngineError: if none is there, or listed, within the patience.
+            ValueError: if one is not what the run needs; of servers that may change, if all are such.
         """
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
-        proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())
-        run, storage = process_objects(proposal)[0]
-        self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         rank = dist.get_rank() if process_count() > 1 else 0
+        with failing_together("a list of servers", EngineError):
+            urls = self._members.wait(self.patience) if rank == 0 else ()
+        proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve()), urls
+        run, storage, urls = process_objects(proposal)[0]
+        self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         canary = self.canary if isinstance(self.canary, Canary) else None
         push = WeightPush(
             run,
@@ -129,12 +136,23 @@ class VLLMServerEngine(Engine):
             canary=canary,
             private=self.storage is None,
         )
-        pool = self._pool = ServerPool(self._endpoints(), push, patience=self.patience, rank=rank, at_once=self.at_once)
+        source, endpoints = self._members.source, [self._endpoint(url) for url in urls]
+        pool = self._pool = ServerPool(
+            endpoints, push, patience=self.patience, rank=rank, at_once=self.at_once, source=source
+        )
         push.open()
         for error in pool.refresh():
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError) and self._members.fixed:
                 raise error
         pool.watch()
+        self._membership = Membership(
+            self._members,
+            urls,
+            lambda urls: pool.follow(urls, self._endpoint),
+            store=process_store(),
+            name=f"lightning-rl/servers/{run}",
+            reads=rank == 0,
+        )
         pool.wait(strict=True)
         served = push.description
         self.dtype = getattr(torch, served.dtype)
@@ -257,7 +275,7 @@ class VLLMServerEngine(Engine):
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         pool = self._running()
         scores = {url: prompt_logprobs(sample) for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
-        pool.push.proof = Proof(pool.push.label, tuple(ids), next(iter(scores.values())))
+        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
         return scores
 
     @override
@@ -275,6 +293,9 @@ class VLLMServerEngine(Engine):
         """Cuts every call short and removes the weights that were written; the servers go on."""
         super().close()
         pool, self._pool = self._pool, None
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.close()
         broadcast, self._broadcast = self._broadcast, None
         if broadcast is not None:
             broadcast.close()

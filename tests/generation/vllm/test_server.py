@@ -169,12 +169,12 @@ def test_nobody_there_is_an_error_that_says_what_was_tried() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param({"urls": []}, "expected URLs of one or more servers", id="none"),
-        pytest.param({"urls": ["http://localhost:1"] * 2}, "each of them once", id="twice"),
-        pytest.param({"urls": "localhost:8000"}, "expected a URL such as", id="no-url"),
-        pytest.param({"urls": "http://10.0.0.7:8000"}, "expected storage=", id="no-storage"),
-        pytest.param({"urls": "http://localhost:1", "timeout": 0}, "expected timeout > 0, got 0", id="timeout"),
-        pytest.param({"urls": "http://localhost:1", "patience": -1}, "expected patience > 0, got -1", id="patience"),
+        pytest.param({"servers": []}, "expected URLs of one or more servers", id="none"),
+        pytest.param({"servers": ["http://localhost:1"] * 2}, "each of them once", id="twice"),
+        pytest.param({"servers": "localhost:8000"}, "expected a URL such as", id="no-url"),
+        pytest.param({"servers": "http://10.0.0.7:8000"}, "expected storage=", id="no-storage"),
+        pytest.param({"servers": "http://localhost:1", "timeout": 0}, "expected timeout > 0, got 0", id="timeout"),
+        pytest.param({"servers": "http://localhost:1", "patience": -1}, "expected patience > 0, got -1", id="patience"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str) -> None:
