@@ -133,7 +133,7 @@ class MetricLog:
         self.groups = {
             name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
         }
-        self.groups["noted"] = GrowingStats(collectives).to(device)  # what rewards log, when they like
+        self.groups["noted"] = GrowingStats(collectives).to(device)  # what rewards and servers log, when they like
         self.shown: tuple[int, dict[str, float]] = (-1, {})  # epoch, and what Lightning was given in it for the bar
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
@@ -168,7 +168,7 @@ class MetricLog:
 
 
 WAITING = ("wait", "generate")  # phases in which a trainer has nothing to do but to wait for answers
-OF_THE_CLOCK = ("time/", "tokens_per_second", "trainer/", "in_flight/")
+OF_THE_CLOCK = ("time/", "tokens_per_second", "trainer/", "in_flight/", "server/")
 
 
 def is_of_the_clock(metric: str) -> bool:

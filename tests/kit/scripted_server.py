@@ -62,6 +62,7 @@ class ScriptedServer:
         engines: behind the port, of which the first answers.
         cut: how many clients hung up before their answer.
         connections: how many there have been.
+        metrics: what ``/metrics`` answers.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ScriptedServer:
         **holds: Any,
     ) -> None:
         self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
+        self.metrics: Answer = b""
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
         self.key, self.engines, self.connections = KEY, 1, 0
         self.weights: dict[str, Tensor] = {}
@@ -126,6 +128,8 @@ class ScriptedServer:
             return {"version": self.release}
         if path.startswith("/get_world_size"):
             return {"world_size": self.engines if path.endswith("?include_dp=true") else 1}
+        if path == "/metrics":
+            return self.metrics
         if path == "/weight_info":
             return {"weight_version": self.label}
         if path.startswith("/reset_prefix_cache"):

@@ -2,18 +2,21 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.served import Served
+from kit.served import SECRET, Served
 from kit.served_runs import MODEL, a_run, an_engine, check_run
 from kit.support import fit, tiny_prompts
 from kit.vllm_models import moved, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch
+from typing_extensions import override
 
+from lightning_rl import Rollout, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm import broadcast
 from lightning_rl.generation.vllm.broadcast import Broadcast
@@ -100,6 +103,40 @@ def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_lo
     requests = requests_for(prompts_of(8, 20))
     assert worst(model, requests, synced(engine, model, 1).generate(requests, logprobs=True)) < 1e-4
     engine.close()
+
+
+def test_a_run_whose_servers_come_and_go_agrees_with_the_trainer_all_the_same(
+    both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (one, two), honest, asked, listing = both, Endpoint.draw, list[str](), tmp_path / "servers"
+    listing.write_text(one.url)
+    engine = VLLMServerEngine(listing, api_key=SECRET, patience=300, timeout=120, transfer="broadcast")
+
+    def draw(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
+        asked.append(endpoint.url)
+        return honest(endpoint, name, *arguments)
+
+    class Change(Watch):
+        """After the second rollout there are two servers, after the fourth only the second of them."""
+
+        @override
+        def observe(self, rollout: Rollout) -> None:
+            super().observe(rollout)
+            listed = {2: [one.url, two.url], 4: [two.url]}.get(len(self.rollouts))
+            if listed is not None:
+                listing.write_text("\n".join(listed))
+                pool, end = engine._running(), time.monotonic() + 120  # noqa: SLF001
+                while [server.endpoint.url for server in pool.ready()] != listed:
+                    assert time.monotonic() < end, "the list was not followed"
+                asked.append("changed")
+
+    monkeypatch.setattr(Endpoint, "draw", draw)
+    watch = Change()
+    fit(a_run(one, engine=engine), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(24, 4))
+    check_run(watch, 6)
+    first, second = (place for place, url in enumerate(asked) if url == "changed")
+    assert asked[first - 1] == two.url, "it has said what the canary knows before it draws"
+    assert set(asked[first + 1 : second]) == {one.url, two.url} and set(asked[second + 1 :]) == {two.url}
 
 
 def test_a_server_that_is_killed_in_a_rollout_comes_back_by_a_file_and_joins_with_the_next_sync(

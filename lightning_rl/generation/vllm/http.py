@@ -1,4 +1,4 @@
-"""JSON over HTTP: each call ends at a deadline, reads no more than a limit, and can be cut short.
+"""JSON and text over HTTP: each call ends at a deadline, reads no more than a limit, and can be cut short.
 
 All calls of a process are made in one thread, by aiohttp, over connections that are kept from call to call.
 """
@@ -92,7 +92,21 @@ class Client:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
     ) -> Any:
-        """The answer, parsed; None for an empty one.
+        """The answer of :meth:`fetch` to JSON, parsed; None for an empty one.
+
+        Raises:
+            Unanswered: if it is no JSON.
+        """
+        text = await self.fetch(method, path, body, timeout=timeout, limit=limit)
+        try:
+            return json.loads(text, parse_constant=_refuse_constant) if text else None
+        except (ValueError, RecursionError) as error:
+            raise Unanswered(f"expected JSON from {self.url}{path}, got {_quote_bytes(text)}") from error
+
+    async def fetch(
+        self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
+    ) -> bytearray:
+        """The bytes of an answer.
 
         Args:
             method: of HTTP.
@@ -104,7 +118,7 @@ class Client:
         Raises:
             Stale: if it went through a connection that has ended; another one, or a new one, may do.
             Unanswered: if there is no answer in time, one that is too long, one with a status of 408, 429, 500 and
-                above or below 200, a redirection, or none in JSON.
+                above or below 200, or a redirection.
             Refused: for a status of 400 to 499, or a certificate that nobody we trust has signed.
             Cancelled: if the client was closed.
         """
@@ -122,19 +136,16 @@ class Client:
                 raise Cancelled(f"{self.url}{path} was cut short") from error
             what = quote(f"{type(error).__name__}: {error}")
             raise Unanswered(f"no answer from {self.url}{path}: {what}") from error
-        quoted = quote(bytes(text[: 4 * MAX_QUOTE]).decode(errors="replace"))
+        if 200 <= status < 300:
+            return text
+        quoted = _quote_bytes(text)
         if 400 <= status < 500 and status not in BUSY:
             hint = f": {HINTS[status]}" if status in HINTS else ""
             raise Refused(
                 f"expected {self.url}{path} to take the call, got status {status}: {quoted}{hint}",
                 of_request=status in OF_REQUEST,
             )
-        if not 200 <= status < 300:
-            raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
-        try:
-            return json.loads(text, parse_constant=_refuse_constant) if text else None
-        except (ValueError, RecursionError) as error:
-            raise Unanswered(f"expected JSON from {self.url}{path}, got {quoted}") from error
+        raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
 
     async def _within(
         self, timeout: float, method: str, path: str, content: bytes | None, limit: int
@@ -258,6 +269,10 @@ def trust(ca: Path | None) -> ssl.SSLContext:
 def quote(text: str) -> str:
     """The beginning of what a server said, fit for a terminal and a log: without escape sequences and line ends."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_QUOTE])
+
+
+def _quote_bytes(text: bytearray) -> str:
+    return quote(bytes(text[: 4 * MAX_QUOTE]).decode(errors="replace"))
 
 
 def _refuse_constant(name: str) -> Any:

@@ -26,6 +26,7 @@ from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import host_of, trust
 from lightning_rl.generation.vllm.members import Listing, Members, Membership
+from lightning_rl.generation.vllm.meters import Meters
 from lightning_rl.generation.vllm.places import URGENT, Seat
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
@@ -101,6 +102,7 @@ class VLLMServerEngine(Engine):
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
         self._membership: Membership | None = None
+        self._meters: Meters | None = None  # of rank 0 alone
         self._broadcast: Broadcast | None = None
 
     def _check_url(self, url: str) -> None:
@@ -154,6 +156,9 @@ class VLLMServerEngine(Engine):
             reads=rank == 0,
         )
         pool.wait(strict=True)
+        if rank == 0:
+            self._meters = Meters(lambda: pool.servers)
+            self._meters.start()
         served = push.description
         self.dtype = getattr(torch, served.dtype)
         self.max_length, self.block_size = served.max_length, served.block_size
@@ -259,8 +264,18 @@ class VLLMServerEngine(Engine):
             vocabulary=pool.push.description.vocabulary,
             has_tokenizer=pool.push.has_tokenizer,
         )
-        answered = self.in_flight.discard
-        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs, answered=answered)
+        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs, answered=self._note_answer)
+
+    def _note_answer(self, request: Request) -> None:
+        """With the first answer to a rollout servers are as busy as they will be with it."""
+        self.in_flight.discard(request)
+        if self._meters is not None and request.sample_id >= 0:
+            self._meters.begin(request.rollout)
+
+    @override
+    def measurements(self) -> dict[str, float]:
+        """What servers said of themselves since the last call, as rank 0 has heard it."""
+        return process_objects({} if self._meters is None else self._meters.take())[0]
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
@@ -293,7 +308,7 @@ class VLLMServerEngine(Engine):
         """Cuts every call short and removes the weights that were written; the servers go on."""
         super().close()
         pool, self._pool = self._pool, None
-        membership, self._membership = self._membership, None
+        membership, self._membership, self._meters = self._membership, None, None
         if membership is not None:
             membership.close()
         broadcast, self._broadcast = self._broadcast, None
