@@ -87,10 +87,13 @@ def test_without_packing_the_numbers_are_the_same() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # by what inductor imports
 def test_generated_code_gives_the_same_to_rounding() -> None:
     plain, compiled = policies("qwen2", "inductor")
     for seed in range(3):
-        exactly(differentiate(compiled, seed), differentiate(plain, seed), rtol=1e-9, atol=1e-9)
+        exactly(differentiate(compiled, seed), differentiate(plain, seed), rtol=1e-5, atol=1e-5)  # norms are float32
 
 
 def test_other_rows_lengths_and_layers_compile_nothing_anew() -> None:
@@ -148,6 +151,7 @@ def run(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_fit_is_the_same_and_goes_on_from_a_checkpoint_with_or_without(tmp_path: Path) -> None:
     expected = run(PLAIN, tmp_path / "plain", 4)
     found = run(COMPILED, tmp_path / "compiled", 4)
