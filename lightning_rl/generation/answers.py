@@ -147,7 +147,7 @@ class Answers:
             outside = next(i for i in ids if i < 0 or (self.vocabulary is not None and i >= self.vocabulary))
             expected = f"token ids in [0, {self.vocabulary or '...'}), the policy's vocabulary"
             self._refuse(place, expected, f"{outside}", "draw no other, such as those of a padded head")
-        self._check_versions(place, {completion.version} | set(completion.versions or ()))
+        self._check_versions(place, {completion.version, *(completion.versions or ())})
 
     def _check_versions(self, place: int, versions: set[int]) -> None:
         held = f"the last of which is {self.engine.version}"
@@ -161,6 +161,8 @@ class Answers:
 
     def _check_extras(self, given: Sequence[Completion]) -> None:
         """What is recorded has the same shape and type at every token of every sample."""
+        if not self.engine.extras:
+            return
         forms: dict[str, tuple[Any, ...]] = {}
         for place, completion in enumerate(given):
             for name, extra in _extras_of(completion, self.engine.extras):
@@ -234,7 +236,7 @@ class Answers:
         at_end, limit = bool(ids) and ids[-1] in ends, self.engine.max_length
         if completion.finish is Finish.ABORT:
             return ""
-        if any(i in ids[:-1] for i in ends):
+        if not set(ends).isdisjoint(ids[:-1]):
             return "tokens after the one that ends a response"
         if completion.finish is Finish.STOP:
             return (

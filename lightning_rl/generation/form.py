@@ -104,7 +104,7 @@ def _versions(given: Any, number: int) -> tuple[int, ...]:
 
 
 def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         cures = {"sample_id": "give request.sample_id, or None"}
         cure = cures.get(name, "give the one that load_weights brought, self.version")
         raise FormError(f"a whole number as {name}", _show(value), cure)
@@ -136,6 +136,8 @@ def _check_extras(given: Completion, lengths: tuple[int, int], names: frozenset[
     fields = (("token_extras", names, lengths[0]), ("prompt_extras", names & {ROUTES}, lengths[1]))
     for field, recorded, length in fields:
         extras: Any = getattr(given, field)
+        if extras == {} and not recorded:
+            continue
         if not isinstance(extras, Mapping) or not all(isinstance(each, Tensor) for each in extras.values()):
             raise FormError(f"{field} as tensors by name", _show(extras), "give {} if there are none")
         for name in sorted(recorded):

@@ -41,13 +41,14 @@ class InFlight:
     @contextmanager
     def holding(self, requests: Sequence[Asked], version: int) -> Iterator[None]:
         """Counts requests while somebody draws for them; one that is discarded before that no longer."""
-        for request in requests:
-            self.add(request, version)
+        with self._lock:
+            self._open |= {id(request): (request, version) for request in requests}
         try:
             yield
         finally:
-            for request in requests:
-                self.discard(request)
+            with self._lock:
+                for request in requests:
+                    self._open.pop(id(request), None)
 
     def tokens(self) -> int:
         """How many tokens may still come at most: the limits of all responses together."""

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+PLAIN = frozenset({float, bool, type(None)})
+
 
 class RubbishError(ValueError):
     """A reward function returned something else than one number or None for each completion."""
@@ -38,6 +40,8 @@ def values_of(returned: Any, number: int) -> list[float | None]:
         many = f"more than {number}" if len(items) > number and not hasattr(returned, "__len__") else None
         length = many or (len(returned) if hasattr(returned, "__len__") else len(items))  # pyright: ignore[reportArgumentType]
         raise RubbishError(f"{expected}, got {length} in {type(returned).__name__}")
+    if set(map(type, items)) <= PLAIN:
+        return [None if item is None else float(item) for item in items]
     values: list[float | None] = []
     for row, item in enumerate(items):
         if not _is_number(item):

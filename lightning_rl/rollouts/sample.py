@@ -9,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -433,7 +434,8 @@ class Sampler:
         """Completions as the rewards see them, decoded in one call."""
         if self.tokenizer is None or not rows:
             return [""] * len(rows)
-        return self.tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True)
+        arrays: Any = [np.array(row, dtype=np.int64) for row in rows]  # of a list, each entry would be looked at
+        return self.tokenizer.batch_decode(arrays, skip_special_tokens=True)
 
     def _whole_text(self, token_ids: Sequence[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
