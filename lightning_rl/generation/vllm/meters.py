@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 from lightning_rl.generation.vllm.endpoint import Endpoint
@@ -45,12 +44,12 @@ class Meters:
         self._lock = threading.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._last = -2  # rollout that servers were read in
+        self._parse: Callable[[str], Any] | None = None
         try:
-            self._parse: Callable[[str], Any] | None = import_module(
-                "prometheus_client.parser"
-            ).text_string_to_metric_families
+            from prometheus_client.parser import text_string_to_metric_families
+
+            self._parse = text_string_to_metric_families
         except ImportError:
-            self._parse = None
             LOG.warning("no metrics of servers are logged: pip install 'lightning-rl[servers]'")
 
     def start(self) -> None:
