@@ -89,12 +89,7 @@ class RunningStats(Metric):
         else:
             self._computed, self._update_count = None, 1  # torchmetrics caches until the next update
             moments = self.compute()
-        rows = moments.reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
-        values = {
-            key: reduce_moments(row, reduction)
-            for key, reduction, row in zip(self.columns.keys, self.columns.reductions, rows, strict=True)
-        }
-        return {key: value for key, value in values.items() if not math.isnan(value)}
+        return _figures(self.columns, moments)
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on, in plain types."""
@@ -106,6 +101,16 @@ class RunningStats(Metric):
         """The inverse of :meth:`state`."""
         self.columns = Columns(tuple(state["keys"]), tuple(state["reductions"]), state["published"], restored=True)
         self.moments = state["moments"].to(self.device)
+
+
+def _figures(columns: Columns, moments: Tensor) -> dict[str, float]:
+    """The figure of each key that has a population."""
+    rows = moments.reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
+    values = {
+        key: reduce_moments(row, reduction)
+        for key, reduction, row in zip(columns.keys, columns.reductions, rows, strict=True)
+    }
+    return {key: value for key, value in values.items() if not math.isnan(value)}
 
 
 class GrowingStats(RunningStats):
@@ -216,7 +221,7 @@ class PhaseTimes:
 
     def take(self) -> dict[str, Stat]:
         """``time/<phase>`` of every phase since the last call, in seconds."""
-        stats = Stat.singles({f"time/{name}": torch.tensor(seconds) for name, seconds in self._seconds.items()})
+        stats = Stat.numbers({f"time/{name}": seconds for name, seconds in self._seconds.items()})
         self._seconds = {}
         return stats
 
@@ -237,6 +242,9 @@ def global_values(
     stats: Mapping[str, Stat], device: torch.device | str = "cpu", collectives: Collectives = ALONE
 ) -> dict[str, float]:
     """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
+    if collectives.ranks == 1:  # a torchmetric costs more than all of its figures
+        columns = Columns(tuple(stats), tuple(stat.reduction for stat in stats.values()))
+        return _figures(columns, torch.stack([stat.moments.to(device) for stat in stats.values()]))
     running = RunningStats(collectives).to(device)
     running.join(stats)
     return running.figures()

@@ -55,6 +55,13 @@ class Stat:
         return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
 
     @staticmethod
+    def numbers(values: Mapping[str, float]) -> "dict[str, Stat]":
+        """The same of plain numbers, on the CPU."""
+        rows = [(1.0, x, 0.0, x) if math.isfinite(x) else (0.0, 0.0, 0.0, -math.inf) for x in values.values()]
+        moments = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
+        return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
+
+    @staticmethod
     def single(value: float | Tensor) -> "Stat":
         """A population of one number."""
         exact = torch.as_tensor(value, dtype=torch.float64).detach()

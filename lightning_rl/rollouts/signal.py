@@ -96,11 +96,10 @@ def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str
     stats = {"reward/task": Stat.of(rollout.rewards, rewarded)}
     for name, raw in rollout.task_rewards.items():
         stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
-    stats["reward/shaped"] = Stat.of(shaped.sum(-1), rollout.trained)
-    stats["reward/missing"] = Stat.of(~rewarded, rollout.trained)
-    length = Stat.of(rollout.drawn_lengths, real)
-    stats |= {"length/mean": length, "length/max": length.maximum()}
-    stats["length/truncated"] = Stat.of(rollout.cut_off, real)
+    stats |= Stat.many({"reward/shaped": shaped.sum(-1), "reward/missing": ~rewarded}, rollout.trained)
+    lengths = Stat.many({"length/mean": rollout.drawn_lengths, "length/truncated": rollout.cut_off}, real)
+    stats |= {"length/mean": lengths["length/mean"], "length/max": lengths["length/mean"].maximum()}
+    stats["length/truncated"] = lengths["length/truncated"]
     groups = group_statistics(scores, rollout.groups, rewarded)
     first = rewarded & _first_of_group(rollout.groups, rewarded)
     stats["groups/zero_variance"] = Stat.of(~groups.spread, first)

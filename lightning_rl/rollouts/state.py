@@ -217,7 +217,7 @@ class RunState:
 
     def count(self, number: int) -> None:
         """Notes how far the run is: number of the rollout, optimizer steps left out."""
-        counters = Stat.singles({"optim/skipped": torch.tensor(self.skipped), "rollout": torch.tensor(number)})
+        counters = Stat.numbers({"optim/skipped": self.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
     def state(self) -> dict[str, Any]:
