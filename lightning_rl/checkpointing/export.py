@@ -106,7 +106,7 @@ def write_pretrained(
     for prefix, source, place in (("model.", "policy", folder), ("critic.", "critic", folder / "critic")):
         part = {name.removeprefix(prefix): weight for name, weight in whole.items() if name.startswith(prefix)}
         if part:
-            model = build_model(sources[source])
+            model = build_model(sources[source], head=source == "policy")
             _load(base_model_of(model) if source == "policy" else model.base_model, part)
             merge_adapters(model).save_pretrained(place)
     if "value_head.weight" in whole:

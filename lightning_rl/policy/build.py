@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,29 +43,81 @@ CRITIC_HINT = ' (critic="shared" is a value head on the policy)'
 TokenizerSource = str | Path | PreTrainedTokenizerBase
 
 
-def build_model(source: ModelSource, hint: str = "") -> PreTrainedModel:
+def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> PreTrainedModel:
     """A causal language model, loaded in the default dtype (float32, or what a ``-true`` precision sets).
 
     Args:
         source: of the model.
         hint: what the message says besides, if it cannot be loaded.
+        head: whether the weights of a name or folder have to hold its vocabulary head.
+
+    Raises:
+        ValueError: if a name or folder cannot be loaded, or its weights are not all those that its configuration
+            names, in their shapes: transformers would draw the others by lot.
     """
     if isinstance(source, str | Path):
         try:
-            return AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch.get_default_dtype(), trust_remote_code=False
-            )
-        except ValueError as error:
-            raise ValueError(_own_code(source, error)) from error
-        except OSError as error:  # what transformers raises for a folder or name that it cannot load
+            return _loaded(source, head=head)
+        except (OSError, SafetensorError) as error:  # what transformers raises where it cannot load
+            file = _unreadable_file(Path(source)) if isinstance(error, SafetensorError) else ""
             raise ValueError(
                 f"expected the name or folder of a causal language model that can be loaded, got {str(source)!r}: "
-                f"{str(error).splitlines()[0]}{hint}"
+                f"{file}{str(error).splitlines()[0]}{hint}"
             ) from error
     model = source()
     if not isinstance(model, nn.Module):  # of transformers, or one that peft put around it
         raise ValueError(f"expected a function that builds a model of transformers, got {type(model).__name__}")
     return model
+
+
+def _loaded(source: str | Path, *, head: bool) -> PreTrainedModel:
+    """The model of a name or folder, all of whose weights were read.
+
+    Raises:
+        ValueError: if some were not; the message names the first.
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.get_default_dtype(),
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report names them
+        )
+    except ValueError as error:
+        raise ValueError(_own_code(source, error)) from error
+    model, report = cast(tuple[PreTrainedModel, Any], loaded)
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, needed = mismatched[0]
+        raise ValueError(
+            f"expected the weights in {str(source)!r} to be those of its configuration, got {len(mismatched)} of other "
+            f"shapes, such as {name}, {list(stored)} where {list(needed)} is needed: are they another model's?"
+        )
+    if missing := sorted(set(report["missing_keys"]) - (set() if head else _head_names(model))):
+        raise ValueError(
+            f"expected the weights in {str(source)!r} to be all of the model, got none for {missing[0]}"
+            f"{f' and {len(missing) - 1} others' if missing[1:] else ''}, which would be drawn by lot: load a "
+            "checkpoint that has them, or pass a function that builds the model as you want it"
+        )
+    return model
+
+
+def _head_names(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters of the vocabulary head."""
+    head = model.get_output_embeddings()
+    own = set() if head is None else set(head.parameters())
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in own}
+
+
+def _unreadable_file(folder: Path) -> str:
+    """The first file of safetensors in a folder that cannot be opened, for a message; transformers does not say."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError:
+            return f"{path}: "
+    return ""
 
 
 def build_policy(
@@ -94,7 +147,7 @@ def build_policy(
     """
     model, files = _model_and_files(policy, split=split and critic in (None, "shared"))
     model = base_model_of(model)
-    backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT)
+    backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT, head=False)
     check_dropout(model)
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, attention=attention, files=files)
     if files is None:

@@ -260,7 +260,7 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         split: what holds the policy, if its parameters are DTensors; every rank calls this then.
 
     Raises:
-        ValueError: if they differ by more than rounding; the message says what to change.
+        ValueError: if they differ by more than rounding, or are NaN; the message says what to change.
     """
     if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
@@ -280,6 +280,11 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         alone = torch.tensor(prompt + response, device=model.device)
         logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
+        if bool(expected.isnan().any()):
+            raise ValueError(
+                f"expected {type(model).__name__} to give numbers as log-probabilities, got NaN: look for NaN and "
+                "infinities among its weights"
+            )
         worst = float((scores[row, : len(response)].float() - expected).abs().max())
         if not worst < tolerance:
             advice = "use packing=False" if packed else "its head is not a plain linear layer"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -69,14 +69,24 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
     """The model of a folder on the meta device, its buffers on the CPU, and where its parameters lie.
 
     Returns:
-        None if ``source`` is no folder, or transformers would make something else of its files than to read each
-        parameter under its own name: adapters, quantized or renamed weights, weights that are tied in the model and not
+        None if ``source`` is no folder, its files cannot be read, or transformers would make something else of them
+        than to read each parameter under its own name: adapters, quantized or renamed weights, weights that are tied in the model and not
         in the files, buffers that are no rotary frequencies. Such a model is built whole.
     """
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is None or not (folder / "config.json").is_file():
         return None
-    stored = _tensors_in(folder)
+    try:
+        stored = _tensors_in(folder)
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):  # whoever builds it whole says
+        return None
     if not stored or any((folder / name).exists() for name in CHANGES_WEIGHTS):
         return None
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
