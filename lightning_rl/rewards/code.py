@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_rl.arguments import check_bools, check_counts, check_text
 from lightning_rl.rewards.answer_match import UnreadableReference, warn_of_unreadable
-from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable
+from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable, has_halves
 from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
 
@@ -99,7 +99,7 @@ class CodeTests:
         if not tests:
             return None
         program, passed = code_of(text), 0
-        for test in tests if program is not None else ():
+        for test in tests if program is not None and not has_halves(program) else ():
             if self._passes(str(program), test):
                 passed += 1
             elif not self.partial:
@@ -163,6 +163,8 @@ def _check(test: Any, entry_point: Any) -> Any:
     """
     if isinstance(test, str):
         return _check_code(test, entry_point)
+    if isinstance(test, Mapping) and isinstance(test.get("input"), str) and has_halves(test["input"]):
+        raise UnreadableReference(f'expected "input" to be whole characters, got {test["input"]!r:.200}')
     if isinstance(test, Mapping) and all(isinstance(test.get(key), str | Real) for key in ("input", "output")):
         return test
     raise UnreadableReference(

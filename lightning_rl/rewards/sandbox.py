@@ -110,11 +110,9 @@ class Sandbox:
 
         Raises:
             SandboxUnavailable: if this machine cannot.
-            ValueError: if one of both is no text.
+            ValueError: if one of both is no text, or one with halves of surrogate pairs.
         """
-        for name, text in {"source": source, "stdin": stdin}.items():
-            if not isinstance(text, str):
-                raise ValueError(f"expected {name} to be a string, got {text!r:.200}")
+        check_program(source, stdin)
         with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
             result, reason = self._run_in(folder, source, stdin)
         if reason:
@@ -163,6 +161,22 @@ class Sandbox:
         texts = [part.decode(errors="replace") for part in (out, err)]
         seconds = time.monotonic() - begin
         return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=seconds), reason
+
+
+def check_program(source: Any, stdin: Any) -> None:
+    """Refuses what no file and no pipe can hold.
+
+    Raises:
+        ValueError: if one of both is no text, or one with halves of surrogate pairs.
+    """
+    for name, text in {"source": source, "stdin": stdin}.items():
+        if not isinstance(text, str) or has_halves(text):
+            raise ValueError(f"expected {name} to be a string of whole characters, got {text!r:.200}")
+
+
+def has_halves(text: str) -> bool:
+    """Whether a text holds halves of surrogate pairs, which are no characters and have no bytes."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _kill(process: "subprocess.Popen[bytes]", *, group: bool) -> None:

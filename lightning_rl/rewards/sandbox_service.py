@@ -15,13 +15,14 @@ from urllib.parse import urlsplit
 from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.key import read_key
 from lightning_rl.rewards.extras import require
-from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable
+from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable, check_program
 
 BUSY = (408, 409, 425, 429)
 KILLED = 128 + 9
 ESCAPED = 6  # bytes that JSON may take for one
 ENVELOPE = 2**16  # bytes of an answer beside what a program printed
 MAX_QUOTE = 200  # characters of an answer that a message quotes
+STATUSES = ("Success", "Failed")  # of a program; any other one is the service's own
 ENDINGS: dict[str, Ending] = {"Finished": "exited", "TimeLimitExceeded": "too long"}
 
 
@@ -68,9 +69,8 @@ class SandboxService:
         check_counts(1, output=self.output)
         check_counts(2**20, optional=True, memory=self.memory)
         check_counts(0, retries=self.retries)
-        parts = urlsplit(self.url) if isinstance(self.url, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ValueError("expected url to be one without a name or password, such as http://10.0.0.9:8080")
+        if not _is_plain(self.url):
+            raise ValueError("expected url to be one without a name, password or query, such as http://10.0.0.9:8080")
         if not isinstance(self.key_file, Path | None):
             raise ValueError("expected key_file to be the Path of a file that holds the key, or None")
 
@@ -97,8 +97,9 @@ class SandboxService:
 
         Raises:
             SandboxUnavailable: if the service does not answer, or says that it failed itself.
-            ValueError: if the key cannot be read.
+            ValueError: if the key cannot be read, or one of both is no text, or one with halves of surrogate pairs.
         """
+        check_program(source, stdin)
         body: dict[str, Any] = {"code": source, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
         if self.memory is not None:
             body["memory_limit_MB"] = self.memory // 2**20
@@ -120,6 +121,8 @@ class SandboxService:
             ) as response:
                 for chunk in response.iter_raw():
                     content += chunk
+                    if len(content) > limit and response.status_code != 200:
+                        break
                     if len(content) > limit:
                         return SandboxResult(
                             ending="too much output",
@@ -142,9 +145,9 @@ class SandboxService:
         try:
             answer = json.loads(content)
             run = answer["run_result"] or {"status": answer["status"]}
-            ending = ENDINGS.get(run["status"])
-            out, err = (run.get(name) or "" for name in ("stdout", "stderr"))
-            code = int(run["return_code"]) if ending == "exited" else KILLED
+            ending = ENDINGS.get(run["status"]) if answer["status"] in STATUSES else None
+            out, err = (_text(run, name) for name in ("stdout", "stderr")) if ending else ("", "")
+            code = _number(run, "return_code") if ending == "exited" else KILLED
             size = len(out.encode(errors="replace")) + len(err.encode(errors="replace"))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise SandboxUnavailable(
@@ -161,6 +164,43 @@ class SandboxService:
         if self.key_file is None:
             return headers
         return {**headers, "Authorization": f"Bearer {read_key(self.key_file)}"}
+
+
+def _is_plain(url: Any) -> bool:
+    """Whether a URL is a scheme, a host, a port and a path of printable characters, and no more."""
+    try:
+        parts = urlsplit(url)
+        beyond = parts.username or parts.password or parts.query or parts.fragment or (parts.port == 0)
+        plain = url.isascii() and url.isprintable() and " " not in url
+        return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and not beyond
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
+def _text(run: dict[str, Any], name: str) -> str:
+    """What a program printed; ``null`` is nothing.
+
+    Raises:
+        LookupError: if the service does not say.
+        TypeError: if it is no text.
+    """
+    text = run[name]
+    if not isinstance(text, str | None):
+        raise TypeError(f"expected {name} to be a text, got {type(text).__name__}")
+    return text or ""
+
+
+def _number(run: dict[str, Any], name: str) -> int:
+    """A whole number that the service says.
+
+    Raises:
+        LookupError: if it does not.
+        TypeError: if it is none.
+    """
+    number = run[name]
+    if type(number) is not int:  # a bool is none
+        raise TypeError(f"expected {name} to be a whole number, got {number!r:.200}")
+    return number
 
 
 def _quote(content: bytes) -> str:

@@ -59,6 +59,17 @@ def service(script: Script) -> Iterator[tuple[str, list[Any]]]:
             thread.join()
 
 
+RUN = ran("4\n")[1]["run_result"]
+
+
+def answer_with(**changes: Any) -> tuple[int, Any]:
+    return 200, {"status": "Success", "run_result": {**RUN, **changes}}
+
+
+def answer_without(key: str) -> tuple[int, Any]:
+    return 200, {"status": "Success", "run_result": {name: value for name, value in RUN.items() if name != key}}
+
+
 def in_turn(*answers: tuple[int, Any]) -> Script:
     left = list(answers)
     return lambda _: left.pop(0)
@@ -87,9 +98,10 @@ def test_a_program_is_run_elsewhere_within_its_limits_and_behind_the_key_of_a_fi
         (ran("a", status="TimeLimitExceeded", code=None), "too long", "a"),
         (ran("x" * 65), "too much output", "x" * 64),
         (ran("x" * 70_000), "too much output", ""),
+        (answer_with(stdout=None, return_code=1), "exited", ""),
     ],
-    ids=["slow", "wordy", "endless"],
-)
+    ids=["slow", "wordy", "endless", "silent"],
+)  # fmt: skip
 def test_a_program_that_breaks_a_limit_is_told_by_its_ending(answer: tuple[int, Any], ending: str, out: str) -> None:
     with service(lambda _: answer) as (url, _):
         result = SandboxService(url=url, output=64).run("...")
@@ -99,8 +111,8 @@ def test_a_program_that_breaks_a_limit_is_told_by_its_ending(answer: tuple[int, 
 @pytest.mark.parametrize(
     "busy",
     [(503, b"later"), (429, b""), (200, {"status": "SandboxError", "message": "no room", "run_result": None}),
-     ran(status="Error", code=None)],
-    ids=["503", "429", "sandbox-error", "error"],
+     ran(status="Error", code=None), (200, {**ran("4\n")[1], "status": "SandboxError"}), (502, b"x" * 500_000)],
+    ids=["503", "429", "sandbox-error", "error", "sandbox-error-with-a-result", "page-without-end"],
 )  # fmt: skip
 def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
     with service(in_turn(busy, busy, ran("4\n"))) as (url, requests):
@@ -118,8 +130,16 @@ def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
         ((401, b"who are you"), "status 401: 'who are you'"),
         ((200, b"<html>"), "expected .* to say what became of a program, got '<html>'"),
         ((200, {"status": "Success", "run_result": [1]}), "expected .* to say what became of a program"),
+        (answer_without("stdout"), "expected .* to say what became of a program"),
+        (answer_without("return_code"), "expected .* to say what became of a program"),
+        (answer_with(return_code="0"), "expected .* to say what became of a program"),
+        (
+            (200, {"status": "Success", "run_result": {**RUN, "return_code": False}}),
+            "expected .* to say what became of",
+        ),
+        (answer_with(stdout=[]), "expected .* to say what became of a program"),
     ],
-    ids=["redirect", "key", "page", "list"],
+    ids=["redirect", "key", "page", "list", "no-output", "no-code", "text-as-code", "flag-as-code", "list-as-output"],
 )
 def test_what_will_not_do_later_either_is_said_at_once(answer: tuple[int, Any], said: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
@@ -165,10 +185,30 @@ def test_a_service_that_runs_no_program_is_refused_at_construction() -> None:
         CodeTests(sandbox=SandboxService(url=url))
 
 
-@pytest.mark.parametrize("url", ["10.0.0.9:8080", "ftp://host", "http://name:word@host", 8080])
+@pytest.mark.parametrize(
+    "url",
+    ["10.0.0.9:8080", "ftp://host", "http://name:word@host", 8080, "http://host:99999", "http://[::1", "http://host\n",
+     "http://host/?a=b"],
+)  # fmt: skip
 def test_what_is_no_url_is_refused(url: Any) -> None:
-    with pytest.raises(ValueError, match="expected url to be one without a name or password"):
+    with pytest.raises(ValueError, match="expected url to be one without a name, password or query") as refused:
         SandboxService(url=url)
+    assert "word@" not in str(refused.value)
+
+
+def test_what_has_no_bytes_costs_its_own_row_alone() -> None:
+    with service(double) as (url, requests):
+        sandbox = SandboxService(url=url)
+        for broken in (("\ud800", ""), ("print()", "\udfff"), (None, "")):
+            with pytest.raises(ValueError, match=r"expected (source|stdin) to be a string of whole characters, got"):
+                sandbox.run(*broken)  # pyright: ignore[reportArgumentType]
+        assert not requests
+        judge = CodeTests(sandbox=sandbox)
+        texts = [f"```python\nprint(2 * int(input())){end}\n```" for end in ("", "  # \ud800", "")]
+        tests = [[{"input": given, "output": "4"}] for given in ("2", "2", "\ud800")]
+        with pytest.warns(UserWarning, match="whole characters"):
+            right, broken, unknown = judge(["p"] * 3, texts, tests=tests)
+    assert (right, broken) == (1.0, 0.0) and math.isnan(float(str(unknown)))
 
 
 @pytest.mark.parametrize(("mode", "text"), [(0o644, KEY), (0o600, ""), (0o600, "two words")])
