@@ -30,7 +30,9 @@ class ExecutorPool:
     def submit(self, task: Task) -> None:
         """Has a task done by a worker of the executor."""
         try:
-            future = self.executor.submit(call, self.function, task.payload, uuid.uuid4().hex)
+            future: Any = self.executor.submit(call, self.function, task.payload, uuid.uuid4().hex)
+            if not isinstance(future, Future):
+                raise TypeError(f"its submit() returned no Future, but {type(future).__name__}")
         except Exception as error:  # noqa: BLE001  one that is shut down or broken, each kind by an error of its own
             task.answer.set_result(Answer("lost", f"could not be given to its executor: {error!r:.500}"))
             return
@@ -66,7 +68,11 @@ def _answer_of(done: "Future[bytes]") -> Answer:
         return Answer("lost", "was cancelled by its executor")
     if (error := done.exception()) is not None:
         return Answer("lost", f"lost its worker: {error!r:.500}")
-    return Answer(*cloudpickle.loads(done.result()))
+    try:
+        said = Answer(*cloudpickle.loads(done.result()))
+    except Exception as error:  # noqa: BLE001  whatever is no answer of ours fails to be read in a way of its own
+        return Answer("lost", f"got from its executor what no worker of this library says: {error!r:.500}")
+    return said
 
 
 def call(function: bytes, task: bytes, name: str) -> bytes:

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,3 +192,29 @@ def test_what_is_no_executor_and_limits_that_it_cannot_keep_are_refused() -> Non
             Isolated(len, executor=executor, memory=2**30, environment={"HOME": "/tmp"})
         with pytest.raises(ValueError, match='expected no "processes" beside executor='):
             Isolated(len, executor=executor, processes=4)
+
+
+class Odd(Executor):
+    """Hands out what it was made with, in the place of what a worker says."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def submit(self, *_: Any, **__: Any) -> Any:
+        """The same for every call."""
+        return self.said
+
+
+@pytest.mark.parametrize("said", ["rubbish", None, b"rubbish", b"\x80\x05N."], ids=["text", "nothing", "bytes", "none"])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_what_no_worker_says_fails_its_rows_at_once(said: Any, per_sample: bool) -> None:
+    future = Future[Any]()
+    future.set_result(said)
+    reward = Isolated(lambda _, c, **__: [1.0] * len(c), executor=Odd(future), per_sample=per_sample)
+    found = causes(scores(reward, ["a", "b"]))
+    assert found[0][1].startswith("got from its executor what no worker of this library says")
+
+
+def test_an_executor_whose_submit_returns_no_future_is_said() -> None:
+    ((_, cause),) = causes(scores(Isolated(lambda _, c, **__: [1.0] * len(c), executor=Odd(b"")), ["a"]))
+    assert cause.startswith("could not be given to its executor: TypeError('its submit() returned no Future, but bytes")
