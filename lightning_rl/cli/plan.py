@@ -21,6 +21,8 @@ from lightning_rl.generation.paced import Decoding, Pace
 from lightning_rl.recording import Recording
 
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # of the generation devices: tokens that they draw for each that training eats
+MAX_DEVICES = 100_000  # more take minutes to simulate
+MAX_RATE = 1e9  # tokens/s of one device: beyond, seconds are lost in the rounding of the time
 NEARLY = 1.05  # a plan that costs so much of the cheapest is as good, if its samples are less stale
 
 
@@ -157,8 +159,9 @@ def drawn_lengths(samples: int, rollouts: int, *, mean: float, sigma: float, lim
         seed: of the lot.
     """
     generator, mu = random.Random(seed), math.log(mean) - sigma**2 / 2
+    most = math.log(limit)  # of larger ones there may be no number
     return [
-        [min(limit, max(1, round(math.exp(generator.gauss(mu, sigma))))) for _ in range(samples)]
+        [min(limit, max(1, round(math.exp(min(most, generator.gauss(mu, sigma)))))) for _ in range(samples)]
         for _ in range(rollouts)
     ]
 
@@ -210,8 +213,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         raise SystemExit(f"expected no further options, got {' '.join(options)}")
     try:
         load, pace = _work_and_pace(arguments)
-        needed = load.tokens / load.step_seconds * pace.step(pace.slots) / pace.slots
-        devices = arguments.generation_devices or sorted({max(1, math.ceil(share * needed)) for share in LOADS})
+        devices = arguments.generation_devices or _numbers_of_devices(load, pace, max(arguments.max_staleness))
         forecasts = plans(load, pace, devices, arguments.max_staleness)
     except (ValueError, OSError) as refused:
         raise SystemExit(str(refused)) from refused
@@ -238,6 +240,13 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     return 0
 
 
+def _numbers_of_devices(load: Load, pace: Pace, max_staleness: int) -> list[int]:
+    """Numbers to look at, none of them larger than there are responses in flight at a time."""
+    needed = load.tokens / load.step_seconds * pace.step(pace.slots) / pace.slots
+    most = (max_staleness + 1) * max(map(len, load.lengths))
+    return sorted({max(1, math.ceil(min(most, share * needed))) for share in LOADS})
+
+
 def _work_and_pace(arguments: argparse.Namespace) -> tuple[Load, Pace]:
     """The work and the devices that the command line describes."""
     for bound in arguments.max_staleness:
@@ -262,5 +271,8 @@ def _work_and_pace(arguments: argparse.Namespace) -> tuple[Load, Pace]:
     check_numbers(at_least=0, finite=True, sync_seconds=sync)
     for number in arguments.generation_devices or ():
         check_counts(1, generation_devices=number)
+    if (most := max(arguments.generation_devices or [0])) > MAX_DEVICES:
+        raise ValueError(f"expected at most {MAX_DEVICES} generation devices, got {most}")
+    check_numbers(at_most=MAX_RATE, tokens_per_second=arguments.tokens_per_second)
     pace = Pace.of(arguments.tokens_per_second, alone=arguments.tokens_per_second_alone, slots=arguments.slots)
     return Load(lengths=lengths, step_seconds=arguments.step_seconds, sync_seconds=sync), pace

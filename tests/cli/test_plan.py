@@ -89,9 +89,23 @@ def test_the_command_says_what_to_take(capsys: pytest.CaptureFixture[str]) -> No
         (["--step-seconds", "1", "--tokens-per-second", "-1"], "expected tokens_per_second > 0"),
         (["--step-seconds", "1", "--tokens-per-second", "9", "--max-staleness", "-1"], "expected max_staleness"),
         (["--step-seconds", "1", "--tokens-per-second", "9", "--recordings", "nowhere"], "expected recordings"),
+        (["--step-seconds", "1", "--tokens-per-second", "1e300"], "expected tokens_per_second <= 1e"),
+        (["--step-seconds", "1", "--tokens-per-second", "9", "--generation-devices", "200000"], "at most 100000 gen"),
         (["--step-seconds", "1", "--tokens-per-second", "9", "--", "more"], "expected no further options, got more"),
     ],
 )
 def test_options_that_are_out_of_range_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["plan", *options])
+
+
+def test_a_trainer_that_takes_no_time_has_no_more_devices_than_responses(capsys: pytest.CaptureFixture[str]) -> None:
+    work = ["--samples", "4", "--max-tokens", "9", "--rollouts", "2", "--max-staleness", "0", "1"]
+    with pytest.raises(SystemExit):
+        main(["plan", "--step-seconds", "1e-9", "--tokens-per-second", "9", *work])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert {row[0] for row in rows} == {"8"}, "four responses each of two rollouts are in flight"
+
+
+def test_a_length_that_no_number_holds_is_cut_off_at_the_limit() -> None:
+    assert drawn_lengths(8, 2, mean=1e308, sigma=2.0, limit=50, seed=0) == [[50] * 8] * 2
