@@ -6,7 +6,12 @@ import socket
 LOOPBACK = "127.0.0.1"
 MESH = ("connectFullMesh", "makeDeviceForHostname", "Unable to find address for")  # of gloo
 TAKEN = ("EADDRINUSE", "Address already in use")
-UNREACHED = ("client socket has timed out", "client socket has failed to connect")
+UNREACHED = (
+    "client socket has timed out",
+    "client socket has failed to connect",
+    "waiting for clients",  # of the first node, whom the others look for elsewhere
+    "Ping failed",  # somebody else answers there
+)
 
 
 def cure_of(error: BaseException) -> str:
@@ -29,6 +34,9 @@ def cure_of(error: BaseException) -> str:
             "set MASTER_ADDR and MASTER_PORT to an address of the first node that the others reach, and to a port that "
             "is open between them"
         )
+    port = os.environ.get("MASTER_PORT", "0")
+    if isinstance(error, ValueError) and not port.isdecimal() and repr(port) in text:
+        return f"set MASTER_PORT to the number of a free port, the same on all nodes, got {port!r}"
     return ""
 
 

@@ -72,9 +72,24 @@ def test_a_restart_that_reads_old_addresses_is_told_of_the_store(
     assert cure.startswith("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == named
 
 
-def test_a_first_node_that_nobody_reaches_is_said_to_be_chosen_by_its_address() -> None:
-    unreached = "The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."
+@pytest.mark.parametrize(
+    "unreached",
+    [
+        "The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
+        "Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
+        "Ping failed, invalid value returned from server. Expected: 1807, Got: 1347703880",
+    ],
+    ids=["nobody-there", "nobody-comes", "somebody-else-there"],
+)
+def test_a_first_node_that_nobody_reaches_is_said_to_be_chosen_by_its_address(unreached: str) -> None:
     assert cure_of(RuntimeError(unreached)).startswith("set MASTER_ADDR and MASTER_PORT")
+
+
+def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500;")
+    error = ValueError("invalid literal for int() with base 10: '29500;'")
+    assert cure_of(error) == "set MASTER_PORT to the number of a free port, the same on all nodes, got '29500;'"
+    assert cure_of(ValueError("expected rewards")) == ""
 
 
 def test_any_other_error_is_left_alone() -> None:
