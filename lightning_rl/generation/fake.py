@@ -50,7 +50,7 @@ class FakeEngine(Engine):
             if not isinstance(completion, Completion):
                 ids = tuple(completion)
                 finish = Finish.STOP if ids and ids[-1] in request.eos_token_ids else Finish.LENGTH
-                scores = torch.full((len(ids),), self.logprob)
+                scores = torch.full((len(ids),), self.logprob, dtype=torch.float32)
                 completion = Completion(token_ids=ids, logprobs=scores, finish=finish, version=self.version)
             completions.append(completion if logprobs else replace(completion, logprobs=None))
         return completions

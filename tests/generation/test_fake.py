@@ -39,6 +39,15 @@ def test_log_probabilities_come_only_if_asked_for() -> None:
     assert plain.version == scored.version == 4
 
 
+def test_log_probabilities_are_float32_under_any_default() -> None:
+    torch.set_default_dtype(torch.bfloat16)  # as Trainer(precision="bf16-true") does
+    try:
+        (completion,) = synced(FakeEngine(lambda _: [5, 1])).generate([a_request()], logprobs=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert completion.logprobs is not None and completion.logprobs.dtype == torch.float32
+
+
 def test_a_scripted_completion_is_passed_on_as_it_is() -> None:
     fault = Completion(token_ids=(5,), logprobs=torch.tensor([-9.0]), finish=Finish.ABORT, version=-7)
     (found,) = synced(FakeEngine(lambda _: fault)).generate([a_request()], logprobs=True)
