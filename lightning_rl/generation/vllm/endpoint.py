@@ -247,12 +247,12 @@ class Endpoint:
         logprobs = prompt_logprobs = None
         with self._parsing():
             (choice,) = answer["choices"]
-            tokens = tuple(_count(token) for token in choice["token_ids"])
+            tokens = _counts(choice["token_ids"])
             if len(tokens) > parameters["max_tokens"]:
                 raise ValueError(f"{len(tokens)} tokens for at most {parameters['max_tokens']}")
             if parameters.get("logprobs") is not None:
                 content = choice["logprobs"]["content"]
-                if tuple(entry["token_id"] for entry in content) != tokens:
+                if tuple([entry["token_id"] for entry in content]) != tokens:
                     raise ValueError("log-probabilities of other tokens")
                 logprobs = _logprobs([entry["logprob"] for entry in content])
             if parameters.get("prompt_logprobs") is not None:
@@ -311,6 +311,13 @@ def _count(value: Any) -> int:
     return value
 
 
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    """Counts, looked at all together, because an answer may have thousands."""
+    if values and not (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31):
+        raise ValueError("expected counts, got something else")
+    return tuple(values)
+
+
 def _description(result: Mapping[str, Any]) -> Description:
     description = Description(**result)
     for name, kind in Description.__annotations__.items():
@@ -352,6 +359,7 @@ def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:
 
 
 def _logprobs(values: Sequence[float]) -> Tensor:
-    if not all(type(value) in (int, float) and NO_LOGPROB < value <= ROUNDING for value in values):
+    numbers = set(map(type, values)) <= {int, float}
+    if values and not (numbers and min(values) > NO_LOGPROB and max(values) <= ROUNDING):  # JSON has no NaN
         raise ValueError("a log-probability that is not finite, or above 0")
     return torch.tensor(values, dtype=torch.float32)
