@@ -48,7 +48,7 @@ def main(*, size: str = "1M", rounds: int = 7, threads: int = 1, quick: bool = F
     optimizers = {
         name: AdamW(policy.parameters(), lr=1e-5, weight_decay=0.0, fused=True) for name, policy in policies.items()
     }
-    first, graphs = dict[str, float](), 0
+    first, graphs, cost = dict[str, float](), 0, 0.0
     for kind in KINDS:
         rollout = random_rollout(kind, ROWS // 8 if quick else ROWS)
         microbatches = make_plan(rollout, minibatches=1, token_budget=2560).step(0)
@@ -64,11 +64,11 @@ def main(*, size: str = "1M", rounds: int = 7, threads: int = 1, quick: bool = F
         seconds = take_turns(variants, rounds, tokens=int(rollout.valid_tokens.sum()))
         report.table(f"{kind} lengths, {len(microbatches)} microbatches", seconds, base=PLAIN)
         saved = median(a - b for a, b in zip(seconds[PLAIN].cpu, seconds[COMPILED].cpu, strict=True))
-        cost = first[COMPILED] - first[PLAIN]
+        cost += first[COMPILED] - first[PLAIN]
         pays = f"from update {cost / saved:.0f} on" if saved > 0 else "never"
         report.rows(
             f"{kind} lengths: when it pays",
-            ("CPU seconds: the first update more", "a later one less", "graphs by now", "pays"),
+            ("CPU seconds: first updates so far, more", "a later one, less", "graphs by now", "pays"),
             [(f"{cost:.1f}", f"{saved:.4f}", graphs, pays)],
         )
         ratio = median(seconds[COMPILED].of_all(seconds[PLAIN]).cpu)
