@@ -36,7 +36,7 @@ LAUNCH_BIN := .venv-launch/bin
 LAUNCH_INSTALLED := .venv-launch/.installed
 SCALE_TESTS = tests/test_restarts.py tests/test_slurm.py tests/strategies/test_nodes.py tests/strategies/test_agreement.py \
 	tests/strategies/test_broadcast_ranks.py tests/strategies/test_served_ranks.py tests/distributed/test_network.py \
-	tests/rewards/test_sandbox_service.py
+	tests/rewards/test_sandbox_service.py tests/generation/vllm/test_members.py
 TRL ?= trl==1.16.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed
