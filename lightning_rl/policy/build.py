@@ -57,7 +57,7 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
     """
     if isinstance(source, str | Path):
         try:
-            return _loaded(source, head=head)
+            return _load(source, head=head)
         except (OSError, SafetensorError) as error:  # what transformers raises where it cannot load
             file = _unreadable_file(Path(source)) if isinstance(error, SafetensorError) else ""
             raise ValueError(
@@ -70,7 +70,7 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
     return model
 
 
-def _loaded(source: str | Path, *, head: bool) -> PreTrainedModel:
+def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
     """The model of a name or folder, all of whose weights were read.
 
     Raises:

@@ -70,8 +70,8 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
 
     Returns:
         None if ``source`` is no folder, its files cannot be read, or transformers would make something else of them
-        than to read each parameter under its own name: adapters, quantized or renamed weights, weights that are tied in the model and not
-        in the files, buffers that are no rotary frequencies. Such a model is built whole.
+        than to read each parameter under its own name: adapters, quantized or renamed weights, weights that are tied
+        in the model and not in the files, buffers that are no rotary frequencies. Such a model is built whole.
     """
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is None or not (folder / "config.json").is_file():
