@@ -44,13 +44,14 @@ SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
 SITE_BIN := .venv-docs/bin
 SITE_INSTALLED := .venv-docs/.installed
 ADAPTERS := gem openenv reasoning-gym textarena
+PYTHON_OF_GPU ?= $(BIN)/python
 LOCK := requirements.lock
 UV ?= uv==0.13.9
 RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers test-liger test-dask test-scale bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench clean
+.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers test-liger test-dask test-scale bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -146,6 +147,9 @@ format: $(INSTALLED) ## Rewrite the code as the static checks want it
 
 bench: $(INSTALLED) $(TRL_INSTALLED) ## Run every benchmark, and end with a table of all bounds
 	$(BIN)/python benchmarks/run.py
+
+bench-gpu: $(INSTALLED) ## Check what a GPU does at first contact, in ten minutes; PYTHON_OF_GPU=... has vLLM
+	$(PYTHON_OF_GPU) benchmarks/gpu_smoke.py
 
 clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rl.transfer import to_device
+
 Fields = Sequence[tuple[str, Tensor]]
 WORD = 8  # bytes
 ATOMS = frozenset({str, int, float, bool, type(None), bytes, complex})
@@ -358,7 +360,7 @@ def comparing_later() -> Iterator[None]:
 
 def _refuse_first(suspicions: Sequence[Suspicion]) -> None:
     flags = [flag for suspicion in suspicions for flag in suspicion.comparison.flags()]
-    if not flags or not torch.stack([flag.to(flags[-1].device, non_blocking=True) for flag in flags]).any():
+    if not flags or not torch.stack([to_device(flag, flags[-1].device) for flag in flags]).any():
         return
     for who, cure, comparison in suspicions:
         refuse_edits(who, comparison.changes(), cure)

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_rl.corrections import Stat
-from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments
+from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments, stack_moments
 from lightning_rl.distributed import ALONE, Collectives
 
 ON_THE_BAR = "reward/task"  # more would not fit into a line beside the bar; a `RolloutSummary` says the rest
@@ -66,7 +66,7 @@ class RunningStats(Metric):
     def join(self, stats: Mapping[str, Stat]) -> None:
         """The same without what torchmetrics wraps around :meth:`update`."""
         columns, keys = self.columns, tuple(stats)
-        new = torch.stack([stat.moments for stat in stats.values()]).to(self.moments.device)
+        new = stack_moments(tuple(stats.values()), self.moments.device)
         if columns.restored and keys != columns.keys:  # resumed with other corrections: what was not logged is dropped
             columns.keys = ()
         if columns.keys and keys != columns.keys:

@@ -446,6 +446,10 @@ class RLLightningModule(LightningModule):
     @override
     def configure_model(self) -> None:
         """Builds policy and reference once, split over the ranks, and checks that the prompts fit the policy."""
+        with torch.device("cpu"):  # Lightning has new tensors lie on the accelerator; the strategy moves what is built
+            self._build()
+
+    def _build(self) -> None:
         parallel, alone = self.parallel, self.run.built_alone
         if alone:
             self.close_engine()  # it may need a copy of the policy from now on

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
+from lightning_rl.transfer import to_device
+
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
@@ -205,7 +207,7 @@ class Rollout:
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
         """Every tensor on ``device``."""
-        return self.map(lambda tensor, _axes, _pad: tensor.to(device))
+        return self.map(lambda tensor, _axes, _pad: to_device(tensor, device))
 
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
         """``number`` rows of padding with the same set of fields: ids -1, one prompt token, no response."""

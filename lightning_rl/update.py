@@ -374,12 +374,11 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of some entries of each tensor, made together: one for each is slow where there are many small ones."""
-    copies, by_dtype = dict[str, Tensor](), dict[torch.dtype, dict[str, Tensor]]()
-    for name, tensor in tensors.items():
-        by_dtype.setdefault(tensor.dtype, {})[name] = _entries(tensor)
-    for entries in by_dtype.values():
-        device = next(iter(entries.values())).device
-        whole = torch.cat([part.to(device) for part in entries.values()])
+    copies, alike = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
+    for name, tensor in tensors.items():  # an optimizer may count its steps on the CPU
+        alike.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
+    for entries in alike.values():
+        whole = torch.cat(list(entries.values()))
         copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
     return copies
 

@@ -11,6 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHARED = {"measure", "run", "sides", "side_of_library", "side_of_trl", "workload"}
+OF_A_GPU = {path.stem for path in BENCHMARKS.glob("gpu_*.py")}  # by a command of their own
 OF_DATA = {"score_gsm8k"}  # takes the folder of a data set
 
 
@@ -65,7 +66,7 @@ def test_a_bound_that_does_not_hold_ends_a_benchmark_with_status_1(
 def test_the_runner_runs_every_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = {each.name for each in script("run").BENCHMARKS}
-    assert names == {path.stem for path in BENCHMARKS.glob("*.py")} - SHARED - OF_DATA
+    assert names == {path.stem for path in BENCHMARKS.glob("*.py")} - SHARED - OF_DATA - OF_A_GPU
 
 
 def test_the_runner_goes_on_after_a_bound_that_fails_and_a_benchmark_that_ends_early(tmp_path: Path) -> None:

@@ -60,10 +60,12 @@ class Charges:
         self._take(stage, self.rows & ~emptied, tokens, self.weight * factor.double().abs())
 
     def _take(self, stage: str, rows: Tensor, tokens: Tensor, weight: Tensor) -> None:
-        before, gone = self.remainder(), self.tokens & ~tokens
+        gone, less = self.tokens & ~tokens, (self.rows & ~rows).sum().double()
         self.lost[stage] = gone | self.lost[stage] if stage in self.lost else gone
+        lighter = torch.where(self.tokens, self.weight, 0.0) - torch.where(tokens, weight, 0.0)  # 0 for a weight of 1
+        taken = torch.stack([less, gone.sum().double(), lighter.sum()])
+        self.taken[stage] = taken + self.taken[stage] if stage in self.taken else taken
         self.rows, self.tokens, self.weight = rows, tokens, weight
-        self.taken[stage] = self.taken.get(stage, 0.0) + before - self.remainder()
 
 
 def _stages(corrections: Corrections, *methods: str) -> list[str]:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lightning_rl.transfer import to_device
+
 StatReduction = Literal["mean", "max", "std", "ess", "sum"]
 
 
@@ -48,7 +50,7 @@ class Stat:
     def singles(values: Mapping[str, Tensor]) -> "dict[str, Stat]":
         """A population of one number for each name, or an empty one if the number is not finite."""
         device = next(iter(values.values())).device
-        exact = torch.stack([value.detach().double().to(device) for value in values.values()])
+        exact = torch.stack([to_device(value.detach().double(), device) for value in values.values()])
         finite = torch.isfinite(exact)
         mean, maximum = torch.where(finite, exact, 0.0), torch.where(finite, exact, -torch.inf)
         moments = torch.stack([finite.double(), mean, torch.zeros_like(exact), maximum], -1)
@@ -86,6 +88,18 @@ class Stat:
     def value(self) -> float:
         """The figure that is logged; NaN for an empty population."""
         return reduce_moments(self.moments.tolist(), self.reduction)
+
+
+def stack_moments(stats: Sequence[Stat], device: torch.device | str) -> Float[Tensor, "K 4"]:
+    """The moments of some statistics on one device; what comes from another one is copied together."""
+    devices, rows = {stat.moments.device for stat in stats}, dict[int, Tensor]()
+    if len(devices) == 1:
+        return to_device(torch.stack([stat.moments for stat in stats]), device)
+    for other in devices:
+        places = [place for place, stat in enumerate(stats) if stat.moments.device == other]
+        together = to_device(torch.stack([stats[place].moments for place in places]), device)
+        rows |= dict(zip(places, together.unbind(), strict=True))
+    return torch.stack([rows[place] for place in range(len(stats))])
 
 
 def merge_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:

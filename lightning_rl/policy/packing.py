@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
+from lightning_rl.transfer import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
 
@@ -54,8 +55,10 @@ class Layout:
     def to(self, device: torch.device | str) -> "Layout":
         """Every tensor on ``device``."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        shared = self.shared and Shared(*(index.to(device) for index in self.shared))
+        moved: dict[str, Any] = {
+            name: to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)
+        }
+        shared = self.shared and Shared(*(to_device(index, device) for index in self.shared))
         return replace(self, **moved, shared=shared)
 
     def scatter(self, flat: Tensor) -> Tensor:

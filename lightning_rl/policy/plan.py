@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rl.policy.packing import Layout, pack, sequences_of
 from lightning_rl.rollout import Rollout
+from lightning_rl.transfer import to_device
 
 RowLists = list[list[list[int]]]
 
@@ -19,6 +20,10 @@ class Microbatch:
 
     index: Int[Tensor, " b"]
     layout: Layout
+
+    def to(self, device: torch.device | str) -> "Microbatch":
+        """Index and layout on ``device``."""
+        return Microbatch(to_device(self.index, device), self.layout.to(device))
 
     def rows_of(self, rollout: Rollout) -> Rollout:
         """The microbatch's rows with every field, cut to its longest response."""
@@ -39,9 +44,7 @@ class Plan:
 
     def to(self, device: torch.device | str) -> "Plan":
         """Every layout on ``device``."""
-        return Plan(
-            tuple(tuple(Microbatch(m.index.to(device), m.layout.to(device)) for m in step) for step in self.minibatches)
-        )
+        return Plan(tuple(tuple(microbatch.to(device) for microbatch in step) for step in self.minibatches))
 
     def microbatches(self) -> list[Microbatch]:
         """Every microbatch once."""

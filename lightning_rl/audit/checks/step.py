@@ -349,7 +349,8 @@ def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) 
     move, slack = (torch.cat([known[name][place] for name in known]) for place in (0, 1))
     ours, wanted = after - before, move != 0
     units = [torch.finfo(one.dtype).eps for one in earlier]
-    unit = before.abs() * before.new_tensor(units).repeat_interleave(torch.tensor([len(one) for one in earlier]))
+    lengths = torch.tensor([len(one) for one in earlier], device=before.device)
+    unit = before.abs() * before.new_tensor(units).repeat_interleave(lengths)
     lost = wanted & (ours == 0) & (move.abs() < unit)
     if int(wanted.sum()) and float(lost.sum()) > 0.5 * float(wanted.sum()):
         dtype = str(earlier[0].dtype).removeprefix("torch.")

@@ -1,0 +1,146 @@
+"""The checks of `gpu_smoke.py` by number, and what one of them finds; run as a script it is one check.
+
+A line of JSON is written for each finding at once, so that nothing is lost when the process ends early.
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GIB = 2**30
+
+
+class Check(NamedTuple):
+    """A check: the file and function that make it, and seconds after which it is ended."""
+
+    number: int
+    title: str
+    script: str
+    function: str
+    seconds: float
+
+
+CHECKS = (
+    Check(1, "ceilings: matrix products and copies", "gpu_kernels", "ceilings", 30),
+    Check(2, "branches: versions and kernels that are here", "gpu_kernels", "branches", 90),
+    Check(3, "numbers of the CPU from every loss, estimator and correction", "gpu_kernels", "same_numbers", 90),
+    Check(4, "vocabulary head against float64", "gpu_kernels", "head", 40),
+    Check(5, "packed attention against plain attention", "gpu_kernels", "packed_attention", 60),
+    Check(6, "vLLM against the trainer, tokens a second", "gpu_engines", "generation", 120),
+    Check(7, "sleep and wake", "gpu_engines", "sleep", 150),
+    Check(8, "canary", "gpu_engines", "canary", 90),
+    Check(9, "fits with and without staleness", "gpu_fits", "fits", 150),
+    Check(10, "update: MFU and memory", "gpu_updates", "updates", 150),
+    Check(11, "FSDP2 on one rank: a resume, bit for bit", "gpu_fits", "resume", 60),
+    Check(12, "two ranks on one device", "gpu_fits", "two_ranks", 60),
+    Check(13, "server and pushes of weights", "gpu_engines", "server", 150),
+    Check(14, "TRL with the same vLLM", "gpu_trl", "against_trl", 200),
+    Check(15, "profile of an optimizer step", "gpu_updates", "profile", 40),
+)
+
+
+class SkipError(Exception):
+    """A check has no meaning here."""
+
+
+class Findings:
+    """What a check says.
+
+    Args:
+        path: of the file, a line for each finding.
+        tiny: on the CPU with tiny models.
+    """
+
+    def __init__(self, path: Path, *, tiny: bool) -> None:
+        self.path, self.tiny = path, tiny
+
+    @property
+    def device(self) -> str:
+        """Where the check runs."""
+        return "cpu" if self.tiny else "cuda"
+
+    def figure(self, what: str, value: Any) -> None:
+        """A number or a word that is held to nothing."""
+        text = f"{value:.4g}" if isinstance(value, float) else value
+        self._write({"kind": "figure", "what": what, "value": text})
+
+    def at_most(self, what: str, value: float, bound: float) -> None:
+        """A number that has to stay at or below something."""
+        self._write_bound(what, value, {"at_most": bound}, holds=value <= bound)
+
+    def at_least(self, what: str, value: float, bound: float) -> None:
+        """A number that has to stay at or above something."""
+        self._write_bound(what, value, {"at_least": bound}, holds=value >= bound)
+
+    def skip(self, why: str) -> None:
+        """Says why there is nothing to check."""
+        self._write({"kind": "skip", "why": why})
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of a check that may fail, or be skipped, without ending the others."""
+        try:
+            yield
+        except SkipError as reason:
+            self.figure(name, f"SKIPPED: {reason}")
+        except Exception as error:  # noqa: BLE001  whatever it is, the next part begins
+            traceback.print_exc()
+            self.figure(f"{name}, error", f"{type(error).__name__}: {str(error)[:200]}")
+            self.at_most(f"{name}, errors", 1.0, 0.0)
+
+    def _write_bound(self, what: str, value: float, bound: dict[str, float], *, holds: bool) -> None:
+        self._write({"kind": "bound", "what": what, "bound": {"value": float(value), **bound, "holds": bool(holds)}})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def needs(*packages: str) -> None:
+    """Skips a check whose packages are missing."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise SkipError(f"{package} is not installed")
+
+
+def _needs_cuda() -> None:
+    import torch  # here, so that what runs on the CPU does not wait for it
+
+    if not torch.cuda.is_available():
+        raise SkipError("PyTorch finds no CUDA here")
+
+
+def needs_gpu(findings: Findings, gibibytes: float = 0.0) -> None:
+    """Skips a check on the CPU, or on a GPU with less memory."""
+    if findings.tiny:
+        raise SkipError("needs CUDA")
+    import torch
+
+    held = torch.cuda.get_device_properties(0).total_memory / GIB
+    if held < gibibytes:
+        raise SkipError(f"needs a GPU of {gibibytes:g} GiB, here are {held:.0f}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Makes one check: the function of a script, a file for what it finds, and whether it is a tiny one."""
+    script, function, path, tiny = arguments
+    warnings.simplefilter("ignore")
+    findings = Findings(Path(path), tiny=tiny == "True")
+    try:
+        if not findings.tiny:
+            _needs_cuda()
+        getattr(import_module(script), function)(findings)
+    except SkipError as reason:
+        findings.skip(str(reason))
+
+
+if __name__ == "__main__":
+    sys.modules["gpu_findings"] = sys.modules["__main__"]  # so that its classes are those that checks import
+    main(sys.argv[1:])

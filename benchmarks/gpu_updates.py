@@ -1,0 +1,155 @@
+"""Checks of `gpu_smoke.py` on the update: what it makes of the device, and where its time goes."""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from gpu_findings import GIB, Findings, needs, needs_gpu
+from gpu_kernels import matmul_rate
+from gpu_models import CONVENTIONS, dense_peak, random_model, rows_of, update_flops
+from measure import RESULTS
+from torch.optim import AdamW
+
+from lightning_rl import ClippedSurrogate, token_mean
+from lightning_rl.advantages import GRPO
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.update import accumulate_gradient
+
+ALGORITHM = Algorithm(loss=ClippedSurrogate(), advantages=GRPO(), reduction=token_mean)
+MEASURED = 3  # optimizer steps, after one that warms up
+TRACE = "gpu_smoke_trace.json"
+
+
+def _change_nothing(policy: PolicyModel) -> None:
+    del policy
+
+
+def _compile(policy: PolicyModel) -> None:
+    from lightning_rl.policy.compilation import compile_layers  # here, so that a plain update runs without it
+
+    compile_layers(policy, policy.layers(), "inductor")
+
+
+def _with_liger(policy: PolicyModel) -> None:
+    from lightning_rl.policy.liger import apply_liger  # as above
+
+    apply_liger(policy.model)
+
+
+class Update:
+    """An optimizer step on packed rows, again and again.
+
+    Args:
+        name: of the model's size.
+        device: of everything.
+        change: of the policy, before it trains.
+    """
+
+    def __init__(self, name: str, device: str, change: Callable[[PolicyModel], None] = _change_nothing) -> None:
+        small = name == "tiny"
+        self.lengths, self.prompt = ([48, 40, 32, 24], 8) if small else ([4096] * 3 + [4095], 1024)
+        model = random_model(name, device, torch.float32 if small else torch.bfloat16)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy = PolicyModel(model, None, temperature=1.0, packed=True).train()
+        change(self.policy)
+        rollout = rows_of(self.lengths, model.config.vocab_size, self.prompt)
+        self.microbatches = plan_of_rows(rollout, [[[*range(len(self.lengths))]]]).to(device).step(0)
+        self.rollout = rollout.to(device)
+        self.optimizer = AdamW(self.policy.parameters(), lr=1e-6, fused=True)
+        self.moved = next(self.policy.parameters())
+
+    @property
+    def responses(self) -> list[int]:
+        """Lengths without prompts."""
+        return [length - self.prompt for length in self.lengths]
+
+    def step(self) -> None:
+        """Forward, loss, backward, optimizer."""
+        accumulate_gradient(
+            self.rollout,
+            self.microbatches,
+            lambda microbatch: self.policy(microbatch.layout),
+            ALGORITHM,
+            backward=lambda loss: loss.backward(),
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def updates(findings: Findings) -> None:
+    """MFU of the update, activation checkpointing on: plain, with Liger, compiled; and a larger model."""
+    device = findings.device
+    known = dense_peak(device)
+    peak = known or matmul_rate(device, 512 if findings.tiny else 8192)
+    findings.figure("peak", f"{peak / 1e12:.4g} TFLOP/s, {'of the data sheet' if known else 'as measured'}")
+    findings.figure(
+        "MFU counts", "3 x forward, no recomputation, the head on responses alone, optimizer's time included"
+    )
+    small = "tiny" if findings.tiny else "1.5B"
+    with findings.part(small):
+        _update(findings, small, small, _change_nothing, peak, floor=0.001 if findings.tiny else 0.35)
+    with findings.part(f"{small}, Liger"):
+        needs_gpu(findings)
+        needs("liger_kernel")
+        _update(findings, f"{small}, Liger", small, _with_liger, peak, floor=0.35)
+    with findings.part(f"{small}, compiled"):
+        needs_gpu(findings)
+        _update(findings, f"{small}, compiled", small, _compile, peak, floor=0.35)
+    with findings.part("7B"):
+        needs_gpu(findings, 120)
+        _update(findings, "7B", "7B", _change_nothing, peak, floor=0.4)
+
+
+def _update(
+    findings: Findings, title: str, name: str, change: Callable[[PolicyModel], None], peak: float, *, floor: float
+) -> None:
+    gpu = findings.device == "cuda"
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    update, seconds = Update(name, findings.device, change), list[float]()
+    before = update.moved.detach().clone()
+    for _ in range(MEASURED + 1):
+        begin = time.perf_counter()
+        update.step()
+        if gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    least = min(seconds[1:])
+    findings.figure(f"{title}: ms a step, the first one", [round(1e3 * least, 1), round(1e3 * seconds[0], 1)])
+    for convention in CONVENTIONS:
+        mfu = update_flops(name, update.lengths, update.responses, convention) / least / peak
+        if convention == "full attention":
+            findings.at_least(f"{title}: MFU, {convention}", mfu, floor)
+        else:
+            findings.figure(f"{title}: MFU, {convention}", mfu)
+    findings.at_least(f"{title}: entries that moved", int((update.moved.detach() != before).sum()), 1)
+    if gpu:
+        findings.figure(f"{title}: GiB at most", torch.cuda.max_memory_allocated() / GIB)
+
+
+def profile(findings: Findings) -> None:
+    """Writes a trace of one optimizer step, and names what takes the most time."""
+    update = Update("tiny" if findings.tiny else "1.5B", findings.device)
+    update.step()
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if not findings.tiny:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        update.step()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(RESULTS / TRACE))
+    there = "CPU" if findings.tiny else "CUDA"
+    events, took = [event for event in profiler.events() or () if event.device_type.name == there], Counter[str]()
+    for event in events:
+        took[event.name] += event.self_cpu_time_total if findings.tiny else event.self_device_time_total
+    findings.at_least("operations on the device in a step", len(events), 100)
+    findings.at_least("bytes of the trace", (RESULTS / TRACE).stat().st_size, 10_000)
+    findings.figure("trace", f"build/bench/{TRACE}")
+    for name, microseconds in took.most_common(5):
+        findings.figure(f"ms in {name[:60]}", microseconds / 1e3)
