@@ -91,9 +91,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         shared, lengths = Shared(number[order], order.argsort()[own]), lengths.sort(descending=True).values
         inputs, position, source = inputs[own], position[own], number[source]
     sizes = tuple(lengths.tolist())
-    packed = shared is not None or (
-        packed and min(sizes) < max(sizes)
-    )  # sequences of one length need no padding anyway
+    packed = shared is not None or (packed and min(sizes) < max(sizes))  # those of one length need no padding anyway
     if not packed:
         shape = len(sizes), max(sizes)
         place = position + line * shape[1]
@@ -170,7 +168,8 @@ class Sequences(NamedTuple):
 
 def sequences_of(rows: Rollout) -> Sequences:
     """The sequences of rows, in their order."""
-    starts = context_starts(rows)
+    inside = torch.arange(rows.width, device=rows.response_lengths.device) < rows.response_lengths[:, None]
+    starts = context_starts(rows) & inside  # whatever stands in padding
     row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)
     begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
     ends = (rows.prompt_lengths + rows.response_lengths)[row]

@@ -240,6 +240,12 @@ def test_a_prompt_with_other_extras_is_not_shared() -> None:
     assert pack(rows.replace(prompt_extras={"routes": extras})).input_ids.tolist() == [[2, 3, 7, 2, 3]]
 
 
+def test_what_stands_in_the_padding_of_turns_begins_no_context() -> None:
+    rows = with_contexts()
+    noise = torch.where(torch.arange(rows.width) < rows.response_lengths[:, None], rows.token_extras[TURNS], -7)
+    exactly(pack(rows.replace(token_extras={TURNS: noise})).input_ids, pack(rows).input_ids)
+
+
 def test_a_context_that_begins_with_a_drawn_token_is_refused() -> None:
     rows = with_contexts()
     with pytest.raises(ValueError, match="expected a rewritten context to begin with what is read, got a token there"):
