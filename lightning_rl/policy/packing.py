@@ -7,7 +7,7 @@ registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence by 
 mask. The last token of a sequence predicts nothing and is left out.
 
 Samples of a group begin with the same prompt, whose hidden states are the same because of causality. Packed, it is
-among the inputs once for all of them, and attention alone reads it with each.
+among the inputs once for all of them, and attention alone reads it with each, unless that saves too little.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
 from lightning_rl.transfer import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
+WORTH = 0.1  # share of the inputs that has to be saved: what attention reads is copied, which costs as much as 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class CommonPrompts(NamedTuple):
 
     Attributes:
         lender: the sequence that has it, often itself.
-        tokens: how many of its first tokens that are; 0 for a lender.
+        tokens: how many of its first tokens that are; 0 for a lender, and for all where it is not worth while.
     """
 
     lender: Int[Tensor, " s"]
@@ -147,7 +148,8 @@ def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
     lender = number.index_put((begins,), torch.where(alike, begins[first], begins))
     inputs = (sequences.lengths - 1).clamp(min=1)
     tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
-    return CommonPrompts(lender, torch.where(lender == number, 0, tokens))
+    saved = torch.where(lender == number, 0, tokens)
+    return CommonPrompts(lender, saved * (saved.sum() >= WORTH * inputs.sum()))
 
 
 class Sequences(NamedTuple):

@@ -233,6 +233,12 @@ def test_a_prompt_is_among_the_inputs_once_for_its_group() -> None:
     assert layout.shared.positions.tolist() == [4, 5, 6, 2, 3, 7, 8, 9, 10]
 
 
+def test_a_prompt_that_is_a_small_part_of_its_sequences_is_not_shared() -> None:
+    for length, shared in ((7, True), (12, False)):  # 2 tokens of 16 and of 26
+        responses = [[7] * length, [8] * length]
+        assert (pack(Rollout.of_samples([[2, 3]] * 2, responses, groups=[0, 0])).shared is not None) == shared
+
+
 def test_a_prompt_with_other_extras_is_not_shared() -> None:
     rows = Rollout.of_samples([[2, 3]] * 3, [[7, 8], [9], [5]], groups=[0, 0, 0])
     extras = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1, 2], [3, 4]]])
