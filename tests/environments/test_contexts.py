@@ -8,13 +8,12 @@ import pytest
 import torch
 from kit.conversations import Echo, Forgetful, Rewriting, talking_module
 from kit.strategy_cases import Watch
-from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
+from kit.support import fit, keep_norms_exact, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import SGD
 from torch.testing import assert_close
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout
@@ -143,18 +142,13 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
     assert "logged_metrics" not in audit.skipped
 
 
-def exact_norm(norm: Qwen2RMSNorm, states: Tensor) -> Tensor:
-    """Without the float32 to which it rounds gradients, those of one row or of several that share a prompt."""
-    return norm.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-
-
 @pytest.mark.parametrize(
     "options",
     [slow({"token_budget": 24}), {"token_budget": 24, "packing": False}, slow({"packing": False})],
     ids=["small", "small and padded", "padded"],
 )
 def test_microbatches_and_padding_move_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", exact_norm)
+    keep_norms_exact(monkeypatch)
     (*_, first), (*_, second) = (run_of(Forgetful, **given) for given in ({}, options))
     assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from typing_extensions import override
 
 from lightning_rl import (
@@ -124,6 +126,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def keep_norms_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the float32 to which norms round gradients, those of one row or of several that share a prompt."""
+
+    def forward(norm: Qwen2RMSNorm, states: Tensor) -> Tensor:
+        return norm.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
 
 
 def ragged_rollout(

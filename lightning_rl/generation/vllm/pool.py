@@ -118,10 +118,10 @@ class ServerPool:
                 self.push.forget(server.endpoint.url)
                 with suppress(Unanswered, Refused, Cancelled):
                     server.endpoint.leave()
+            LOG.warning("%s is let go: it is listed no more, and nothing is in flight there", server.endpoint.url)
             server.endpoint.close()
         finally:
             server.loading.release()
-        LOG.warning("%s is let go: it is listed no more, and nothing is in flight there", server.endpoint.url)
         return True
 
     def close(self) -> None:
