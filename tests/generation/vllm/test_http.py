@@ -150,8 +150,8 @@ def test_a_kept_connection_that_was_closed_meanwhile_costs_no_call() -> None:
 
     def hang_up(server: RawServer, connection: socket.socket, path: str) -> None:
         """Answers the first call of a connection, and reads the second one without a word."""
-        server.send(connection, whole(body=json.dumps(path).encode()))
         said.append(path)
+        server.send(connection, whole(body=json.dumps(path).encode()))
         connection.recv(2**16)
 
     with raw_server(hang_up) as server, closing(Client(server.url)) as client:
