@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from kit.conversations import Echo, leak_mask, talking_module
-from kit.support import fit, keep_norms_exact, recorder, tiny_model, tiny_policy, weights_of
+from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
@@ -130,8 +130,7 @@ class Gone(Echo):
     [{"token_budget": 24}, {"token_budget": 24, "packing": False}, {"packing": False}],
     ids=["small", "small and padded", "padded"],
 )
-def test_microbatches_and_padding_move_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_norms_exact(monkeypatch)
+def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
     policy = partial(tiny_policy, dtype=torch.float64)
     one, other = (talking_module(policy=policy, minibatches=2, **given) for given in ({}, options))
     for module in (one, other):

@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from tokenizers import Tokenizer
@@ -54,6 +53,25 @@ from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.selection import local_values
 
 VOCABULARY, EOS = 16, 1
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+class ExactNorm(Qwen2RMSNorm):
+    """Without the float32 to which norms round gradients, those of one row or of several that share a prompt."""
+
+    @override
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        mean = hidden_states.square().mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(mean + self.variance_epsilon)
+
+
+def cast_exactly(model: ModelT, dtype: torch.dtype) -> ModelT:
+    """A model in a precision; in float64 its norms are too."""
+    torch.nn.Module.to(model, dtype)
+    for part in model.modules() if dtype == torch.float64 else ():
+        if hasattr(part, "variance_epsilon"):
+            part.__class__ = ExactNorm
+    return model
 
 
 def tiny_policy(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Qwen2ForCausalLM:
@@ -74,8 +92,7 @@ def tiny_policy(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    torch.nn.Module.to(model, dtype)
-    return model
+    return cast_exactly(model, dtype)
 
 
 class TinyPolicy(ModelBuilder):
@@ -116,8 +133,7 @@ def tiny_model(family: str, seed: int = 0, *, dtype: torch.dtype = torch.float64
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    torch.nn.Module.to(model, dtype)
-    return model
+    return cast_exactly(model, dtype)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -126,15 +142,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
-
-
-def keep_norms_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the float32 to which norms round gradients, those of one row or of several that share a prompt."""
-
-    def forward(norm: Qwen2RMSNorm, states: Tensor) -> Tensor:
-        return norm.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
 
 
 def ragged_rollout(
