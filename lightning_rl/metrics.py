@@ -244,7 +244,7 @@ def global_values(
     """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
     if collectives.ranks == 1:  # a torchmetric costs more than all of its figures
         columns = Columns(tuple(stats), tuple(stat.reduction for stat in stats.values()))
-        return _figures(columns, torch.stack([stat.moments.to(device) for stat in stats.values()]))
+        return _figures(columns, stack_moments(tuple(stats.values()), device))
     running = RunningStats(collectives).to(device)
     running.join(stats)
     return running.figures()

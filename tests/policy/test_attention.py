@@ -66,7 +66,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "choose_attention", lambda name, *_: name)
 
 
-def packed(name: str, lengths: tuple[int, ...] = LENGTHS) -> PackedSequences:
+def sequences_for(name: str, lengths: tuple[int, ...] = LENGTHS) -> PackedSequences:
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     return PackedSequences(lengths, ends, name)
 
@@ -104,7 +104,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
     name: str, window: int | None, shared: int, scaling: float | None
 ) -> None:
     tensors = query, key, value = drawn(4, shared)
-    mixed = attend(query, key, value, packed(name), scaling=scaling, window=window)
+    mixed = attend(query, key, value, sequences_for(name), scaling=scaling, window=window)
     expected = one_after_the_other(tensors, scaling, window)
     exactly(mixed, expected, rtol=0, atol=1e-12)
     slopes = torch.linspace(-1, 2, mixed.numel(), dtype=torch.float64).view_as(mixed)
@@ -116,7 +116,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
 @pytest.mark.parametrize("name", NAMES)
 def test_no_token_sees_another_sequence_or_the_future(name: str) -> None:
     query, key, value = drawn(2, 2)
-    mixed = attend(query, key, value, packed(name))
+    mixed = attend(query, key, value, sequences_for(name))
     begin = [start for start, length in zip([0, 1, 6, 11, 13], LENGTHS, strict=True) for _ in range(length)]
     for token, start in enumerate(begin):
         keys, values = torch.autograd.grad(mixed[0, token].sum(), (key, value), retain_graph=True)

@@ -97,11 +97,8 @@ class ServerPool:
         self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()] + watchers
         for watcher in watchers:
             watcher.start()
-        listed, left = (
-            [server.endpoint.url for server in servers if server not in before],
-            [s.endpoint.url for s in gone],
-        )
-        LOG.warning("servers by %s: %s listed, %s no more", self.source, _names(listed), _names(left))
+        new = [server for server in servers if server not in before]
+        LOG.warning("servers by %s: %s listed, %s no more", self.source, _names(new), _names(gone))
         self._notify()
 
     async def _follow(self, servers: Sequence[Server]) -> None:
@@ -483,8 +480,8 @@ class ServerPool:
             self._places.fail(self._nobody_ready())
 
 
-def _names(urls: Sequence[str]) -> str:
-    return ", ".join(urls) or "none"
+def _names(servers: Sequence[Server]) -> str:
+    return ", ".join(server.endpoint.url for server in servers) or "none"
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
