@@ -7,6 +7,9 @@ from typing_extensions import override
 from lightning_rl import RLCallback
 from lightning_rl.metrics import is_of_the_clock
 
+SIGNS = {"reference_kl/positive"}
+"""Shares of signs: of differences that are 0 but for rounding they say nothing, so no two ways to compute agree."""
+
 
 class Rows(RLCallback):
     """Keeps every logged figure that does not measure time, over all ranks."""

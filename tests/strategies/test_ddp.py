@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.rows import Rows
+from kit.rows import SIGNS, Rows
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -49,9 +49,6 @@ ADVANTAGES = {
     "tokens of the batch": "gpg",
     "rows of the batch": "gpg",
 }
-
-
-SIGNS = {"reference_kl/positive"}  # of differences that are 0 but for the rounding of a microbatch
 
 
 class Mismatched(TransformersEngine):
