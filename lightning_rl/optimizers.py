@@ -63,7 +63,7 @@ def warmup_then_linear(warmup: int, total: int) -> SchedulerBuilder:
 
 def _check_steps(warmup: int, total: int) -> None:
     if not 0 <= warmup < total:
-        raise ValueError(f"expected 0 <= warmup < total, got {warmup} and {total}")
+        raise ValueError(f"expected 0 <= warmup < total optimizer steps, got warmup={warmup} and total={total}")
 
 
 def adamw_8bit(lr: float = 1e-6, **options: Any) -> OptimizerBuilder:

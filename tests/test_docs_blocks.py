@@ -203,7 +203,7 @@ def test_a_command_exists_with_its_options(line: str) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[words.index("make") + 1 :]) <= set(targets)
         return
-    place = next((number for number, word in enumerate(words) if word in ("lightning-rl", "lightning_rl.cli")), None)
+    place = next((number for number, word in enumerate(words) if word in ("lightning-rl", "lightning_rl")), None)
     if place is None:
         script = Path(words[words.index("python") + 1])
         assert script.name in FILES or (ROOT / script).exists() or script.name == "-m", line

@@ -40,7 +40,7 @@ def test_the_warmup_is_linear_and_reaches_the_full_rate(warmup: int, total: int)
 
 @pytest.mark.parametrize(("warmup", "total"), [(-1, 4), (4, 4), (5, 4), (0, 0)])
 def test_a_warmup_that_does_not_fit_is_refused(warmup: int, total: int) -> None:
-    with pytest.raises(ValueError, match=f"expected 0 <= warmup < total, got {warmup} and {total}"):
+    with pytest.raises(ValueError, match=f"total optimizer steps, got warmup={warmup} and total={total}"):
         warmup_then_linear(warmup, total)
 
 

@@ -63,7 +63,7 @@ def check_launch(trainer: Trainer) -> None:
     if starts_itself(trainer):
         raise SystemExit(
             f"expected one process for each of {trainer.world_size} ranks, got a Trainer that would start them itself: "
-            f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl.cli ..."
+            f"torchrun --nproc_per_node {trainer.num_devices} -m lightning_rl ..."
         )
 
 

@@ -80,9 +80,9 @@ class _Translation:
         settings.refuse_below_one(f"{ACTOR}ppo_mini_batch_size", f"{ACTOR}ppo_epochs")
         settings.check()
         prompts = settings["data.train_batch_size"]
-        minibatches, rest = divmod(prompts, settings[f"{ACTOR}ppo_mini_batch_size"])
+        minibatches, rest = divmod(prompts, a_step := settings[f"{ACTOR}ppo_mini_batch_size"])
         if rest or not minibatches:
-            reason = f"expected a part of data.train_batch_size={prompts}"
+            reason = f"expected a part of data.train_batch_size={prompts}, got {a_step}"
             settings.refuse(f"{ACTOR}ppo_mini_batch_size", reason)
         per_rollout = max(minibatches, 1) * settings[f"{ACTOR}ppo_epochs"]
         steps, max_steps = self._steps(per_rollout)
@@ -194,7 +194,9 @@ class _Translation:
         settings, name = self.settings, self.settings[f"{ROLLOUT}name"]
         if name == "hf":
             return {}
-        if name != "vllm":
+        if name == OPTIONS[f"{ROLLOUT}name"].default:
+            settings.refuse(f"{ROLLOUT}name", "missing: vllm or hf, for verl has no default")
+        elif name != "vllm":
             settings.refuse(f"{ROLLOUT}name", f"expected vllm or hf, got {name!r}")
         options = {"gpu_memory_utilization": settings[f"{ROLLOUT}gpu_memory_utilization"]}
         options["tensor_parallel_size"] = settings[f"{ROLLOUT}tensor_model_parallel_size"]

@@ -339,7 +339,7 @@ def test_the_command_exits_with_0_for_a_clean_recipe(tmp_path: Path, capsys: pyt
 @pytest.mark.long
 def test_the_quickstart_is_clean(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
-    command = [sys.executable, "-m", "lightning_rl.cli", "doctor", str(recipe)]
+    command = [sys.executable, "-m", "lightning_rl", "doctor", str(recipe)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "errors=0 warnings=0"
     assert list(tmp_path.iterdir()) == []

@@ -171,6 +171,17 @@ def test_what_does_not_fit_is_refused_by_name(options: dict[str, Any], name: str
     assert [*refused.value.reasons] == [name]
 
 
+def test_what_verl_leaves_open_has_to_be_said(tmp_path: Path) -> None:
+    options = {name: value for name, value in MINIMAL.items() if name != f"{ROLLOUT}name"}
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump({**options, "data.train_batch_size": 32}))
+    with pytest.raises(RefusedError) as refused:
+        from_verl(tmp_path / "verl.yaml")
+    assert refused.value.reasons == {
+        f"{ROLLOUT}name": "missing: vllm or hf, for verl has no default",
+        f"{ACTOR}ppo_mini_batch_size": "expected a part of data.train_batch_size=32, got 256",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [(f"{ROLLOUT}n", 0), (f"{ACTOR}ppo_mini_batch_size", 0), ("trainer.save_freq", "often")]
 )

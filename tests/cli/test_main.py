@@ -52,7 +52,7 @@ def test_the_versions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["-m", "lightning_rl.cli"], ["-m", "lightning_rl.cli", "doctor"], ["recipes/quickstart.py"]],
+    "command", [["-m", "lightning_rl"], ["-m", "lightning_rl", "doctor"], ["recipes/quickstart.py"]],
     ids=["lightning-rl", "lightning-rl doctor", "quickstart"],
 )  # fmt: skip
 def test_help_comes_without_torch(command: list[str]) -> None:

@@ -45,7 +45,7 @@ class Served:
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Starts it; engines wait until it is ready."""
-        command = [sys.executable, "-m", "lightning_rl.cli", "serve", str(self.folder), "--port", str(self.port)]
+        command = [sys.executable, "-m", "lightning_rl", "serve", str(self.folder), "--port", str(self.port)]
         command += ["--dtype", "float32", "--", "--block-size", "32", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(2**26)]
         if self.unchecked:

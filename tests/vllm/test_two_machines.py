@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, folder: Path, before: Sequence[str], address: str) -> None:
         self.url, self.folder, self.address = f"http://{address}:{PORT}", folder, address
-        command = [sys.executable, "-m", "lightning_rl.cli", "serve", str(folder / "model"), "--host", address]
+        command = [sys.executable, "-m", "lightning_rl", "serve", str(folder / "model"), "--host", address]
         options = [
             "--port",
             str(PORT),

@@ -79,7 +79,7 @@ def examine(
     elif quick:
         findings.add(fact("setup", "not tried, nor policy, samples and rewards looked at, because of --quick"))
     elif starts_itself(recipe.trainer):
-        cure = f"torchrun --nproc_per_node {recipe.trainer.num_devices} -m lightning_rl.cli doctor ..."
+        cure = f"torchrun --nproc_per_node {recipe.trainer.num_devices} -m lightning_rl doctor ..."
         observed = f"not tried, because this Trainer would start {recipe.trainer.world_size} ranks"
         findings.add(warning("setup", observed, cure))
     else:

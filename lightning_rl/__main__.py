@@ -1,4 +1,4 @@
-"""``python -m lightning_rl.cli``, for launchers that want a module."""
+"""``python -m lightning_rl``, for launchers that want a module."""
 
 from lightning_rl.cli.main import main
 
