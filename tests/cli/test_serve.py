@@ -94,7 +94,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     return commands
 
 
-def started(*arguments: str) -> None:
+def run_serve(*arguments: str) -> None:
     """Runs the command; the exit code is 0."""
     with pytest.raises(SystemExit) as ending:
         main.main(["serve", *arguments])
@@ -116,7 +116,7 @@ def test_the_key_goes_to_the_server_in_its_environment_and_nowhere_else(
         arguments += ["--api-key-file", str(path)]
         name = str(path)
     for _ in range(2):
-        started(*arguments, "--", "--max-num-seqs", "7")
+        run_serve(*arguments, "--", "--max-num-seqs", "7")
     (command, environment), (_, again) = ran
     key = environment["VLLM_API_KEY"]
     assert key == again["VLLM_API_KEY"], "a server that starts again has the key that it had"
@@ -128,15 +128,15 @@ def test_the_key_goes_to_the_server_in_its_environment_and_nowhere_else(
 
 
 def test_the_guard_comes_last_so_that_it_sees_every_call_first(folder: Path, ran: Ran) -> None:
-    started(str(folder), "--", "--middleware", "another.Middleware")
+    run_serve(str(folder), "--", "--middleware", "another.Middleware")
     assert ran[0][0][-4:] == ["--middleware", "another.Middleware", "--middleware", serve.GUARD]
     module, _, name = serve.GUARD.rpartition(".")
     assert callable(getattr(import_module(module), name))
 
 
 def test_the_storage_is_told_to_the_server(folder: Path, ran: Ran, tmp_path: Path) -> None:
-    started(str(folder), "--storage", str(tmp_path / "a" / ".."))
-    started(str(folder))
+    run_serve(str(folder), "--storage", str(tmp_path / "a" / ".."))
+    run_serve(str(folder))
     assert [environment.get(STORAGE) for _, environment in ran] == [str(tmp_path), None]
 
 
@@ -197,7 +197,7 @@ def test_a_key_that_the_network_could_read_comes_with_a_warning(
         for name in ("certfile", "keyfile"):
             (folder / name).touch()
             arguments += [f"--ssl-{name}", str(folder / name)]
-    started(str(folder), *arguments)
+    run_serve(str(folder), *arguments)
     printed = capsys.readouterr()
     assert f"serving {folder} at {url}\n" in printed.out
     assert ("sends the key and every answer as they are" in printed.err) is warned

@@ -24,7 +24,7 @@ def requests_for(prompts: Sequence[tuple[int, ...]], **options: Any) -> list[Req
     return [request_of(ids, n, 1000 + n, **known) for n, ids in enumerate(prompts)]
 
 
-def started(model: PreTrainedModel, *, max_rows: int = 512) -> TransformersEngine:
+def start_engine(model: PreTrainedModel, *, max_rows: int = 512) -> TransformersEngine:
     engine = TransformersEngine(max_rows=max_rows)
     engine.start(model, None)
     engine.load_weights([], 5)
@@ -32,7 +32,7 @@ def started(model: PreTrainedModel, *, max_rows: int = 512) -> TransformersEngin
 
 
 def draw(model: PreTrainedModel, requests: Sequence[Request], *, max_rows: int = 512) -> list[Completion]:
-    return started(model, max_rows=max_rows).generate(requests, logprobs=True)
+    return start_engine(model, max_rows=max_rows).generate(requests, logprobs=True)
 
 
 def what(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], Finish]]:
@@ -234,7 +234,7 @@ def test_nothing_asked_gives_nothing_and_no_gradient_is_recorded() -> None:
         assert draw(model, []) == [] and shapes == []
     (completion,) = draw(model, requests_for([(2,)]))
     assert completion.logprobs is not None and not completion.logprobs.requires_grad
-    assert started(model).generate(requests_for([(2,)]))[0].logprobs is None
+    assert start_engine(model).generate(requests_for([(2,)]))[0].logprobs is None
 
 
 def test_float64_weights_sample_in_float64() -> None:

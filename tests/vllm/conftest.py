@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[Starter]:
+def start_engine() -> Iterator[Starter]:
     """Makes engines for models, one for each shape of model in the whole session."""
     known: dict[str, VLLMEngine] = {}
 

@@ -48,12 +48,12 @@ class Watched:
 
 
 @pytest.fixture
-def watched(started: Starter) -> Iterator[Callable[..., Watched]]:
+def watched(start_engine: Starter) -> Iterator[Callable[..., Watched]]:
     engines: list[VLLMEngine] = []
 
     def watch(family: str = "qwen2", temperature: float = 1.0, *, dtype: torch.dtype = torch.float32) -> Watched:
         model = a_model(family, dtype=dtype)
-        engines.append(started(model))
+        engines.append(start_engine(model))
         return Watched(engines[-1], model, temperature)
 
     yield watch
@@ -192,13 +192,15 @@ def test_a_wrong_temperature_is_told_from_wrong_weights(
         run.sync()
 
 
-def test_raw_log_probabilities_are_told_from_wrong_weights(started: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_log_probabilities_are_told_from_wrong_weights(
+    start_engine: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = a_model()
     with monkeypatch.context() as patched:
         patched.setitem(
             __import__("lightning_rl.generation.vllm.engine", fromlist=["FIXED"]).FIXED, "logprobs_mode", "raw_logprobs"
         )
-        run = Watched(started(model, seed=2), model, 0.6)
+        run = Watched(start_engine(model, seed=2), model, 0.6)
     with pytest.raises(CanaryError, match="its temperature or filter is another"):
         run.sync()
 

@@ -31,8 +31,8 @@ from lightning_rl.generation.engine import Exchange
 
 
 @pytest.fixture
-def engine(started: Starter) -> VLLMEngine:
-    return synced(started(a_model()), a_model())
+def engine(start_engine: Starter) -> VLLMEngine:
+    return synced(start_engine(a_model()), a_model())
 
 
 def in_rounds(engine: VLLMEngine, talks: list[Opening]) -> list[Transcript]:
@@ -80,9 +80,9 @@ def test_tokens_behind_a_turn_come_out_of_the_prefix_cache(engine: VLLMEngine) -
     assert len(whole) > 96 and engine.count_cached_tokens(whole) >= len(whole) // 32 * 32 - 32
 
 
-def test_stop_strings_end_turns_as_in_rounds(started: Starter) -> None:
+def test_stop_strings_end_turns_as_in_rounds(start_engine: Starter) -> None:
     model = a_model(vocab_size=16)
-    engine = synced(started(model, tiny_tokenizer()), model)
+    engine = synced(start_engine(model, tiny_tokenizer()), model)
     options: dict[str, Any] = {"stop": ("d", "a b"), "eos_token_ids": (1,)}
 
     def talks() -> list[Opening]:

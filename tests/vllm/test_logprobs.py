@@ -40,9 +40,9 @@ def trained(model: nn.Module, steps: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_five_optimizer_steps_and_syncs(family: str, started: Starter) -> None:
+def test_five_optimizer_steps_and_syncs(family: str, start_engine: Starter) -> None:
     model = a_model(family)
-    engine = synced(started(model), model)
+    engine = synced(start_engine(model), model)
     for step in range(5):
         requests = requests_for(prompts_of(25, seed=step))
         trained(model, 1)
@@ -55,9 +55,9 @@ def test_five_optimizer_steps_and_syncs(family: str, started: Starter) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_log_probabilities_are_of_the_distribution_that_is_sampled(temperature: float, started: Starter) -> None:
+def test_log_probabilities_are_of_the_distribution_that_is_sampled(temperature: float, start_engine: Starter) -> None:
     model = a_model()
-    engine, requests = synced(started(model), model), requests_for(prompts_of(8), temperature=temperature)
+    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(8), temperature=temperature)
     assert worst(model, requests, engine.generate(requests, logprobs=True)) < TOLERANCE
 
 
@@ -70,9 +70,9 @@ def test_log_probabilities_are_of_the_distribution_that_is_sampled(temperature: 
         pytest.param({"top_k": 9, "top_p": 0.7, "min_p": 0.02}, id="all"),
     ],
 )
-def test_filtered_requests_draw_from_what_our_filters_keep(keep: dict[str, Any], started: Starter) -> None:
+def test_filtered_requests_draw_from_what_our_filters_keep(keep: dict[str, Any], start_engine: Starter) -> None:
     model = a_model()
-    engine, requests = synced(started(model), model), requests_for(prompts_of(8), **keep)
+    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(8), **keep)
     for request, completion in zip(requests, engine.generate(requests, logprobs=True), strict=True):
         ids, asked = torch.tensor([*request.prefix_ids, *completion.token_ids]), len(request.prefix_ids)
         with torch.no_grad():
@@ -84,9 +84,9 @@ def test_filtered_requests_draw_from_what_our_filters_keep(keep: dict[str, Any],
         torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_greedy_and_sampled_requests_share_a_batch(started: Starter) -> None:
+def test_greedy_and_sampled_requests_share_a_batch(start_engine: Starter) -> None:
     model = a_model()
-    engine = synced(started(model), model)
+    engine = synced(start_engine(model), model)
     greedy = requests_for(prompts_of(6), temperature=0.0)
     requests = [*greedy, *requests_for(prompts_of(6), temperature=1.7)]
     completions = engine.generate(requests, logprobs=True)
@@ -101,9 +101,9 @@ def test_greedy_and_sampled_requests_share_a_batch(started: Starter) -> None:
         torch.testing.assert_close(found.logprobs, known.logprobs, rtol=0, atol=TOLERANCE)
 
 
-def test_tokens_are_drawn_as_often_as_the_softmax_says(started: Starter) -> None:
+def test_tokens_are_drawn_as_often_as_the_softmax_says(start_engine: Starter) -> None:
     model = a_model()
-    engine, prompt = synced(started(model), model), [7, 8, 9]
+    engine, prompt = synced(start_engine(model), model), [7, 8, 9]
     requests = requests_for([prompt] * 2000, max_new_tokens=1, temperature=1.0)
     drawn = torch.tensor([completion.token_ids[0] for completion in engine.generate(requests)])
     with torch.no_grad():
@@ -117,9 +117,9 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(started: Starter) -> None
     assert float(((cells[0] - cells[1]).square() / cells[1]).sum()) < degrees + 4 * (2 * degrees) ** 0.5
 
 
-def test_scores_of_given_tokens(started: Starter) -> None:
+def test_scores_of_given_tokens(start_engine: Starter) -> None:
     model = a_model()
-    engine, rows = synced(started(model), model), prompts_of(5, 60, seed=3)
+    engine, rows = synced(start_engine(model), model), prompts_of(5, 60, seed=3)
     rows = [[4, *row] for row in rows]
     ours = TransformersEngine()
     ours.start(model, None)
@@ -127,9 +127,9 @@ def test_scores_of_given_tokens(started: Starter) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(started: Starter) -> None:
+def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(start_engine: Starter) -> None:
     model = a_model()
-    engine = synced(started(model, dtype=torch.bfloat16), model)
+    engine = synced(start_engine(model, dtype=torch.bfloat16), model)
     requests = requests_for(prompts_of(8))
     completions = engine.generate(requests, logprobs=True)
     differences = torch.cat(
@@ -138,7 +138,7 @@ def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(started: Starter)
     assert 1e-3 < float(differences.abs().mean()) < 0.2
 
 
-def test_adapters_are_merged_into_the_stream(started: Starter) -> None:
+def test_adapters_are_merged_into_the_stream(start_engine: Starter) -> None:
     base = a_model()
     peft_model = get_peft_model(
         deepcopy(base), LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -147,7 +147,7 @@ def test_adapters_are_merged_into_the_stream(started: Starter) -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     model = base_model_of(peft_model)
-    engine = started(model, None, seed=1)  # an engine of its own, because it learns the adapters when it is built
+    engine = start_engine(model, None, seed=1)  # an engine of its own, because it learns the adapters when it is built
     requests = requests_for(prompts_of(8))
     for version in range(2):
         completions = synced(engine, model, version).generate(requests, logprobs=True)
@@ -158,9 +158,9 @@ def test_adapters_are_merged_into_the_stream(started: Starter) -> None:
                     parameter += 0.05
 
 
-def test_a_sync_leaves_nothing_shared_with_the_trainer(started: Starter) -> None:
+def test_a_sync_leaves_nothing_shared_with_the_trainer(start_engine: Starter) -> None:
     model = a_model()
-    engine, requests = synced(started(model), model), requests_for(prompts_of(4))
+    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(4))
     before = engine.generate(requests, logprobs=True)
     moved(model, 0.05)
     after = engine.generate(requests, logprobs=True)
@@ -168,9 +168,9 @@ def test_a_sync_leaves_nothing_shared_with_the_trainer(started: Starter) -> None
 
 
 @pytest.mark.parametrize("eos", [{EOS}, set()], ids=["eos", "none"])
-def test_responses_end_with_their_eos_or_at_the_limit(eos: set[int], started: Starter) -> None:
+def test_responses_end_with_their_eos_or_at_the_limit(eos: set[int], start_engine: Starter) -> None:
     model = a_model()
-    engine = synced(started(model), model)
+    engine = synced(start_engine(model), model)
     options: dict[str, Any] = {"eos_token_ids": sorted(eos | set(range(20, 40)) if eos else eos), "max_new_tokens": 12}
     requests = requests_for(prompts_of(30), **options)
     for request, completion in zip(requests, engine.generate(requests), strict=True):

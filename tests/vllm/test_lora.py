@@ -46,7 +46,7 @@ def moved_adapter(model: PreTrainedModel, seed: int) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
 
 
-def started(model: PreTrainedModel) -> VLLMEngine:
+def start_engine(model: PreTrainedModel) -> VLLMEngine:
     engine = an_engine(lora="adapter", canary=None)
     engine.start(model, None)
     engine.expect(model.named_parameters())
@@ -66,7 +66,7 @@ def test_each_version_of_the_adapter_is_the_trainers_and_the_base_comes_once(
     reloads, reload = [], internals.reload
     monkeypatch.setattr(internals, "reload", lambda *given: (reloads.append(1), reload(*given)))
     model = base_model_of(with_adapter(name, **options))
-    engine, requests = started(model), requests_for(prompts_of(8))
+    engine, requests = start_engine(model), requests_for(prompts_of(8))
     for version in range(3):
         moved_adapter(model, version)
         if version:
@@ -103,10 +103,10 @@ def test_an_adapter_that_stays_behind_makes_the_canary_fire(monkeypatch: pytest.
 
 def test_a_policy_without_adapters_or_with_more_than_them_is_refused() -> None:
     with pytest.raises(ValueError, match=r'none in Qwen2ForCausalLM: use lora="merged"'):
-        started(a_model())
+        start_engine(a_model())
     model = base_model_of(with_adapter())
     model.get_input_embeddings().weight.requires_grad_()
     with pytest.raises(ValueError, match=r"got model\.embed_tokens\.weight that trains as well"):
-        started(model)
+        start_engine(model)
     with pytest.raises(ValueError, match='expected lora="merged" or "adapter", got \'both\''):
         an_engine(lora="both")

@@ -18,8 +18,8 @@ def what(completions: list[Completion]) -> list[tuple[tuple[int, ...], list[floa
 
 
 @pytest.fixture
-def engine(started: Starter) -> VLLMEngine:
-    return synced(started(a_model()), a_model())
+def engine(start_engine: Starter) -> VLLMEngine:
+    return synced(start_engine(a_model()), a_model())
 
 
 def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_the_cache(engine: VLLMEngine) -> None:
@@ -73,8 +73,8 @@ def test_the_bounds_themselves_are_allowed(engine: VLLMEngine) -> None:
     assert len(completion.token_ids) == 20 and worst(a_model(), [request], [completion]) < 5e-4  # logits x 100
 
 
-def test_prompts_of_more_tokens_than_vllm_takes_in_a_step_wait_for_the_next(started: Starter) -> None:
-    engine = synced(started(a_model(), max_num_batched_tokens=256), a_model())
+def test_prompts_of_more_tokens_than_vllm_takes_in_a_step_wait_for_the_next(start_engine: Starter) -> None:
+    engine = synced(start_engine(a_model(), max_num_batched_tokens=256), a_model())
     requests = requests_for(prompts_of(12, 100), temperature=1.0)
     assert sum(len(request.prefix_ids) for request in requests) > 512
     expected = [engine.generate([request], logprobs=True)[0] for request in requests]
@@ -94,9 +94,9 @@ def test_a_failed_step_leaves_no_request_behind(engine: VLLMEngine, monkeypatch:
     assert what(engine.generate(requests, logprobs=True)) == expected
 
 
-def test_the_eos_of_model_and_tokenizer_ends_nothing_unless_the_request_says_so(started: Starter) -> None:
+def test_the_eos_of_model_and_tokenizer_ends_nothing_unless_the_request_says_so(start_engine: Starter) -> None:
     model = a_model(vocab_size=16, eos_token_id=[3, 4])
-    engine = synced(started(model, tiny_tokenizer()), model)
+    engine = synced(start_engine(model, tiny_tokenizer()), model)
     requests = requests_for([[5, 6]] * 20, temperature=1.7)
     whole = engine.generate(requests)
     assert {completion.finish for completion in whole} == {Finish.LENGTH}
@@ -110,9 +110,11 @@ def test_the_eos_of_model_and_tokenizer_ends_nothing_unless_the_request_says_so(
 
 
 @pytest.mark.parametrize("stop", [("d",), ("b c", "zz"), ("a", "e f"), ("zz",)], ids=str)
-def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(stop: tuple[str, ...], started: Starter) -> None:
+def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(
+    stop: tuple[str, ...], start_engine: Starter
+) -> None:
     model, tokenizer = a_model(vocab_size=16, eos_token_id=[3, 4]), tiny_tokenizer()
-    engine = synced(started(model, tokenizer), model)
+    engine = synced(start_engine(model, tokenizer), model)
     ours = TransformersEngine()
     ours.start(model, tokenizer)
     ours.load_weights([], 0)
@@ -121,9 +123,9 @@ def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(stop: tup
     assert [(c.token_ids, c.finish) for c in found] == [(c.token_ids, c.finish) for c in expected]
 
 
-def test_an_engine_generates_only_with_the_trainers_weights(started: Starter) -> None:
+def test_an_engine_generates_only_with_the_trainers_weights(start_engine: Starter) -> None:
     model, request = a_model(), requests_for([[5]])
-    engine = synced(started(model), model)
+    engine = synced(start_engine(model), model)
     expected = engine.generate(request)
     engine.sleep()
     with pytest.raises(RuntimeError, match="expected a synced engine, got one that is asleep"):
@@ -135,7 +137,7 @@ def test_an_engine_generates_only_with_the_trainers_weights(started: Starter) ->
     assert engine.generate(request) == expected
 
 
-def test_building_an_engine_leaves_the_process_as_it_was(started: Starter) -> None:
+def test_building_an_engine_leaves_the_process_as_it_was(start_engine: Starter) -> None:
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2, "vLLM takes the setter away"
     torch.set_num_threads(1)

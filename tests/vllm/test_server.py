@@ -58,10 +58,10 @@ def what(completions: list[Completion]) -> list[Any]:
 
 
 def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
-    server: Served, engine: VLLMServerEngine, started: Starter
+    server: Served, engine: VLLMServerEngine, start_engine: Starter
 ) -> None:
     model = MODEL()
-    here = synced(started(model, AutoTokenizer.from_pretrained(server.folder)), model)
+    here = synced(start_engine(model, AutoTokenizer.from_pretrained(server.folder)), model)
     synced(engine, model)
     for options in ({"temperature": 1.0}, {"temperature": 0.0}, {"eos_token_ids": range(1, 40)}, {"stop": ("d",)}):
         requests = requests_for(prompts_of(24, 70), **options)
@@ -73,10 +73,10 @@ def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
 
 
 def test_conversations_are_those_of_the_engine_in_process_bit_for_bit(
-    server: Served, engine: VLLMServerEngine, started: Starter
+    server: Served, engine: VLLMServerEngine, start_engine: Starter
 ) -> None:
     model = MODEL()
-    here = synced(started(model, AutoTokenizer.from_pretrained(server.folder)), model)
+    here = synced(start_engine(model, AutoTokenizer.from_pretrained(server.folder)), model)
     synced(engine, model)
     expected = what_was_said(converse(openings(), here, logprobs=True))
     assert max(len(scores) for _, _, scores in expected) == TURNS

@@ -40,23 +40,23 @@ def weights(model: PreTrainedModel, **changed: Tensor | None) -> Iterator[tuple[
     ],
 )
 def test_names_and_shapes_are_compared_before_anything_is_loaded(
-    changed: dict[str, Any], message: str, started: Starter
+    changed: dict[str, Any], message: str, start_engine: Starter
 ) -> None:
     model = a_model()
-    engine = synced(started(model), model)
+    engine = synced(start_engine(model), model)
     with pytest.raises(ValueError, match=message):
         engine.expect(weights(model, **changed))
     engine.expect(weights(model))
     assert engine.state is EngineState.SYNCED
 
 
-def test_a_name_that_the_engine_does_not_know_is_named(started: Starter) -> None:
+def test_a_name_that_the_engine_does_not_know_is_named(start_engine: Starter) -> None:
     model = a_model()
     stranger = [("model.layers.0.self_attn.q_proj.scale", torch.zeros(2)), *weights(model)]
     with pytest.raises(
         ValueError, match=r"names that the engine knows, got model.layers.0.self_attn.q_proj.scale \[2\]"
     ):
-        started(model).expect(stranger)
+        start_engine(model).expect(stranger)
 
 
 def broken(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -69,10 +69,10 @@ def broken(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
 @pytest.mark.parametrize("fault", ["raises", "missing", "shape"])
 def test_a_failed_sync_leaves_an_engine_that_refuses_until_the_next_one(
-    fault: str, family: str, started: Starter
+    fault: str, family: str, start_engine: Starter
 ) -> None:
     model = a_model(family)
-    engine, requests = synced(started(model), model, 1), requests_for(prompts_of(6))
+    engine, requests = synced(start_engine(model), model, 1), requests_for(prompts_of(6))
     moved(model, 0.05)
     faults: dict[str, tuple[Iterator[tuple[str, Tensor]], str]] = {
         "raises": (broken(model), "lost"),
@@ -90,9 +90,9 @@ def test_a_failed_sync_leaves_an_engine_that_refuses_until_the_next_one(
     assert worst(model, requests, completions) < 1e-4
 
 
-def test_a_sync_drops_the_prefix_cache(started: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_drops_the_prefix_cache(start_engine: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
-    engine, prompt = synced(started(model), model), prompts_of(1, 1)[0] * 100
+    engine, prompt = synced(start_engine(model), model), prompts_of(1, 1)[0] * 100
     requests = requests_for([prompt] * 2, temperature=1.0)
     engine.generate(requests)
     assert engine.count_cached_tokens(prompt) == 96
@@ -106,9 +106,9 @@ def test_a_sync_drops_the_prefix_cache(started: Starter, monkeypatch: pytest.Mon
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < 1e-4
 
 
-def test_a_sync_that_could_not_drop_the_prefix_cache_is_an_error(started: Starter) -> None:
+def test_a_sync_that_could_not_drop_the_prefix_cache_is_an_error(start_engine: Starter) -> None:
     model = a_model()
-    engine = synced(started(model), model)
+    engine = synced(start_engine(model), model)
     core, parameters = engine._llm.llm_engine, engine._parameters(requests_for([[5]])[0], logprobs=False)  # noqa: SLF001
     core.add_request("running", {"prompt_token_ids": [5, 6, 7]}, parameters)
     core.step()
