@@ -9,14 +9,17 @@ from kit.host_reads import CUT, count_reads, reads_within
 from kit.support import an_algorithm, callback_of, ragged_rollout, tiny_model
 from torch import Tensor
 
-from lightning_rl import LossTerm, LossView, RLCallback, Rollout, ValueLoss
+from lightning_rl import LossTerm, LossView, RLCallback, Rollout, SequenceSumNorm, ValueLoss
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import Corrections
+from lightning_rl.losses import LOSSES
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.model import Scorer
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.signal.reductions import REDUCTIONS, Reduction
+from lightning_rl.update import Forward
 
 
 def a_rollout() -> Rollout:
@@ -34,15 +37,35 @@ def a_policy(family: str = "qwen2", *, packed: bool = True) -> PolicyModel:
     return PolicyModel(model, model, temperature=0.7, packed=packed).to("meta")
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def a_forward(family: str = "qwen2", *, packed: bool = True) -> Forward:
+    policy = a_policy(family, packed=packed)
+    return lambda microbatch: policy(microbatch.layout)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-def test_nothing_waits_for_the_device_until_the_last_backward_is_on_its_way(family: str, packed: bool) -> None:
-    policy = a_policy(family)
-    within, after = reads_within(
-        a_rollout(), lambda microbatch: policy(microbatch.layout), an_everyday_algorithm(), packed=packed
-    )
-    assert within == []
+def test_nothing_waits_for_the_device_until_the_last_backward_is_on_its_way(family: str) -> None:
+    first, rest, after = reads_within(a_rollout(), a_forward(family), an_everyday_algorithm())
+    assert first + rest == []
     assert len(after) == 2  # whether anybody edited anything, and whether everything was finite
+
+
+def test_without_packing_transformers_waits_once_for_each_microbatch() -> None:
+    first, rest, after = reads_within(a_rollout(), a_forward(packed=False), an_everyday_algorithm(), packed=False)
+    assert len(first) == 1 and len(rest) == len(CUT) - 1
+    assert len(after) == 2
+
+
+@pytest.mark.parametrize("reduction", [*REDUCTIONS.values(), SequenceSumNorm(8)], ids=str)
+def test_no_reduction_waits_for_the_device(reduction: Reduction) -> None:
+    first, rest, _ = reads_within(a_rollout(), a_forward(), an_algorithm(reduction=reduction))
+    assert first + rest == []
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_loss_waits_for_the_device_but_to_look_at_a_whole_step(loss: str) -> None:
+    first, rest, _ = reads_within(a_rollout(), a_forward(), an_algorithm(loss=LOSSES[loss]))
+    assert rest == []
+    assert bool(first) is LOSSES[loss].prepares
 
 
 def test_scoring_waits_once_at_its_end() -> None:
@@ -74,10 +97,7 @@ def test_the_stand_in_counts_what_a_correction_reads(read: Callable[[Tensor], An
         read(view.logprobs.detach())
         return LossTerm(per_token=view.logprobs, coef=0.1)
 
-    policy = a_policy()
-    within, _ = reads_within(
-        a_rollout(),
-        lambda microbatch: policy(microbatch.layout),
-        an_everyday_algorithm(callback_of("reader", loss_term=term)),
+    first, rest, _ = reads_within(
+        a_rollout(), a_forward(), an_everyday_algorithm(callback_of("reader", loss_term=term))
     )
-    assert len(within) >= len(CUT)
+    assert first and len(first + rest) >= len(CUT)

@@ -102,7 +102,14 @@ def whiten(
     return torch.where(mask, centred / std + (0.0 if shifted else moments.mean), 0.0).to(values.dtype)
 
 
+def group_numbers(groups: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """Each row's group, numbered 0, 1, ... in their order. An accelerator is not waited for."""
+    ordered, order = groups.sort()
+    begins = ordered.diff(prepend=ordered[:1]) != 0
+    return torch.empty_like(order).scatter(0, order, begins.cumsum(0))
+
+
 def group_index(groups: Int[Tensor, " B"]) -> tuple[Int[Tensor, " B"], int]:
-    """Numbers the groups 0, 1, ... and returns each row's number together with how many groups there are."""
-    unique, index = torch.unique(groups, return_inverse=True)
-    return index, unique.numel()
+    """:func:`group_numbers`, and how many groups there are."""
+    index = group_numbers(groups)
+    return index, int(index.max()) + 1 if len(groups) else 0

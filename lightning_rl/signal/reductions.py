@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.masked import GlobalSum, group_index, local_sum
+from lightning_rl.signal.masked import GlobalSum, group_numbers, local_sum
 
 Tokens = Bool[Tensor, "B T"]
 Rows = Bool[Tensor, " B"]
@@ -90,8 +90,8 @@ def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum:
 
     Source: the SkyRL reduction of this name.
     """
-    index, number = group_index(groups)
-    zeros = torch.zeros(number, dtype=torch.float64, device=valid_tokens.device)
+    index = group_numbers(groups)
+    zeros = torch.zeros(len(groups), dtype=torch.float64, device=valid_tokens.device)  # at most a group for each row
     tokens = zeros.index_add(0, index, valid_tokens.sum(-1).double())
     prompts = global_sum((zeros.index_add(0, index, trained.double()) > 0).sum().double())
     return valid_tokens.double() / tokens.clamp(min=1)[index][:, None] / prompts.clamp(min=1)

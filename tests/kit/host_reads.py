@@ -81,19 +81,16 @@ def count_reads() -> Iterator[list[str]]:
 
 def reads_within(
     rollout: Rollout, forward: Callable[[Microbatch], Outputs], algorithm: Algorithm, *, packed: bool = True
-) -> tuple[list[str], list[str]]:
-    """What is read between the first microbatch and the backward of the last, and what after it."""
+) -> tuple[list[str], list[str], list[str]]:
+    """What is read until the first backward is on its way, between it and the last one, and after that."""
     microbatches = plan_of_rows(rollout, [CUT], packed=packed).to("meta").step(0)
-    rollout, number, ends = rollout.to("meta"), 0, list[int]()
+    rollout, ends = rollout.to("meta"), list[int]()
     with count_reads() as names:
 
         def backward(loss: Tensor) -> None:
-            nonlocal number
             loss.backward()
-            number += 1
-            if number == len(CUT):
-                ends.append(len(names))
+            ends.append(len(names))
 
         accumulate_gradient(rollout, microbatches, forward, algorithm, backward=backward)
-    (end,) = ends
-    return names[:end], names[end:]
+    assert len(ends) == len(CUT)
+    return names[: ends[0]], names[ends[0] : ends[-1]], names[ends[-1] :]
