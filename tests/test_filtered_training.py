@@ -98,7 +98,8 @@ def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
         assert holds(rollout.token_extras[SAMPLING_MASK], rollout.response_ids)[rollout.valid_tokens].all()
     first = seen[0]
     for other in (first.require("ref_logprobs"), first.token_extras["teacher_logprobs"]):
-        assert torch.equal(other[first.valid_tokens], first.require("old_logprobs")[first.valid_tokens])
+        same = first.require("old_logprobs")[first.valid_tokens]  # to rounding: kernels mind where weights lie
+        torch.testing.assert_close(other[first.valid_tokens], same, rtol=0, atol=1e-5)
 
 
 def test_what_would_be_kept_now_leaves_drawn_tokens_out() -> None:

@@ -16,7 +16,7 @@ from lightning_rl.policy import Plan, PolicyModel
 from lightning_rl.policy.plan import RowLists, plan_of_rows
 from lightning_rl.update import accumulate_gradient, loss_view
 
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 1e-10}
 SPLITS = {
     "one": [list(range(12))],
     "halves": [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],

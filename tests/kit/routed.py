@@ -25,7 +25,7 @@ def many_experts(dtype: torch.dtype, family: str = "qwen3_moe") -> PreTrainedMod
         "initializer_range": 0.25,
     }
     if family == "qwen3_moe":
-        sizes |= {"num_experts": 32, "moe_intermediate_size": 64}
+        sizes |= {"num_experts": 128, "moe_intermediate_size": 64}
     return tiny_model(family, dtype=dtype, **sizes)
 
 
