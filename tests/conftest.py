@@ -1,5 +1,6 @@
 """One thread, so that tests are bitwise reproducible and two workers share two cores; no deadline, on slow machines."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,14 @@ def _patient_audit() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
-    """Keeps what starts processes on one worker of pytest-xdist, one test after the other: they have time limits."""
+    """Keeps what starts processes on one worker of pytest-xdist, one test after the other: they have time limits.
+
+    Raises:
+        pytest.UsageError: if a test is named by an address, which every worker has another of.
+    """
+    addressed = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
+    if addressed:
+        raise pytest.UsageError(f"expected names that every worker gives, got {addressed[0]}: pass ids=")
     for item in items:
         if {"run_ranks", "subprocess"} & vars(item.module).keys():
             item.add_marker(pytest.mark.xdist_group("processes"))

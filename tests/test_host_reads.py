@@ -14,6 +14,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.losses import LOSSES
+from lightning_rl.naming import name_of
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.model import Scorer
 from lightning_rl.policy.plan import plan_of_rows
@@ -55,7 +56,7 @@ def test_without_packing_transformers_waits_once_for_each_microbatch() -> None:
     assert len(after) == 2
 
 
-@pytest.mark.parametrize("reduction", [*REDUCTIONS.values(), SequenceSumNorm(8)], ids=str)
+@pytest.mark.parametrize("reduction", [*REDUCTIONS.values(), SequenceSumNorm(8)], ids=name_of)
 def test_no_reduction_waits_for_the_device(reduction: Reduction) -> None:
     first, rest, _ = reads_within(a_rollout(), a_forward(), an_algorithm(reduction=reduction))
     assert first + rest == []
