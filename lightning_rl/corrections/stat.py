@@ -1,7 +1,7 @@
 """Stat: what is known about a population of numbers, mergeable over microbatches and ranks in any split."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -114,19 +114,19 @@ def merge_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
     return torch.stack([total, joint, deviation, maximum.amax(0)], -1)
 
 
+FIGURES: Mapping[StatReduction, Callable[[float, float, float, float], float]] = {
+    "mean": lambda _count, mean, _squares, _maximum: mean,
+    "max": lambda _count, _mean, _squares, maximum: maximum,
+    "std": lambda count, _mean, squares, _maximum: math.sqrt(squares / max(count - 1, 1)),
+    "ess": lambda count, mean, squares, _maximum: 1 / (1 + squares / count / mean**2) if mean**2 > 0 else math.nan,
+    "sum": lambda count, mean, _squares, _maximum: mean * count,
+}
+"""What is logged of a population that is not empty, from its count, mean, squared deviations and maximum."""
+
+
 def reduce_moments(moments: Sequence[float], reduction: StatReduction) -> float:
     """One figure of a population, given as count, mean, squared deviations and maximum; NaN if it is empty."""
-    count, mean, squares, maximum = moments
-    if count == 0:
-        return math.nan
-    figures = {
-        "mean": lambda: mean,
-        "max": lambda: maximum,
-        "std": lambda: math.sqrt(squares / max(count - 1, 1)),
-        "ess": lambda: 1 / (1 + squares / count / mean**2) if mean**2 > 0 else math.nan,
-        "sum": lambda: mean * count,
-    }
-    return figures[reduction]()
+    return FIGURES[reduction](*moments) if moments[0] else math.nan
 
 
 def disjoint(*parts: Mapping[str, Stat]) -> dict[str, Stat]:
