@@ -34,8 +34,8 @@ def add_logprobs(
     old_logprobs, values, ref_logprobs, sums = (empty.clone() for _ in range(4))
     finite = FiniteOutputs(rollout.groups.device)
     for microbatch in plan.microbatches():
-        rows = microbatch.rows_of(rollout)
         if old or critic or squares:
+            rows = microbatch.rows_of(rollout)
             with corrections.forward_context(rows):
                 outputs = policy(microbatch.layout, squares=True) if squares else policy(microbatch.layout)
             finite.note(outputs, rows)
