@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Self, cast
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -88,8 +87,11 @@ class ConversationRow:
     @property
     def response_ids(self) -> tuple[int, ...]:
         """Everything behind the prompt."""
-        parts = ((turn.completion.token_ids, turn.reply) for turn in self.turns)
-        return tuple(chain.from_iterable(chain.from_iterable(parts)))
+        ids: list[int] = []
+        for turn in self.turns:
+            ids += turn.completion.token_ids
+            ids += turn.reply
+        return tuple(ids)
 
     @property
     def turn_numbers(self) -> tuple[int, ...]:
