@@ -128,7 +128,7 @@ class Endpoint:
             text = await self._client.fetch("GET", "/metrics", timeout=METERS)
         except Stale:  # which is kept no more
             return await self.read_metrics(names)
-        lines = text.decode(errors="replace").splitlines()
+        lines = text.decode(errors="replace").split("\n")
         return "".join(f"{line}\n" for line in lines if line.startswith(names))
 
     def detokenize(self, ids: Sequence[int]) -> str:

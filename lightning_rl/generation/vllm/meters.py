@@ -80,7 +80,7 @@ class Meters:
         before = self._before.pop(endpoint.url, None)
         try:
             values = self._values(await endpoint.read_metrics((*GAUGES, *COUNTERS)))
-        except (Unanswered, Refused, Cancelled, ValueError, KeyError):
+        except (Unanswered, Refused, Cancelled, ValueError, KeyError, OverflowError):
             return
         now = time.monotonic()
         figures = {name: values[key] for key, name in GAUGES.items() if key in values}

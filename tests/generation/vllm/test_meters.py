@@ -133,6 +133,7 @@ def test_a_server_keeps_its_number_when_others_come_and_go(one: ScriptedServer, 
         pytest.param(b"x" * 2**21, id="long"),
         pytest.param(b"", id="empty"),
         pytest.param({"status": "ok"}, id="json"),
+        pytest.param(text(num_requests_running="9" * 400), id="beyond-numbers"),
     ],
 )
 def test_a_server_that_says_something_else_has_no_figures_and_is_no_error(
@@ -140,6 +141,11 @@ def test_a_server_that_says_something_else_has_no_figures_and_is_no_error(
 ) -> None:
     one.metrics, two.metrics = said, text(num_requests_running=2.0)
     assert read(Meters(lambda: of(one, two)), 0) == {"server/ready": 2.0, "server/1/running": 2.0}
+
+
+def test_only_a_line_end_ends_a_line(one: ScriptedServer, of: Make) -> None:
+    one.metrics = 'vllm:num_requests_running{model_name="a\u2028vllm:b\x0c"} 3.0\r\n'.encode()
+    assert read(Meters(lambda: of(one)), 0) == {"server/ready": 1.0, "server/0/running": 3.0}
 
 
 class Keeping(DummyLogger):
