@@ -5,15 +5,18 @@ All calls of a process are made in one thread, by aiohttp, over connections that
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import sys
+from ipaddress import IPv6Address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
+from typing_extensions import override
 
 from lightning_rl.event_loop import EventLoop
 
@@ -23,6 +26,9 @@ HINTS = {
     403: "start the server by lightning-rl serve",
     404: "start the server by lightning-rl serve",
 }
+PORTS = {"http": 80, "https": 443}
+HOST = re.compile(r"[\w.-]+")
+LETTERS = re.compile(r"[\w.:/~%\[\]-]*")  # of a URL without a query and a fragment
 BUSY = (408, 429)  # of a proxy: later it may take the call
 OF_REQUEST = (400, 413, 422)  # what is refused is the request, not whoever asks
 CONNECTING = 10.0  # seconds
@@ -72,8 +78,9 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, ca: Path | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._trust = trust(ca) if host_of(url)[0] == "https" else True
+        address = Address.read(url)
+        self.url = str(address)
+        self._trust = trust(ca) if address.scheme == "https" else True
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -242,16 +249,46 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return opened
 
 
-def host_of(url: str) -> tuple[str, str]:
-    """The scheme and the host of a server's URL.
+class Address(NamedTuple):
+    """A server's URL in the one spelling in which two of them are compared: small letters, no slash at the end."""
 
-    Raises:
-        ValueError: if it is none.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {url!r}")
-    return parts.scheme, parts.hostname
+    scheme: str
+    host: str
+    port: int
+    path: str  # of a proxy; empty for none
+
+    @staticmethod
+    def read(text: str) -> "Address":
+        """The parts of a URL.
+
+        Raises:
+            ValueError: if it is none that leads to a server; a password that it holds is not quoted.
+
+        Example:
+            >>> str(Address.read("HTTP://LocalHost:08000/"))
+            'http://localhost:8000'
+        """
+        if "@" in text:
+            raise ValueError("expected a URL without a user and a password: the key of servers is api_key=")
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname or "", parts.port
+            sound = IPv6Address(host) if ":" in host else HOST.fullmatch(host)
+        except ValueError:
+            raise _no_url(text) from None
+        if parts.scheme not in PORTS or not sound or port == 0 or not LETTERS.fullmatch(text.strip()):
+            raise _no_url(text)
+        return Address(parts.scheme, host, port or PORTS[parts.scheme], parts.path.rstrip("/"))
+
+    @override
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port == PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{host}{port}{self.path}"
+
+
+def _no_url(text: str) -> ValueError:
+    return ValueError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:

@@ -1,22 +1,29 @@
 """Members: the URLs of a run's servers, which somebody may keep in a file or a function while the run goes on."""
 
+import io
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from itertools import islice
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.http import quote
+from lightning_rl.generation.vllm.http import Address, quote
 
 LOG = logging.getLogger(__name__)
 READ = 1.0  # seconds between two readings
+SLOW = 10.0  # seconds that a reading may take until the log says so
+MAX_BYTES, MAX_SERVERS = 2**20, 2**12  # that are read of a list
 LEAVING = 5.0  # seconds that the end of a run waits for a function that lists servers
 
 Listing = str | Sequence[str] | Path | Callable[[], Iterable[str]]
+Lines = list[tuple[str, object]]  # where something stands in a list, for an error, and what stands there
 
 
 class Members:
@@ -34,11 +41,13 @@ class Members:
     def __init__(self, servers: Listing, check: Callable[[str], object]) -> None:
         self._servers, self._check = servers, check
         self.fixed = not (callable(servers) or isinstance(servers, Path))
+        self._reading: futures.Future[Lines] | None = None
         if self.fixed:
-            urls = self._urls()
-            if not urls or len(set(urls)) < len(urls):
-                raise ValueError(f"expected URLs of one or more servers, each of them once, got {urls}")
-            self._check_each(urls)
+            lines = self._lines()
+            if not lines or len(self._urls(lines)) < len(lines):
+                raise ValueError(
+                    f"expected URLs of one or more servers, each of them once, got {[line for _, line in lines]}"
+                )
 
     @property
     def source(self) -> str:
@@ -47,33 +56,57 @@ class Members:
             return ""
         return str(getattr(self._servers, "__qualname__", self._servers))
 
-    def read(self) -> tuple[str, ...]:
-        """The URLs, each once.
+    def read(self, within: float = SLOW) -> tuple[str, ...]:
+        """The URLs, each once and in one spelling.
+
+        A reading that takes longer goes on, in a thread of its own, and the next call waits for it.
 
         Raises:
-            ValueError: if there is none, or not all of them can be used: such a list may be one that is being written.
+            ValueError: if there is none within so many seconds, or not all of them can be used: such a list may be one
+                that is being written.
         """
-        try:
-            urls = self._urls()
-        except Exception as error:  # whatever a function raises, or a disk: the run goes on with those it has
-            raise ValueError(f"{type(error).__name__}: {error}") from error
-        if not urls:
-            raise ValueError("expected URLs of one or more servers, got none")
-        self._check_each(urls)
-        return tuple(dict.fromkeys(urls))
+        if self._reading is None:
+            self._reading = futures.Future()
+            threading.Thread(target=self._fill, args=(self._reading,), name="servers-read", daemon=True).start()
+        if not futures.wait([self._reading], within).done:
+            raise ValueError(f"no list within {within:.2g} s, it is still waited for")
+        reading, self._reading = self._reading, None
+        return self._urls(reading.result())
 
-    def _urls(self) -> list[str]:
+    def _fill(self, reading: "futures.Future[Lines]") -> None:
+        try:
+            reading.set_result(self._lines())
+        except BaseException as error:  # noqa: BLE001  whatever a function raises, or a disk: the run goes on with those it has
+            reading.set_exception(ValueError("".join(format_exception_only(error)).strip()))
+
+    def _lines(self) -> Lines:
+        """What is listed, each with where it stands."""
         servers: Any = self._servers
+        if isinstance(servers, Path):
+            with servers.open("rb") as file:
+                text = file.read(MAX_BYTES + 1)
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"expected at most {MAX_BYTES} bytes, got more")
+            lines = [line.partition("#")[0].strip() for line in io.StringIO(text.decode("utf-8-sig"), newline=None)]
+            return [(f"line {number}: ", line) for number, line in enumerate(lines, 1) if line]
         if callable(servers):
             servers = servers()
-        elif isinstance(servers, Path):
-            lines = [line.partition("#")[0].strip() for line in servers.read_text().splitlines()]
-            servers = [line for line in lines if line]
-        return [str(url).rstrip("/") for url in ([servers] if isinstance(servers, str) else servers)]
+        urls = list(islice([servers] if isinstance(servers, str) else servers, MAX_SERVERS + 1))
+        if len(urls) > MAX_SERVERS:
+            raise ValueError(f"expected at most {MAX_SERVERS} servers, got more")
+        return [("", url) for url in urls]
 
-    def _check_each(self, urls: Sequence[str]) -> None:
-        for url in urls:
-            self._check(url)
+    def _urls(self, lines: Lines) -> tuple[str, ...]:
+        if not lines:
+            raise ValueError("expected URLs of one or more servers, got none")
+        urls = list[str]()
+        for place, line in lines:
+            try:
+                urls.append(str(Address.read(str(line))))
+                self._check(urls[-1])
+            except ValueError as error:
+                raise ValueError(f"{place}{error}") from error
+        return tuple(dict.fromkeys(urls))
 
     def wait(self, patience: float) -> tuple[str, ...]:
         """The first list that can be used.
@@ -81,12 +114,14 @@ class Members:
         Raises:
             EngineError: if there is none within so many seconds.
         """
-        end, said = time.monotonic() + patience, ""
+        end, said, why = time.monotonic() + patience, "", ""
+        self._reading = None  # of a run before
         while True:
             try:
-                return self.read()
+                return self.read(min(SLOW, max(0.0, end - time.monotonic())))
             except ValueError as error:
-                why = quote(str(error))
+                if self._reading is None or not why:  # else what the reading before said is the better reason
+                    why = quote(str(error))
             if time.monotonic() >= end:
                 raise EngineError(f"expected servers to be listed by {self.source} within {patience:g} s: {why}")
             if why != said:
@@ -137,7 +172,7 @@ class Membership:
     def _watch(self) -> None:
         while not self._ended.wait(READ):
             urls = self._read() if self._reads else self._learn()
-            if urls != self._urls and not self._ended.is_set():
+            if set(urls) != set(self._urls) and not self._ended.is_set():
                 self._urls = urls
                 self._follow(urls)
                 if self._reads and self._store is not None:
@@ -145,18 +180,22 @@ class Membership:
 
     def _read(self) -> tuple[str, ...]:
         """What is listed, if that was so at the reading before; else what was taken."""
-        before = self._reading
-        try:
-            self._reading = self._members.read(), ""
-        except ValueError as error:
-            self._reading = self._urls, quote(str(error))
-        if self._reading != before:
-            return self._urls
-        urls, why = self._reading
-        if why and why != self._said:
+        (before, was), (urls, why) = self._reading, self._next()
+        self._reading = urls, why
+        if was and why and (not self._said or was == why != self._said):  # one that differs each time is said once
             LOG.warning("servers stay as they are, because %s cannot be used: %s", self._members.source, why)
-        self._said = why
-        return urls
+            self._said = why
+        if was or why:
+            return self._urls
+        self._said = ""
+        return urls if set(urls) == set(before) else self._urls
+
+    def _next(self) -> tuple[tuple[str, ...], str]:
+        """What is listed, and why it is not known."""
+        try:
+            return self._members.read(SLOW), ""
+        except ValueError as error:
+            return self._urls, quote(str(error))
 
     def _learn(self) -> tuple[str, ...]:
         """What rank 0 has taken; nothing new once it is gone, which others notice."""

@@ -25,7 +25,7 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Eng
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
-from lightning_rl.generation.vllm.http import host_of, trust
+from lightning_rl.generation.vllm.http import Address, trust
 from lightning_rl.generation.vllm.members import Listing, Members, Membership
 from lightning_rl.generation.vllm.meters import Meters
 from lightning_rl.generation.vllm.places import URGENT, Seat
@@ -110,7 +110,7 @@ class VLLMServerEngine(Engine):
         self._broadcast: Broadcast | None = None
 
     def _check_url(self, url: str) -> None:
-        if host_of(url)[1] not in LOOPBACK and self.storage is None:
+        if Address.read(url).host not in LOOPBACK and self.storage is None:
             raise ValueError(f"expected storage=, a folder that the machine of {url} has as well, got none")
 
     def _endpoint(self, url: str) -> Endpoint:

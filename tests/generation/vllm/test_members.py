@@ -1,7 +1,10 @@
 """Servers that are added and removed while a run goes on: samples stay, each counts once, and no list ends the run."""
 
+import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import fit, recorder, tiny_model, tiny_module, tiny_prompts, weights_of
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.generation import Canary, Completion, Request
@@ -54,9 +58,10 @@ class Listed:
         with self.read:
             self.readings += 1
             self.read.notify_all()
-            if isinstance(self.urls, Exception):
+            if isinstance(self.urls, BaseException):
                 raise self.urls
-            return self.urls
+            listed: list[str] = self.urls() if callable(self.urls) else self.urls
+            return listed
 
     def change(self, *listed: ScriptedServer) -> None:
         """Returns once the run has these servers."""
@@ -105,6 +110,26 @@ def names_of(server: ScriptedServer) -> list[str]:
     return [body["request_id"] for body in server.requests]
 
 
+@contextmanager
+def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> Iterator[None]:
+    """Returns once the log has said something."""
+    said = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if text in record.getMessage():
+                said.set()
+
+    listener = Listener()
+    logger = logging.getLogger("lightning_rl")
+    logger.addHandler(listener)
+    try:
+        yield
+        assert said.wait(20), f"expected {text!r} in the log, got {caplog.text}"
+    finally:
+        logger.removeHandler(listener)
+
+
 def draw_in_a_thread(engine: VLLMServerEngine, number: int) -> Callable[[], list[Completion]]:
     """Begins to draw; what is returned waits for the answers."""
     drawn = list[Completion]()
@@ -126,6 +151,133 @@ def test_a_file_has_one_url_on_each_line_and_one_that_is_listed_twice_counts_onc
     file.write_text("# of node 2\nhttp://a:1/\n\n  https://b:2  # the slow one\nhttp://a:1\n")
     assert Members(file, lambda _: None).read() == ("http://a:1", "https://b:2")
     assert Members(lambda: "http://a:1", lambda _: None).read() == ("http://a:1",)
+
+
+def test_one_server_in_several_spellings_counts_once() -> None:
+    spelled = ["http://a", "HTTP://A:80/", "http://a:080", " http://a\n", "https://[::1]:443", "https://[::1]"]
+    assert Members(lambda: spelled, lambda _: None).read() == ("http://a", "https://[::1]")
+    with pytest.raises(ValueError, match="each of them once"):
+        VLLMServerEngine(["http://127.0.0.1:8000", "http://127.0.0.1:08000/"])
+
+
+def test_a_file_may_be_written_on_any_system(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_bytes(b"\xef\xbb\xbfhttp://a:1\r\n\r\nhttp://b:2 # na\xc3\xafve\xe2\x80\xa8http://c:3\r\n")
+    assert Members(file, lambda _: None).read() == ("http://a:1", "http://b:2")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("http://a:1, http://b:2", id="two-with-a-comma"),
+        pytest.param("http://a:1 http://b:2", id="two-with-a-space"),
+        pytest.param("http://a:80000", id="no-such-port"),
+        pytest.param("http://a:0", id="no-port-to-call"),
+        pytest.param("http://a:eight", id="no-number"),
+        pytest.param("http://[::1", id="half-an-address"),
+        pytest.param("http://a/x?y=1", id="query"),
+        pytest.param("http://a/x y", id="space"),
+        pytest.param('"http://a"', id="quotes"),
+        pytest.param("http://", id="nobody"),
+    ],
+)
+def test_a_line_that_leads_to_no_server_is_named_by_its_number(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text(f"# of node 2\nhttp://a:1\n{line}\n")
+    with pytest.raises(ValueError, match=r"^line 3: expected a URL such as http://127.0.0.1:8000, got ") as caught:
+        Members(file, lambda _: None).read()
+    assert line in str(caught.value)
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="the key of servers is api_key=") as caught:
+        VLLMServerEngine("http://me:hunter2@127.0.0.1:8000")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_list_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected at most 4096 servers, got more"):
+        Members(lambda: itertools.repeat("http://a:1"), lambda _: None).read()
+    with pytest.raises(ValueError, match="expected at most 1048576 bytes, got more"):
+        Members(Path("/dev/zero"), lambda _: None).read()
+
+
+def test_a_list_that_does_not_come_ends_the_start_and_not_the_run(
+    one: ScriptedServer, two: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(members, "SLOW", 0.05)
+    monkeypatch.setattr(members, "LEAVING", 0.05)
+    gate, first = threading.Event(), threading.Event()
+
+    def slow() -> list[str]:
+        if first.is_set():
+            gate.wait(20)
+            return [one.url, two.url]
+        return [one.url]
+
+    engine = an_engine(slow)
+    first.set()
+    with until_logged(caplog, "slow cannot be used: no list within 0.05 s, it is still waited for"):
+        check(engine.generate(requests(4)))
+    gate.set()
+    two.until(lambda known: bool(known.loads))
+    engine.close()
+    gate.clear()
+    with pytest.raises(EngineError, match=r"expected servers to be listed by .*slow within 0.2 s: no list within"):
+        an_engine(slow, patience=0.2)
+    gate.set()
+
+
+class Unprintable(BaseException):
+    """Whose message is an error."""
+
+    @override
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), KeyboardInterrupt(), Unprintable()], ids=lambda raised: type(raised).__name__
+)
+def test_whatever_a_function_raises_the_run_goes_on_and_asks_it_again(
+    raised: BaseException, one: ScriptedServer, two: ScriptedServer
+) -> None:
+    listed = Listed(one)
+    engine = an_engine(listed)
+    listed.say(raised)
+    check(engine.generate(requests(4)))
+    listed.change(one, two)
+    two.until(lambda known: bool(known.loads))
+    engine.close()
+
+
+def test_a_reason_that_differs_each_time_is_logged_once_and_again_after_the_list_was_there(
+    one: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed, places = Listed(one), itertools.count()
+
+    def differently() -> list[str]:
+        raise OSError(f"no answer to call {next(places)}")
+
+    engine = an_engine(listed)
+    for _ in range(2):
+        listed.say(differently)
+        listed.say(differently)
+        listed.change(one)
+    engine.close()
+    assert len([record for record in caplog.records if "servers stay as they are" in record.message]) == 2
+
+
+def test_the_order_of_a_list_changes_nothing(
+    one: ScriptedServer, two: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed, orders = Listed(one), itertools.cycle([[one.url, two.url], [two.url, one.url]])
+    engine = an_engine(listed)
+    listed.say(lambda: next(orders))
+    two.until(lambda known: bool(known.loads))
+    listed.say(lambda: next(orders))
+    engine.close()
+    assert len([record for record in caplog.records if record.message.startswith("servers by")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -195,9 +347,9 @@ def test_a_run_waits_for_its_first_list_and_says_what_it_waits_for(
     writer.join()
     engine.close()
     file = tmp_path / "none"
-    with pytest.raises(EngineError, match=r"expected servers to be listed by .*none within 0.05 s: FileNotFoundError"):
-        an_engine(file, patience=0.05)
-    assert f"waiting up to 0.05 s for servers to be listed by {file}: FileNotFoundError" in caplog.text
+    with pytest.raises(EngineError, match=r"expected servers to be listed by .*none within 0.3 s: FileNotFoundError"):
+        an_engine(file, patience=0.3)
+    assert f"waiting up to 0.3 s for servers to be listed by {file}: FileNotFoundError" in caplog.text
 
 
 # Servers that come.
