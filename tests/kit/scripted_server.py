@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -74,7 +75,7 @@ class ScriptedServer:
         context: ssl.SSLContext | None = None,
         **holds: Any,
     ) -> None:
-        self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
+        self.script, self.release, self.holds = script, release, {**HOLDS, "process": token_hex(8), **holds}
         self.metrics: Answer = b""
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
         self.key, self.engines, self.connections = KEY, 1, 0

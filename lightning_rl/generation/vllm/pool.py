@@ -111,8 +111,8 @@ class ServerPool:
                 return False
             self._leaving.remove(server)
         try:
+            self.push.forget(server.endpoint.url)
             if self.push.writes:
-                self.push.forget(server.endpoint.url)
                 with suppress(Unanswered, Refused, Cancelled):
                     server.endpoint.leave()
             LOG.warning("%s is let go: it is listed no more, and nothing is in flight there", server.endpoint.url)

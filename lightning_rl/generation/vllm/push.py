@@ -71,6 +71,7 @@ class WeightPush:
         self._description: Description | None = None
         self._versions: dict[int, int] = {}  # by the number of their push
         self._loaded: set[str] = set()
+        self._processes: dict[str, str] = {}  # of servers that said what they hold, by their URL
         self._spare: tuple[Label, Spare] | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
@@ -152,8 +153,10 @@ class WeightPush:
             self.folder.open()
 
     def forget(self, url: str) -> None:
-        """Lets a server go, to which another trainer may bring weights from now on."""
+        """Lets a server go, to which another trainer may bring weights from now on, or this one by another name."""
         self._loaded.discard(url)
+        with self._lock:
+            self._processes.pop(url, None)
 
     def lacks_proof(self) -> bool:
         """Whether the canary has yet to see the current weights at some server."""
@@ -175,7 +178,7 @@ class WeightPush:
         current = None
         while current is None or current != self.current:  # which may move on meanwhile
             current, label = self.current, endpoint.label()
-            if label is None or label.run != self.run or self._description is None:
+            if label is None or label.run != self.run or endpoint.url not in self._processes:
                 self._check(endpoint, label)
             if current is None:
                 return
@@ -197,6 +200,8 @@ class WeightPush:
                 f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
             )
         description = endpoint.describe()
+        self._note_process(endpoint.url, description.process)
+        description = description._replace(process="")
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
         _compare(endpoint.url, description, policy, "the policy has")
         with self._lock:
@@ -210,6 +215,16 @@ class WeightPush:
             self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
             endpoint.compare(self.sent)
+
+    def _note_process(self, url: str, process: str) -> None:
+        """Refuses a server that is known by another URL: weights would come twice, and twice the requests."""
+        with self._lock:
+            others = [other for other, known in self._processes.items() if known == process and other != url]
+            if process and others:
+                raise ValueError(
+                    f"expected each server once, but {url} leads to the server of {others[0]}: list one of them"
+                )
+            self._processes[url] = process
 
     def _prove(self, endpoint: Endpoint, label: Label) -> None:
         proof = self.proof

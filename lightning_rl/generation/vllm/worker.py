@@ -9,6 +9,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from lightning_rl.generation.weights.files import read_weights
 from lightning_rl.generation.weights.stream import Stream
 
 STORAGE = "LIGHTNING_RL_STORAGE"  # of weights; that for temporary files if it is not set
+PROCESS = token_hex(8)  # the name of this one
 HOST = "LIGHTNING_RL_HOST"  # that the server listens at; loopback if it is not set
 
 
@@ -36,6 +38,7 @@ class Description(NamedTuple):
     has_tokenizer: bool
     logprobs_mode: str  # which distribution its log-probabilities are of
     generation_config: str  # where its sampling defaults come from
+    process: str = ""  # a random name, by which one server behind two URLs is known
 
 
 class WeightLoader:
@@ -61,6 +64,7 @@ class WeightLoader:
             has_tokenizer=not model.skip_tokenizer_init,
             logprobs_mode=str(model.logprobs_mode),
             generation_config=str(model.generation_config),
+            process=PROCESS,
         )._asdict()
 
     def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:

@@ -4,9 +4,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -353,6 +353,47 @@ def test_a_run_waits_for_its_first_list_and_says_what_it_waits_for(
 
 
 # Servers that come.
+
+
+@pytest.mark.parametrize("transfer", ["file", "broadcast"])
+def test_one_server_under_two_names_is_refused_at_the_start(
+    one: ScriptedServer, transfer: Literal["file", "broadcast"]
+) -> None:
+    names = [one.url, f"http://localhost:{one.port}"]
+    engine = VLLMServerEngine(names, api_key=KEY, transfer=transfer)
+    with (
+        closing(engine),
+        pytest.raises(ValueError, match=r"each server once, but .* leads to the server of .*: list one"),
+    ):
+        engine.start(the_model(), None)
+
+
+def test_one_server_under_two_names_draws_under_one_of_them(
+    one: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = Listed(one)
+    engine, other = an_engine(listed), f"http://localhost:{one.port}"
+    with until_logged(caplog, f"but {other} leads to the server of {one.url}: list one of them"):
+        listed.say([one.url, other])
+    with until_logged(caplog, f"{other} is back, with the current weights"):
+        listed.say([other])
+    push(engine, 1)
+    check(engine.generate(requests(8)), versions=[1])
+    engine.close()
+    assert len(one.loads) == 2, "weights came once with each sync"
+
+
+def test_a_server_says_what_it_holds_before_it_draws_whatever_its_weights_are_called(
+    one: ScriptedServer, two: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = Listed(one)
+    engine = an_engine(listed)
+    two.holds, two.label = {**two.holds, "architecture": "OtherForCausalLM"}, one.label
+    with until_logged(caplog, f"expected architecture LlamaForCausalLM at {two.url}, as the policy has"):
+        listed.change(one, two)
+    check(engine.generate(requests(8)))
+    engine.close()
+    assert not two.requests
 
 
 def test_a_server_that_is_added_in_the_middle_of_a_rollout_gets_work_at_the_right_version(
