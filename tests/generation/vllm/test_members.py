@@ -53,15 +53,14 @@ class Listed:
         self.urls: Any = [server.url for server in listed]
         self.readings, self.read = 0, threading.Condition()
 
-    def __call__(self) -> list[str]:
+    def __call__(self) -> Any:
         """The URLs; raises an error that it was given instead."""
         with self.read:
             self.readings += 1
             self.read.notify_all()
             if isinstance(self.urls, BaseException):
                 raise self.urls
-            listed: list[str] = self.urls() if callable(self.urls) else self.urls
-            return listed
+            return self.urls() if callable(self.urls) else self.urls
 
     def change(self, *listed: ScriptedServer) -> None:
         """Returns once the run has these servers."""
