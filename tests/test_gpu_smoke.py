@@ -153,9 +153,19 @@ def test_a_check_without_time_fails(smoke: ModuleType, monkeypatch: pytest.Monke
         smoke.main(tiny=True, minutes=0.0)
 
 
-def test_a_number_of_no_check_is_refused(smoke: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"expected numbers of checks from 1 to 15, got \[16\]"):
-        smoke.main(only="16", tiny=True)
+def test_a_command_that_makes_no_check_says_so_and_fails(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smoke, "CHECKS", (smoke.Check(1, "skipped", "contrived", "needs_a_package", 60),))
+    with pytest.raises(SystemExit):
+        smoke.main(tiny=True)
+    assert "FAIL  checks that were made: 0 (at least 1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("only", ["16", "1,16", "0,16", "two", "1,"])
+def test_a_number_of_no_check_is_refused(smoke: ModuleType, only: str) -> None:
+    with pytest.raises(ValueError, match=r"expected numbers of checks from 1 to 15, got "):
+        smoke.main(only=only, tiny=True)
 
 
 def test_every_check_has_a_function(smoke: ModuleType) -> None:
