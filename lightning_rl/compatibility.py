@@ -227,8 +227,8 @@ def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, pa
         ValueError: naming the options and what to do.
     """
     check_choices(ATTENTIONS, attention=attention)
-    if not isinstance(backend, bool):
-        check_choices(BACKENDS, compile=backend)
+    if not isinstance(backend, bool) and backend not in BACKENDS:
+        raise ValueError(f"expected compile to be True, False or one of {', '.join(BACKENDS)}, got {backend!r}")
     if attention != AUTO and not packing:
         raise ValueError(
             f'expected attention="auto" with packing=False, got "{attention}": it is how packed sequences attend; '

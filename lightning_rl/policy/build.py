@@ -18,6 +18,8 @@ from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 
+AROUND = ("_orig_mod.", "module.")  # how names begin in what torch.compile and data parallelism put around a model
+
 
 class ModelBuilder(ABC):
     """Builds a model: the base of a class that a configuration file names, with options, which functions lack there.
@@ -67,6 +69,11 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
     model = source()
     if not isinstance(model, nn.Module):  # of transformers, or one that peft put around it
         raise ValueError(f"expected a function that builds a model of transformers, got {type(model).__name__}")
+    if next((name for name, _ in model.named_parameters() if name.startswith(AROUND)), None):
+        raise ValueError(
+            f"expected a model of transformers, got {type(model).__name__} around it, under which its weights have "
+            "other names: return the model itself; compile=True compiles it, and a strategy of the Trainer splits it"
+        )
     return model
 
 

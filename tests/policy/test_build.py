@@ -1,13 +1,16 @@
 """Models of a folder: all of their weights are read, in their shapes, or nothing is trained."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit.support import tiny_policy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import DataParallel
 
 from lightning_rl.policy.build import build_model
 from lightning_rl.policy.model import check_scoring
@@ -26,6 +29,14 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     weights = load_file(folder / WEIGHTS)
     change(weights)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "put_around", [partial(torch.compile, backend="eager"), DataParallel], ids=["compile", "parallel"]
+)
+def test_a_model_with_something_around_it_is_refused_with_what_does_the_same(put_around: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"got \w+ around it, under which .*: return the model itself; compile=True"):
+        build_model(lambda: put_around(tiny_policy()))
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

@@ -193,9 +193,10 @@ def test_a_mixture_of_experts_is_refused() -> None:
         policies("qwen3_moe", "eager")
 
 
-def test_an_unknown_backend_is_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match=r"compile.*inductor.*got 'fastest'"):
-        tiny_module(compile="fastest")
+@pytest.mark.parametrize("backend", ["fastest", "True", None, 1])
+def test_an_unknown_backend_is_refused_at_construction(backend: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected compile to be True, False or one of inductor, .*got "):
+        tiny_module(compile=backend)
 
 
 class Splitting(Parallel):
