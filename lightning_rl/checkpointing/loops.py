@@ -16,6 +16,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 ENDS = ("lightning.pytorch.loops.", "lightning.pytorch.utilities.combined_loader")
@@ -27,6 +28,17 @@ GENERATOR = "generator raised StopIteration"
 
 class WholeFitLoop(_FitLoop):
     """What :func:`protect_loops` adds to the loop over epochs."""
+
+    @override
+    def run(self) -> None:
+        """Trains, and says so where a checkpoint leaves nothing to train: Lightning ends such a fit without a word."""
+        if self.restarting and self.done:
+            rank_zero_warn(
+                f"nothing is left to train: the checkpoint stands at step {self.trainer.global_step} with "
+                f"max_steps={self.max_steps}, and {self.epoch_progress.current.completed} of "
+                f"max_epochs={self.max_epochs} count as over; raise what is reached"
+            )
+        super().run()
 
     @override
     def on_advance_start(self) -> None:

@@ -38,20 +38,6 @@ def an_engine(*scripted: ScriptedServer, **options: Any) -> VLLMServerEngine:
     return engine
 
 
-@pytest.fixture
-def one() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    with servers(server):
-        yield server
-
-
-@pytest.fixture
-def two() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    with servers(server):
-        yield server
-
-
 def push(engine: VLLMServerEngine, version: int) -> dict[str, Tensor]:
     model = the_model(seed=version)
     engine.load_weights(model.named_parameters(), version)

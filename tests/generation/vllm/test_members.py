@@ -32,20 +32,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "READ", 0.005)
 
 
-@pytest.fixture
-def one() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    with servers(server):
-        yield server
-
-
-@pytest.fixture
-def two() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    with servers(server):
-        yield server
-
-
 class Listed:
     """A function that lists servers, and knows when the run has taken what it lists."""
 

@@ -43,13 +43,6 @@ def an_engine(*scripted: ScriptedServer, started: bool = True, **options: Any) -
     return engine
 
 
-@pytest.fixture
-def one() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    with servers(server):
-        yield server
-
-
 def requests(number: int, **options: Any) -> list[Request]:
     known: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.7, **options}
     return [request_of((2, 3), 100 + n, n, **known) for n in range(number)]
