@@ -12,7 +12,6 @@ from lightning_rl.cli.main import main
 
 pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "recording" / "recorded_recipe.py"
-COMMAND = Path(__file__).parents[2] / "lightning_rl" / "cli" / "__main__.py"
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,9 @@ def test_the_ranks_of_a_run_are_replayed_together(
     if strategy == "ddp":  # whose checkpoint is a file
         own = ["--strategy", strategy, "--ranks", "2"]
         step = ["--recipe", RECIPE, "--checkpoint", tmp_path / "step=6.ckpt", "--", tmp_path / "again", *own]
-        run_ranks(COMMAND, 2, "replay", tmp_path / "recorded" / names[2], *step)
+        command = tmp_path / "command.py"
+        command.write_text("from lightning_rl.cli.main import main\n\nmain()\n")
+        run_ranks(command, 2, "replay", tmp_path / "recorded" / names[2], *step)
     (tmp_path / "recorded" / names[3]).unlink()
     assert said(capsys, tmp_path / "recorded" / names[2])[0] == 2
 
