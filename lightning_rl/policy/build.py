@@ -69,7 +69,7 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
     model = source()
     if not isinstance(model, nn.Module):  # of transformers, or one that peft put around it
         raise ValueError(f"expected a function that builds a model of transformers, got {type(model).__name__}")
-    if next((name for name, _ in model.named_parameters() if name.startswith(AROUND)), None):
+    if any(name.startswith(AROUND) for name, _ in model.named_parameters()):
         raise ValueError(
             f"expected a model of transformers, got {type(model).__name__} around it, under which its weights have "
             "other names: return the model itself; compile=True compiles it, and a strategy of the Trainer splits it"

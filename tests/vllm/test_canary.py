@@ -48,7 +48,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(start_engine: Starter) -> Iterator[Callable[..., Watched]]:
+def watch_engine(start_engine: Starter) -> Iterator[Callable[..., Watched]]:
     engines: list[VLLMEngine] = []
 
     def watch(family: str = "qwen2", temperature: float = 1.0, *, dtype: torch.dtype = torch.float32) -> Watched:
@@ -63,8 +63,8 @@ def watched(start_engine: Starter) -> Iterator[Callable[..., Watched]]:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2-tied", "gemma3_text"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_float32_syncs_are_clean(family: str, temperature: float, watched: Callable[..., Watched]) -> None:
-    run = watched(family, temperature)
+def test_float32_syncs_are_clean(family: str, temperature: float, watch_engine: Callable[..., Watched]) -> None:
+    run = watch_engine(family, temperature)
     worst = 0.0
     for _ in range(20):
         worst = max(worst, run.sync()[0])
@@ -73,8 +73,8 @@ def test_float32_syncs_are_clean(family: str, temperature: float, watched: Calla
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_bf16_syncs_are_clean(family: str, watched: Callable[..., Watched]) -> None:
-    run = watched(family, dtype=torch.bfloat16)
+def test_bf16_syncs_are_clean(family: str, watch_engine: Callable[..., Watched]) -> None:
+    run = watch_engine(family, dtype=torch.bfloat16)
     for _ in range(20):
         assert run.sync()[1] > 1e-3, "rounding should show"
         run.step(1e-4)
@@ -83,8 +83,8 @@ def test_bf16_syncs_are_clean(family: str, watched: Callable[..., Watched]) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_hundred_syncs_are_clean(family: str, dtype: torch.dtype, watched: Callable[..., Watched]) -> None:
-    run = watched(family, dtype=dtype)
+def test_two_hundred_syncs_are_clean(family: str, dtype: torch.dtype, watch_engine: Callable[..., Watched]) -> None:
+    run = watch_engine(family, dtype=dtype)
     for _ in range(200):
         run.sync()
         run.step(1e-5)
@@ -114,9 +114,9 @@ def dropped(stream: Stream) -> Stream:
 @pytest.mark.parametrize("fault", [zeroed, swapped, dropped])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_weights_are_found(
-    fault: Callable[[Stream], Stream], dtype: torch.dtype, watched: Callable[..., Watched]
+    fault: Callable[[Stream], Stream], dtype: torch.dtype, watch_engine: Callable[..., Watched]
 ) -> None:
-    run = watched(dtype=dtype)
+    run = watch_engine(dtype=dtype)
     run.sync()
     run.step()
     said = "version 2, but its log-probabilities are not the trainer's: .* the first part that differs is layers.1$"
@@ -144,9 +144,9 @@ def kept(model: PreTrainedModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("scale", [1e-6, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_that_did_not_move_is_found(
-    scale: float, dtype: torch.dtype, watched: Callable[..., Watched]
+    scale: float, dtype: torch.dtype, watch_engine: Callable[..., Watched]
 ) -> None:
-    run = watched(dtype=dtype)
+    run = watch_engine(dtype=dtype)
     run.sync()
     old = kept(run.model)
     run.step(scale)
@@ -155,8 +155,8 @@ def test_an_engine_that_did_not_move_is_found(
     run.sync()
 
 
-def test_an_engine_one_sync_behind_is_found(watched: Callable[..., Watched]) -> None:
-    run = watched()
+def test_an_engine_one_sync_behind_is_found(watch_engine: Callable[..., Watched]) -> None:
+    run = watch_engine()
     old: list[dict[str, Tensor]] = []
     for _ in range(3):
         run.sync()
@@ -166,19 +166,19 @@ def test_an_engine_one_sync_behind_is_found(watched: Callable[..., Watched]) -> 
         run.sync(from_before(old[1]))
 
 
-def test_nothing_is_found_where_nothing_changed(watched: Callable[..., Watched]) -> None:
-    run = watched()
+def test_nothing_is_found_where_nothing_changed(watch_engine: Callable[..., Watched]) -> None:
+    run = watch_engine()
     assert run.sync() == run.sync() == run.sync()
-    run = watched(dtype=torch.bfloat16)
+    run = watch_engine(dtype=torch.bfloat16)
     run.sync()
     run.step(1e-9)  # which rounding undoes
     run.sync()
 
 
 def test_a_wrong_temperature_is_told_from_wrong_weights(
-    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = watched(temperature=0.6)
+    run = watch_engine(temperature=0.6)
     run.sync()
     honest = run.engine._parameters  # noqa: SLF001
 
@@ -206,18 +206,18 @@ def test_raw_log_probabilities_are_told_from_wrong_weights(
 
 
 def test_a_tied_head_that_is_not_sent_is_found_at_setup(
-    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = watched("qwen2-tied")
+    run = watch_engine("qwen2-tied")
     monkeypatch.setattr(run.engine, "_aliases", {})
     with pytest.raises(ValueError, match=r"a tensor for the engine's lm_head.weight \[151, 128\], got none"):
         run.engine.expect(run.model.named_parameters())
 
 
 def test_a_tied_head_that_stays_behind_is_found(
-    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = watched("qwen2-tied")
+    run = watch_engine("qwen2-tied")
     run.sync()
     run.step()
 
@@ -230,10 +230,10 @@ def test_a_tied_head_that_stays_behind_is_found(
 
 
 def test_a_prefix_cache_that_was_not_reset_is_found(
-    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 1)
-    run = watched()
+    run = watch_engine()
     run.sync()
     run.step()
     monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)
@@ -241,9 +241,11 @@ def test_a_prefix_cache_that_was_not_reset_is_found(
         run.sync()
 
 
-def test_the_cache_is_tried_every_few_syncs(watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_tried_every_few_syncs(
+    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 3)
-    run, asked = watched(), []
+    run, asked = watch_engine(), []
     cached = run.engine.count_cached_tokens
     monkeypatch.setattr(run.engine, "count_cached_tokens", lambda ids: asked.append(run.version) or cached(ids))
     for _ in range(7):
