@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from faults import __main__ as faults
 from faults.clean import CONFIGURATIONS, alarms_of
+from faults.fault import Fault
 from faults.runs import differences, faulty_run, sound_run, wrong
 from faults.tables import conversations, edits, hooks, logs, rewards, samples, stages, step
 
@@ -33,6 +34,11 @@ def test_what_the_audit_misses_is_listed_apart() -> None:
     assert not missed & BY_NAME.keys()
     assert len(conversations.FAULTS) + len(missed) == len(conversations.CONVERSATIONS) >= 70
     assert all(fault.culprit for fault in faults.MISSED)
+
+
+@pytest.mark.parametrize("fault", [*faults.FAULTS, *faults.MISSED], ids=lambda fault: fault.name)
+def test_what_a_fault_replaces_is_there(fault: Fault) -> None:
+    assert all(replaced.get_original()[0] is not None for replaced in fault.patches)
 
 
 def test_there_are_clean_configurations_and_none_twice() -> None:

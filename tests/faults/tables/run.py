@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import lightning_rl.algorithm
 import lightning_rl.audit.evidence
 import lightning_rl.module
-import lightning_rl.policy.packing
+import lightning_rl.policy.attention
 import lightning_rl.rollouts.signal
 import lightning_rl.update
 from faults import parts, patches
@@ -329,7 +329,7 @@ FAULTS: tuple[Fault, ...] = (
         "packed sequences see each other",
         "logprob_alignment|packing|weight_sync|canary",
         "",
-        patches=[patch.object(lightning_rl.policy.packing, "_runs", patches.one_sequence)],
+        patches=[patch.object(lightning_rl.policy.attention, "_runs", patches.one_sequence)],
     ),
     Fault(
         "a cache that holds another prompt",
