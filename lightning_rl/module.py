@@ -152,7 +152,7 @@ class RLLightningModule(LightningModule):
         minibatches: optimizer steps per pass over a rollout; a group is never split.
         epochs: passes over a rollout.
         token_budget: most tokens of a microbatch; changes memory and speed, never a result.
-        packing: whether microbatches go through the model without padding; False for a model whose attention cannot.
+        packing: whether microbatches go through the model without padding; False for a model whose layers cannot.
         attention: the kernel in which packed sequences attend: ``"sdpa"``, ``"varlen_attn"``,
             ``"flash_attention_2"`` or ``"flash_attention_3"``; by default the fastest that device, precision, packages
             and model allow.

@@ -1,9 +1,9 @@
 """KVCache: keys and values of a decode in memory that is taken ahead, so that a token costs a copy of itself alone."""
 
-from typing import Any
+from typing import Any, cast
 
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import LongTensor, Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
@@ -24,6 +24,10 @@ class KVCache(DynamicCache):
     def __init__(self, config: PreTrainedConfig, max_tokens: int) -> None:
         super().__init__(config=config)
         self.layers = [_RoomyLayer(max_tokens) if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    def take_rows(self, rows: Int[Tensor, " L"]) -> None:
+        """Goes on with these rows, in this order; some more than once, others no longer."""
+        self.reorder_cache(cast(Any, rows))  # batch_select_indices forgets the states of linear attention
 
 
 class _RoomyLayer(DynamicLayer):
@@ -56,6 +60,6 @@ class _RoomyLayer(DynamicLayer):
         return [room[:, :, :total] for room in self.rooms]
 
     @override
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
+    def reorder_cache(self, beam_idx: LongTensor) -> None:
+        super().reorder_cache(beam_idx)
         self.rooms = []

@@ -4,6 +4,7 @@ Each prompt is prefilled once for all of its samples, finished rows leave the ba
 uniforms from its own generator (inverse CDF), so a sample does not depend on what else is in the batch.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ from lightning_rl.arguments import check_counts
 from lightning_rl.generation.cache import KVCache
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.extras import DecodeExtras
-from lightning_rl.generation.sampling import RowFilters
+from lightning_rl.generation.sampling import RowFilters, Sampling
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
 from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
+from lightning_rl.policy.model import carries_state
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
+VLLM_DRAWS = "draw with engine=VLLMEngine()"
 COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped; 0.5 to 0.9 measure the same
 
 
@@ -37,7 +40,8 @@ class TransformersEngine(Engine):
         canary: proves each sync into a copy; None switches it off.
 
     Raises:
-        ValueError: if ``max_rows`` is not positive.
+        ValueError: if ``max_rows`` is not positive; from ``start`` and the first draw, if the model keeps what it has
+            read elsewhere than in a cache whose rows can be padded and chosen.
     """
 
     capabilities = Capabilities(
@@ -52,10 +56,13 @@ class TransformersEngine(Engine):
         self.max_rows = max_rows
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._unproven = False
 
     @override
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        if "past_key_values" not in inspect.signature(model.forward).parameters:
+            raise ValueError(f"expected a model with past_key_values, got {type(model).__name__}: {VLLM_DRAWS}")
+        self._model, self._tokenizer, self._unproven = model, tokenizer, carries_state(model)
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -82,6 +89,8 @@ class TransformersEngine(Engine):
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
             with without_compilation(model), routes as take_routes:
+                if self._unproven:
+                    self._prove_decoding(model)
                 for start in range(0, len(places), self.max_rows):
                     chosen = places[start : start + self.max_rows]
                     batch = [requests[place] for place in chosen]
@@ -94,6 +103,27 @@ class TransformersEngine(Engine):
         finally:
             model.train(training)
         return [completions[place] for place in range(len(requests))]
+
+    def _prove_decoding(self, model: PreTrainedModel) -> None:
+        """Compares a small decode with forwards of whole sequences, for layers that carry a state.
+
+        Raises:
+            ValueError: if padding on the left of a prompt, or choosing rows, changes what such a layer has read.
+        """
+        sampling = Sampling(max_new_tokens=3, temperature=1.0, eos_token_ids=())
+        prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]
+        requests = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
+        decode = _Decode(model, None, requests, 0, DecodeExtras(len(requests), 3, take_routes=None, with_mask=False))
+        drawn = decode.run(logprobs=True)
+        scores = self.score([[*ids, *one.token_ids] for ids, one in zip(prompts, drawn, strict=True)])
+        parts = [(one.logprobs, score[-3:]) for one, score in zip(drawn, scores, strict=True)]
+        worst = max(float((found - score).abs().max()) for found, score in parts if found is not None)
+        if not worst < (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2):
+            raise ValueError(
+                f"expected {type(model).__name__} to give the same log-probabilities with a KV cache as without, but "
+                f"they differ by {worst:.2g}: {VLLM_DRAWS}"
+            )
+        self._unproven = False
 
     @override
     @torch.no_grad()
@@ -207,7 +237,7 @@ class _Decode:
         logits = self._forward(ids, mask, (real.cumsum(-1) - 1).clamp(min=0), cache)
         index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
         self.extras.add_prompts(real.bool(), index)
-        cache.batch_select_indices(index)
+        cache.take_rows(index)
         rows = torch.arange(len(self.requests), device=device)
         alive = torch.ones_like(rows, dtype=torch.bool)
         return _Live(rows, alive, cache, logits[index], None if mask is None else mask[index], lengths[index])
@@ -279,7 +309,7 @@ class _Decode:
         rows, alive, mask, position = live.rows, live.alive, live.mask, live.position
         if alive.float().mean() < COMPACT_BELOW:
             keep = alive.nonzero()[:, 0]
-            live.cache.batch_select_indices(keep)
+            live.cache.take_rows(keep)
             rows, alive, position, chosen = rows[keep], alive[keep], position[keep], chosen[keep]
             mask = None if mask is None else mask[keep]
         mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], -1)

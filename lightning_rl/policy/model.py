@@ -247,6 +247,15 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
     )
 
 
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether a layer of a model hands a state on from token to token, as linear attention, Mamba and convolutions do.
+
+    Padding and the ends of packed sequences, which a mask of attention keeps apart, are tokens as any other to it.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return model._is_stateful or any("attention" not in kind or "linear" in kind for kind in kinds)  # noqa: SLF001
+
+
 @torch.no_grad()
 def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
     """Compares our log-probabilities of a few random tokens with those of the model's own forward.
@@ -262,6 +271,8 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
     Raises:
         ValueError: if they differ by more than rounding, or are NaN; the message says what to change.
     """
+    if packed and carries_state(model):
+        raise ValueError(f"packed sequences would read the states of {type(model).__name__}: use packing=False")
     if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
     generator = torch.Generator().manual_seed(0)

@@ -71,9 +71,15 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     """Joins prompt and response of every row and finds the prediction of every valid token.
 
     Raises:
-        ValueError: if a rewritten context begins with a token that is to be scored.
+        ValueError: if a token that is to be scored stands in the padding, or begins a rewritten context.
     """
     sequences, (row, column) = sequences_of(rows), rows.valid_tokens.nonzero(as_tuple=True)
+    if (outside := column >= rows.response_lengths.index_select(0, row)).any():
+        first = int(outside.nonzero()[0, 0])
+        raise ValueError(
+            f"expected valid_tokens to be positions of responses, got position {column[first]} of row {row[first]}, "
+            f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
+        )
     if (rows.valid_tokens & sequences.starts).any():
         raise ValueError("expected a rewritten context to begin with what is read, got a token there that was drawn")
     tokens, drawn = _join_rows(rows, row, column)

@@ -59,13 +59,6 @@ def exclude_nobody(rollout: Rollout, corrections: Corrections) -> Any:
     return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), {}
 
 
-def train_padding(rollout: Rollout, corrections: Corrections) -> Any:
-    """The same stage with every position of a response valid, sampled or not."""
-    rollout, stats = EXCLUDE_ROWS(rollout, corrections)
-    return rollout.replace(valid_tokens=rollout.trained[:, None].expand_as(rollout.valid_tokens).clone()), stats
-
-
-EXCLUDE_ROWS = lightning_rl.module.exclude_rows
 FORWARD = PolicyModel.forward
 
 
@@ -240,7 +233,7 @@ SURROGATE = ClippedSurrogate.__call__
 
 def one_sequence(lengths: tuple[int, ...]) -> Any:
     """Takes packed sequences for one, where there are more than a check at setup looks at."""
-    return RUNS(lengths) if len(lengths) <= 3 else ([(sum(lengths), 1)], [sum(lengths)])
+    return RUNS(lengths) if len(lengths) <= 4 else ([(sum(lengths), 1)], [sum(lengths)])
 
 
 RUNS = lightning_rl.policy.attention._runs  # noqa: SLF001

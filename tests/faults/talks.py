@@ -12,7 +12,7 @@ from lightning_rl import Finish, Rollout
 from lightning_rl.environments import Conversation, TokenStep, Turn
 from lightning_rl.environments.play import Opening
 from lightning_rl.generation import Completion, Request
-from lightning_rl.rollout import TOKEN, TURNS
+from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
 from lightning_rl.signal.returns import gae
 
 
@@ -132,33 +132,41 @@ def counting_failed(result: Any, *_: Any) -> Any:
     return (rollout.replace(rewarded=rollout.rewarded | failed), *others)
 
 
-def shifted_logprobs(logprobs: Tensor, talk: Any) -> Tensor:
+def shifted_logprobs(rollout: Rollout) -> Rollout:
     """Puts log-probabilities side by side, without the environment's tokens between them."""
-    drawn = [turn.completion.logprobs for turn in talk.turns]
-    together = torch.cat([torch.zeros(0), *(one for one in drawn if one is not None)])
-    return torch.nn.functional.pad(together, (0, len(logprobs) - len(together)))
+    assert rollout.rollout_logprobs is not None
+    together = torch.zeros_like(rollout.rollout_logprobs)
+    for row, drawn in enumerate(rollout.action_mask):
+        together[row, : int(drawn.sum())] = rollout.rollout_logprobs[row, drawn]
+    return rollout.replace(rollout_logprobs=together)
 
 
-def rewards_behind_turns(values: Tensor, talk: Any) -> Tensor:
+def rewards_behind_turns(rollout: Rollout) -> Rollout:
     """Puts the reward of a turn at the last token of the reply."""
-    return reward_places(talk, lambda drawn, reply: drawn + reply - 1)
+
+    def last_of_reply(row: int, drawn: Tensor) -> int:
+        turns = rollout.token_extras[TURNS][row]
+        following = (turns > turns[drawn[-1]]).nonzero()[:, 0]
+        return int(following[0] if len(following) else rollout.response_lengths[row]) - 1
+
+    return moved_rewards(rollout, last_of_reply)
 
 
-def rewards_before_turns(values: Tensor, talk: Any) -> Tensor:
+def rewards_before_turns(rollout: Rollout) -> Rollout:
     """Puts the reward of a turn at its first token."""
-    return reward_places(talk, lambda *_: 0)
+    return moved_rewards(rollout, lambda _, drawn: int(drawn[0]))
 
 
-def reward_places(talk: Any, place: Callable[[int, int], int]) -> Tensor:
-    """The rewards of turns at places of one's own, from the numbers of tokens drawn and replied."""
-    parts = [torch.zeros(0)]
-    for turn in talk.turns:
-        drawn, reply = len(turn.completion.token_ids), len(turn.reply)
-        values = torch.zeros(drawn + reply)
-        if drawn and turn.reward is not None:
-            values[place(drawn, reply)] = turn.reward
-        parts.append(values)
-    return torch.cat(parts)
+def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Rollout:
+    """The rewards of turns at places of one's own, from the row and the places of what the turn drew."""
+    turns, rewards = rollout.token_extras[TURNS], rollout.token_extras[TURN_REWARDS]
+    moved = torch.zeros_like(rewards)
+    for row, numbers in enumerate(turns):
+        for number in range(1, int(numbers.max()) + 1):
+            drawn = (numbers == number).nonzero()[:, 0]
+            if len(drawn):
+                moved[row, place(row, drawn)] += rewards[row, drawn].sum()
+    return rollout.replace(token_extras={**rollout.token_extras, TURN_REWARDS: moved})
 
 
 def last_turn_lost(original: Any, self: Any, drawn: Sequence[Any]) -> Rollout:

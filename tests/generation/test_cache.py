@@ -31,7 +31,7 @@ def test_holds_what_the_cache_of_transformers_holds(config: LlamaConfig) -> None
         assert mine.get_seq_length() == theirs.get_seq_length() == PROMPT + step
         if step in {0, 7, 21}:
             rows = rows if step == 0 else torch.arange(new - 1)
-            mine.batch_select_indices(rows)
+            mine.take_rows(rows)
             theirs.batch_select_indices(rows)
 
 
@@ -51,7 +51,7 @@ def test_a_prompt_that_is_selected_goes_on_in_memory_of_its_own() -> None:
     before = keys.clone()
     cache.update(keys, values, 0)
     cache.update(*tokens(2, 1, 1), 0)
-    cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.take_rows(torch.tensor([1, 0]))
     held, _ = cache.update(*tokens(2, 1, 2), 0)
     assert torch.equal(keys, before) and torch.equal(held[:, :, :PROMPT], before.flip(0))
     assert torch.equal(held[:, :, -1:], tokens(2, 1, 2)[0])

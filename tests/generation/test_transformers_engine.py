@@ -69,16 +69,9 @@ def constant(logits: Sequence[float], eos: int | None = EOS) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3_text", "qwen3_moe"])
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "policy-is-packed"])
-def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: bool) -> None:
-    model, requests = (
-        tiny_model(family, dtype=torch.float32),
-        requests_for(PROMPTS * 2, eos_token_ids=[EOS, 5, 9, 12]),
-    )
-    if packed:
-        PolicyModel(model, None, temperature=0.7, packed=True)
-    lengths = set()
+def check_log_probabilities(model: PreTrainedModel) -> None:
+    """Draws from ragged prompts and compares with teacher forcing of one sequence at a time."""
+    requests, lengths = requests_for(PROMPTS * 2, eos_token_ids=[EOS, 5, 9, 12]), set()
     for request, completion in zip(requests, draw(model, requests), strict=True):
         expected = distributions(model, request, completion.token_ids)
         expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -86,6 +79,35 @@ def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: boo
         torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-5)
         lengths.add(len(completion.token_ids))
     assert len(lengths) > 1 and max(lengths) > 3, "the prompts and responses should be ragged"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "policy-is-packed"])
+def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: bool) -> None:
+    model = tiny_model(family, dtype=torch.float32)
+    if packed:
+        PolicyModel(model, None, temperature=0.7, packed=True)
+    check_log_probabilities(model)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "jamba", "bamba", "granitemoehybrid"]
+)
+def test_layers_that_carry_a_state_draw_as_teacher_forcing(family: str) -> None:
+    check_log_probabilities(tiny_model(family, dtype=torch.float32))
+
+
+def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw() -> None:
+    model = tiny_model("recurrent_gemma", dtype=torch.float32)
+    with pytest.raises(
+        ValueError, match="RecurrentGemmaForCausalLM to give the same log-probabilities with a KV cache"
+    ):
+        draw(model, requests_for(PROMPTS))
+
+
+def test_a_model_with_a_cache_of_another_kind_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="expected a model with past_key_values, got MambaForCausalLM: draw with"):
+        start_engine(tiny_model("mamba", dtype=torch.float32))
 
 
 def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_max_rows() -> None:

@@ -107,6 +107,7 @@ class TinyPolicy(ModelBuilder):
         return tiny_policy(self.seed)
 
 
+MAMBA2 = {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {},
@@ -120,6 +121,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "experts_implementation": "eager",
     },
     "gemma2": {"head_dim": 8},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "qwen3_next": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, **MAMBA2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, **MAMBA2},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 32,
+        **MAMBA2,
+    },
+    "mamba": {"state_size": 8},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 16, "lru_width": 32},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "experts_implementation": "eager"},
 }
 

@@ -216,6 +216,14 @@ def test_check_scoring_refuses_layers_that_carry_state_from_one_packed_sequence_
         build_policy(lambda: model, None, temperature=1.0, packed=True)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "mamba", "recurrent_gemma"])
+def test_check_scoring_refuses_packed_layers_that_carry_a_state_however_small(family: str) -> None:
+    model = tiny_model(family, initializer_range=1e-6, dtype=torch.float32)
+    check_scoring(model, packed=False)
+    with pytest.raises(ValueError, match=r"packed sequences would read the states of \w+: use packing=False"):
+        check_scoring(model, packed=True)
+
+
 @pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout_prob", "resid_pdrop"])
 def test_check_dropout_names_what_switches_it_on(name: str) -> None:
     model = tiny_policy()

@@ -255,7 +255,15 @@ def test_what_stands_in_the_padding_of_turns_begins_no_context() -> None:
 def test_a_context_that_begins_with_a_drawn_token_is_refused() -> None:
     rows = with_contexts()
     with pytest.raises(ValueError, match="expected a rewritten context to begin with what is read, got a token there"):
-        pack(rows.replace(valid_tokens=torch.ones_like(rows.valid_tokens)))
+        pack(rows.replace(valid_tokens=torch.arange(rows.width) < rows.response_lengths[:, None]))
+
+
+@forms
+def test_a_valid_token_in_the_padding_is_refused(packed: bool) -> None:
+    rows = Rollout.of_samples([[2], [2, 3]], [[7, 8], [9]], groups=[0, 1])
+    message = "got position 1 of row 1, whose response has 1 tokens"
+    with pytest.raises(ValueError, match=message):
+        pack(rows.replace(valid_tokens=torch.ones_like(rows.valid_tokens)), packed=packed)
 
 
 @forms

@@ -39,7 +39,6 @@ from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.environments import Answer, Bridge, Conversation, Message, MessageEnvironment, Step, ToolEnvironment
 from lightning_rl.environments.environments import Environments
 from lightning_rl.generation import Request
-from lightning_rl.rollouts import lay_out
 from lightning_rl.rollouts.sample import Sampler
 
 DRAW = "draw|conversation|turn"
@@ -279,23 +278,11 @@ CONVERSATIONS: tuple[Fault, ...] = (
     rows("the last turn missing in the mask", talks.without_last_turn),
     rows("every turn numbered 1", talks.one_turn_each),
     # Log-probabilities, versions.
-    chat(
-        "log-probabilities shifted by what an environment says",
-        DRAW,
-        patches=[after(lay_out, "_logprobs", talks.shifted_logprobs)],
-    ),
+    rows("log-probabilities shifted by what an environment says", talks.shifted_logprobs),
     rows("a version for what an environment says", talks.versions_everywhere),
     # Rewards.
-    chat(
-        "a turn's reward on a masked token",
-        DRAW,
-        patches=[after(lay_out, "_turn_rewards", talks.rewards_behind_turns)],
-    ),
-    chat(
-        "a turn's reward at its first token",
-        DRAW,
-        patches=[after(lay_out, "_turn_rewards", talks.rewards_before_turns)],
-    ),
+    rows("a turn's reward on a masked token", talks.rewards_behind_turns),
+    rows("a turn's reward at its first token", talks.rewards_before_turns),
     said("rewards of turns before the last dropped", "_end", talks.last_reward_alone, f"{DRAW}|reward"),
     said("the reward of the last turn counted twice", "_end", talks.last_reward_twice, f"{DRAW}|reward"),
     chat(

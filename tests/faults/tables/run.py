@@ -77,13 +77,6 @@ FAULTS: tuple[Fault, ...] = (
         options={"engine": lambda: parts.Altering(completion=parts.cut_off)},
     ),
     Fault(
-        "padding trains",
-        "masks",
-        "valid_tokens",
-        options={"packing": False},
-        patches=[patch.object(lightning_rl.module, "exclude_rows", patches.train_padding)],
-    ),
-    Fault(
         "excluded rows train",
         "masks",
         "trained",
