@@ -24,6 +24,7 @@ def token_logprobs(
     targets: Int[Tensor, " A"],
     *,
     temperature: float = 1.0,
+    soft_cap: float | None = None,
     sampling_mask: UInt8[Tensor, "A V8"] | None = None,
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
     r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
@@ -40,13 +41,15 @@ def token_logprobs(
         bias: the head's bias, shape [V], or None.
         targets: token ids, shape [A].
         temperature: what the logits are divided by, above 0.
+        soft_cap: what the logits are kept below by :math:`c\tanh(z/c)` before that, as in Gemma 2 (arXiv:2408.00118);
+            None for no cap.
         sampling_mask: bits of the tokens to normalize over, see :mod:`.policy.sampling_mask`, among them every target;
             the others take no part in value or gradient. None for the whole vocabulary.
 
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, sampling_mask)  # pyright: ignore[reportReturnType]
+    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -56,6 +59,7 @@ def sum_of_squares(
     bias: Float[Tensor, " V"] | None,
     *,
     temperature: float = 1.0,
+    soft_cap: float | None = None,
     sampling_mask: UInt8[Tensor, "A V8"] | None = None,
 ) -> Float[Tensor, " A"]:
     r"""Sum of the squared probabilities of the vocabulary, :math:`\sum_v \pi(v)^2`, without gradient.
@@ -65,11 +69,13 @@ def sum_of_squares(
         weight: the head's matrix, shape [V, H].
         bias: the head's bias, shape [V], or None.
         temperature: what the logits are divided by, above 0.
+        soft_cap: what the logits are kept below by :math:`c\tanh(z/c)` before that, as in Gemma 2 (arXiv:2408.00118);
+            None for no cap.
         sampling_mask: bits of the tokens to normalize over; None for the whole vocabulary.
     """
     sums = hidden.new_empty(len(hidden), dtype=exact_dtype(weight))
     with torch.autocast(hidden.device.type, enabled=False):
-        for part, logits in _chunks(hidden, _operand(hidden, weight), bias, temperature, sampling_mask):
+        for part, logits in _chunks(hidden, _operand(hidden, weight), bias, temperature, soft_cap, sampling_mask):
             for block, scores in _blocks(part, logits):
                 sums[block] = scores.softmax(-1).square_().sum(-1)
     return sums
@@ -108,6 +114,7 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        soft_cap: float | None,
         sampling_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
@@ -116,8 +123,9 @@ class _Head(torch.autograd.Function):
         unit = torch.ones_like(logprobs) if frozen else None  # rates: of each log-probability by its hidden state
         rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, logits in _chunks(hidden, operand, bias, temperature, sampling_mask):
+            for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask):
                 for block, scores in _blocks(part, logits):
+                    slope = None if unit is None or soft_cap is None else _cap_slope(scores, soft_cap / temperature)
                     scores -= (largest := scores.amax(-1, keepdim=True))
                     weights = scores.exp()
                     total = weights.sum(-1)
@@ -127,11 +135,11 @@ class _Head(torch.autograd.Function):
                     entropy[block] = shift - weights.mul_(scores).sum(-1) / total
                     if unit is not None:
                         scores -= shift[:, None]
-                        _logit_gradient(scores, targets[block], unit[block], entropy[block], None)
+                        _logit_gradient(scores, targets[block], unit[block], entropy[block], None, slope)
                 if rates is not None:
                     rates[part] = torch.mm(logits.to(operand.dtype), operand)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.soft_cap = temperature, soft_cap
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -144,14 +152,15 @@ class _Head(torch.autograd.Function):
         by_logprob, by_entropy = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
         slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
         if rates is not None and by_entropy is None:
-            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 5
+            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 6
         operand = _operand(hidden, weight)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, logits in _chunks(hidden, operand, bias, ctx.temperature, sampling_mask):
+            for part, logits in _chunks(hidden, operand, bias, ctx.temperature, ctx.soft_cap, sampling_mask):
                 for block, scores in _blocks(part, logits):
+                    slope = None if ctx.soft_cap is None else _cap_slope(scores, ctx.soft_cap / ctx.temperature)
                     scores -= normalizer[block, None]
                     _logit_gradient(
                         scores,
@@ -159,6 +168,7 @@ class _Head(torch.autograd.Function):
                         slopes[block],
                         entropy[block],
                         None if by_entropy is None else by_entropy[block],
+                        slope,
                     )
                 grad = logits.to(operand.dtype)
                 grad_hidden[part] = torch.mm(grad, operand)
@@ -173,6 +183,7 @@ class _Head(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -182,7 +193,12 @@ def _operand(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _chunks(
-    hidden: Tensor, operand: Tensor, bias: Tensor | None, temperature: float, sampling_mask: Tensor | None
+    hidden: Tensor,
+    operand: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    soft_cap: float | None,
+    sampling_mask: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """The logits of some tokens after the other, each time in the same buffer."""
     exact, size = exact_dtype(operand), max(16, chunk_elements(hidden.device) // len(operand))
@@ -197,6 +213,8 @@ def _chunks(
             torch.mm(rows, operand.t(), out_dtype=exact, out=logits)
         if bias is not None:
             logits += bias
+        if soft_cap is not None:
+            logits.div_(soft_cap).tanh_().mul_(soft_cap)
         if temperature != 1:
             logits /= temperature
         if sampling_mask is not None:
@@ -213,15 +231,27 @@ def _blocks(part: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _logit_gradient(
-    scores: Tensor, targets: Tensor, slopes: Tensor, entropy: Tensor, by_entropy: Tensor | None
+    scores: Tensor,
+    targets: Tensor,
+    slopes: Tensor,
+    entropy: Tensor,
+    by_entropy: Tensor | None,
+    cap_slope: Tensor | None,
 ) -> None:
-    """Overwrites log-probabilities of the vocabulary with the gradient of the logits."""
+    """Overwrites log-probabilities of the vocabulary with the gradient of the logits, as they were before a cap."""
     if by_entropy is None:
         scores.exp_().mul_(-slopes[:, None])
     else:  # dH/dz = -p (log p + H)
         factor = (scores + entropy[:, None]).mul_(by_entropy[:, None]).add_(slopes[:, None])
         scores.exp_().mul_(factor).neg_()
     scores.scatter_add_(1, targets[:, None], slopes[:, None])
+    if cap_slope is not None:
+        scores *= cap_slope
+
+
+def _cap_slope(scores: Tensor, cap: float) -> Tensor:
+    """The derivative of capped logits by those before; 0 where a token could not be drawn."""
+    return scores.div(cap).square_().neg_().add_(1).clamp_(min=0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

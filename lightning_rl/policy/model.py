@@ -167,8 +167,10 @@ class PolicyModel(nn.Module):
         return [policy, critic] if others else [policy]
 
     def _squares(self, states: Tensor, layout: Layout) -> Tensor:
-        head, options = _head_of(self.model), {"sampling_mask": layout.sampling_mask, "temperature": self.temperature}
-        return sum_of_squares(states[layout.source], head.weight, head.bias, **options)
+        head, options = _head_of(self.model), _logit_options(self.model, self.temperature)
+        return sum_of_squares(
+            states[layout.source], head.weight, head.bias, sampling_mask=layout.sampling_mask, **options
+        )
 
     def _values(self, states: Tensor, layout: Layout) -> Tensor | None:
         if self.value_head is None:
@@ -242,9 +244,20 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
         head.weight,
         head.bias,
         layout.targets,
-        temperature=temperature,
         sampling_mask=layout.sampling_mask,
+        **_logit_options(model, temperature),
     )
+
+
+def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]:
+    """What the model's own forward does to the products of its head, and the temperature with it.
+
+    Cohere, Granite and Falcon-H1 scale them; Gemma and others cap them by a tanh.
+    """
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", 1) * getattr(config, "lm_head_multiplier", 1)
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return {"temperature": temperature * getattr(config, "logits_scaling", 1) / scale, "soft_cap": cap}
 
 
 def carries_state(model: PreTrainedModel) -> bool:

@@ -121,6 +121,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "experts_implementation": "eager",
     },
     "gemma2": {"head_dim": 8},
+    "nanochat": {},
+    "cohere": {},
+    "granite": {},
     "qwen3_5_text": {
         "head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],

@@ -30,10 +30,18 @@ def inputs(
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float = torch.inf,
 ) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.t()
-    scores = ((logits if bias is None else logits + bias) / temperature).log_softmax(-1)
+    logits = logits if bias is None else logits + bias
+    logits = logits if soft_cap == torch.inf else soft_cap * (logits / soft_cap).tanh()
+    scores = (logits / temperature).log_softmax(-1)
     return scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
 
 
@@ -94,6 +102,29 @@ def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     cut = token_logprobs(*given, temperature=0.7)
     exactly(cut, whole, rtol=0, atol=1e-14)
     exactly(gradients(cut, leaves), whole_gradients, rtol=0, atol=1e-13)
+
+
+@precisions
+@biased
+@pytest.mark.parametrize("soft_cap", [0.5, 4.0])
+def test_a_soft_cap_is_that_of_a_tanh_with_its_gradient(dtype: torch.dtype, with_bias: bool, soft_cap: float) -> None:
+    given, tolerance = inputs(dtype=dtype, with_bias=with_bias), 1e-5 if dtype == torch.float32 else 1e-12
+    options = {"temperature": 0.7, "soft_cap": soft_cap}
+    found, expected = token_logprobs(*given, **options), plain(*given, **options)
+    exactly(found, expected, rtol=0, atol=tolerance)
+    leaves = [tensor for tensor in given[:3] if tensor is not None]
+    exactly(gradients(found, leaves), gradients(expected, leaves), rtol=0, atol=10 * tolerance)
+    hidden, weight, bias, targets = given
+    frozen = token_logprobs(hidden, weight.detach(), None if bias is None else bias.detach(), targets, **options)
+    alone = [torch.autograd.grad(logprobs.sum(), hidden)[0] for logprobs in (frozen[0], plain(*given, **options)[0])]
+    exactly(alone[0], alone[1], rtol=0, atol=10 * tolerance)
+    exactly(sum_of_squares(hidden, weight, bias, **options), squares(*given[:3], **options), rtol=0, atol=tolerance)
+
+
+def squares(hidden: Tensor, weight: Tensor, bias: Tensor | None, **options: float) -> Tensor:
+    every = torch.arange(len(weight)).repeat(len(hidden))
+    scores, _ = plain(hidden.repeat_interleave(len(weight), 0), weight, bias, every, **options)
+    return scores.unflatten(0, (len(hidden), len(weight))).exp().square().sum(-1).detach()
 
 
 class LargeTensors(TorchDispatchMode):
@@ -295,25 +326,28 @@ def test_kept_tokens_alone_are_normalised_over(tokens: int, monkeypatch: pytest.
     exactly(gradients(found, leaves), gradients((expected[0], expected[1]), leaves), rtol=0, atol=1e-11)
 
 
-def test_gradcheck_over_kept_tokens() -> None:
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_gradcheck_over_kept_tokens(soft_cap: float | None) -> None:
     hidden, weight, bias, targets = inputs(6)
     bits = to_bits(filtered(6)[1])
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(leaves[0], leaves[1], leaves[2], targets, temperature=0.7, sampling_mask=bits)
+        options = {"temperature": 0.7, "soft_cap": soft_cap, "sampling_mask": bits}
+        return token_logprobs(leaves[0], leaves[1], leaves[2], targets, **options)
 
     assert bias is not None and torch.autograd.gradcheck(both, (hidden, weight, bias))
 
 
 @precisions
-def test_what_is_left_out_may_be_anything(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_what_is_left_out_may_be_anything(dtype: torch.dtype, soft_cap: float | None) -> None:
     hidden, weight, bias, targets = inputs(dtype=dtype)
     kept = torch.zeros(40, 11, dtype=torch.bool)
     kept[:, :3] = True
     targets = targets % 3
     assert bias is not None
-    found = token_logprobs(hidden, weight, bias, targets, sampling_mask=to_bits(kept))
-    exactly(found, token_logprobs(hidden, weight[:3], bias[:3], targets))
+    found = token_logprobs(hidden, weight, bias, targets, soft_cap=soft_cap, sampling_mask=to_bits(kept))
+    exactly(found, token_logprobs(hidden, weight[:3], bias[:3], targets, soft_cap=soft_cap))
     *grads, of_bias = gradients(found, [hidden, weight, bias])
     assert not grads[1][3:].any() and not of_bias[3:].any() and all(grad.isfinite().all() for grad in grads)
 

@@ -198,10 +198,22 @@ def test_check_scoring_refuses_a_head_that_is_more_than_linear(monkeypatch: pyte
         check_scoring(model, packed=False)
 
 
-def test_check_scoring_refuses_a_soft_cap_on_the_logits() -> None:
-    model = tiny_model("gemma2", final_logit_softcapping=2.0)
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM .* its head is not a plain linear layer"):
-        build_policy(lambda: model, None, temperature=1.0, packed=False)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+        ("nanochat", {"final_logit_softcapping": 2.0}),
+        ("recurrent_gemma", {"logits_soft_cap": 0.2}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("falcon_h1", {"lm_head_multiplier": 0.25}),
+    ],
+)
+def test_logits_are_scaled_and_capped_as_the_model_does(family: str, options: dict[str, float]) -> None:
+    model, ids = tiny_model(family, **options), torch.tensor([[2, 3, 4, 5]])
+    products = model.get_output_embeddings()(model.base_model(ids, use_cache=False).last_hidden_state)
+    assert (model(ids, use_cache=False).logits - products).abs().max() > 0.1
+    check_scoring(model, packed=False)
 
 
 def test_check_scoring_refuses_layers_that_carry_state_from_one_packed_sequence_to_the_next() -> None:
