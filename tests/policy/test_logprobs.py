@@ -109,7 +109,7 @@ def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("soft_cap", [0.5, 4.0])
 def test_a_soft_cap_is_that_of_a_tanh_with_its_gradient(dtype: torch.dtype, with_bias: bool, soft_cap: float) -> None:
     given, tolerance = inputs(dtype=dtype, with_bias=with_bias), 1e-5 if dtype == torch.float32 else 1e-12
-    options = {"temperature": 0.7, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"temperature": 0.7, "soft_cap": soft_cap}
     found, expected = token_logprobs(*given, **options), plain(*given, **options)
     exactly(found, expected, rtol=0, atol=tolerance)
     leaves = [tensor for tensor in given[:3] if tensor is not None]
@@ -332,7 +332,7 @@ def test_gradcheck_over_kept_tokens(soft_cap: float | None) -> None:
     bits = to_bits(filtered(6)[1])
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        options = {"temperature": 0.7, "soft_cap": soft_cap, "sampling_mask": bits}
+        options: dict[str, Any] = {"temperature": 0.7, "soft_cap": soft_cap, "sampling_mask": bits}
         return token_logprobs(leaves[0], leaves[1], leaves[2], targets, **options)
 
     assert bias is not None and torch.autograd.gradcheck(both, (hidden, weight, bias))

@@ -209,9 +209,11 @@ def test_check_scoring_refuses_a_head_that_is_more_than_linear(monkeypatch: pyte
         ("falcon_h1", {"lm_head_multiplier": 0.25}),
     ],
 )
-def test_logits_are_scaled_and_capped_as_the_model_does(family: str, options: dict[str, float]) -> None:
+def test_logits_are_scaled_and_capped_as_the_model_does(family: str, options: dict[str, Any]) -> None:
     model, ids = tiny_model(family, **options), torch.tensor([[2, 3, 4, 5]])
-    products = model.get_output_embeddings()(model.base_model(ids, use_cache=False).last_hidden_state)
+    head = model.get_output_embeddings()
+    assert head is not None
+    products = head(model.base_model(ids, use_cache=False).last_hidden_state)
     assert (model(ids, use_cache=False).logits - products).abs().max() > 0.1
     check_scoring(model, packed=False)
 
