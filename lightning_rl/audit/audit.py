@@ -30,7 +30,7 @@ from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.draws import BUDGET, KEPT_ROLLOUTS, SMALL_BUDGET, Earlier, earlier_of, score_draws
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.figures import sampling_figures
+from lightning_rl.audit.figures import callback_figures, sampling_figures
 from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.forwards import (
     forwards_plainly,
@@ -266,6 +266,7 @@ class _RunWatch:
         self.rounds: list[tuple[Rollout, Sequence[RewardCall]]] = []
         self._reference: Tensor | None = None
         self._talk_figures: dict[str, Stat] = {}
+        self._own_figures: dict[str, Stat] = {}
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
         self._algorithm: Algorithm | None = None
@@ -294,12 +295,18 @@ class _RunWatch:
             self.batches, self.calls, self.rounds, self._evidence, self._passes = [], [], [], None, {}
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
+            if audited:
+                self.fields.state.stir("somebody between two rollouts")
         if self.audited:
             self._rates.begin_step()
 
     def look_at(self, rollout: Rollout) -> Evidence:
         """Evidence of a finished rollout. Every rank takes part."""
         module = self.module
+        self.fields.state.stir(
+            "whoever draws the rollout: a reward, an environment, the engine or a hook of the module"
+        )
+        self.fields.state.wake()
         self.fields.begin(rollout)
         groups = some_groups(rollout, self.turn)
         rows = some_rows(groups, self.turn)
@@ -342,7 +349,7 @@ class _RunWatch:
             moves=self._moves.moves,
         )
         self._moves.before(rollout)
-        self._reference = weights
+        self._reference, self._own_figures = weights, {}
         self._talk_figures = {} if module.estimator.needs_greedy else talk_figures(talks, module.environments)
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
         self._rewards.ask(self.calls, samples)
@@ -376,11 +383,13 @@ class _RunWatch:
         step.stepping, step.frozen = self._rates.note(trace), self._rates.names_without_gradient()
         step.silent = silent_parameters(module, step)
         step.blamed = self._culprits()
+        if not self._own_figures:  # on all ranks, whoever found an edit
+            self._own_figures = callback_figures(self._corrections, evidence.rollout)
         if self.fields.edited:
             step.logged = {}
         else:
             sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts) | self._talk_figures
-            figures = self._row.note(trace, evidence, step, self._corrections, sampled)
+            figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
             step.figures = {name: (stat.moments, stat.reduction) for name, stat in figures.items()}
         self._evidence, self._step = evidence, step
 
@@ -398,6 +407,7 @@ class _RunWatch:
     def expect_row(self) -> None:
         """The core has observed a step, and may write a row next."""
         self._row.open()
+        self.fields.state.rest()
 
     def _rows_of_plan(self, step: int) -> Tensor | None:
         current = self.module.run.current
@@ -418,6 +428,7 @@ class _RunWatch:
                 self._step.scheduler_steps = after - before
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
+        self.fields.state.stir("whoever comes after the optimizer step, such as a logger")
         last = ticket.step == self.module.steps_per_rollout - 1
         replies, replays = (self._rewards.take_replies(), self._replays.take_replays()) if last else ([], [])
         return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies, replays=replays)
@@ -425,6 +436,8 @@ class _RunWatch:
     def begin_next(self, number: int) -> None:
         """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
         self.fields.state.begin(active=number % self._every == 0)
+        if number % self._every == 0:
+            self.fields.state.rest()
 
     def release(self) -> None:
         """Takes everything back that it laid around the run."""

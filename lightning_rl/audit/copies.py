@@ -6,6 +6,8 @@ they are.
 """
 
 import copy
+import copyreg
+import dataclasses
 import io
 import pickle
 from collections.abc import Mapping
@@ -122,8 +124,22 @@ class _Pickler(pickle.Pickler):
         self._copier = copier
 
     @override
+    def reducer_override(self, obj: Any) -> Any:
+        if dataclasses.is_dataclass(obj) and not isinstance(obj, type) and getattr(obj, "__dict__", None):
+            # a dataclass with slots hands pickle its fields alone, and a class made from it keeps more
+            return copyreg.__newobj__, (type(obj),), object.__getstate__(obj), None, None, _set_state  # pyright: ignore[reportAttributeAccessIssue]
+        return NotImplemented
+
+    @override
     def persistent_id(self, obj: Any) -> Any:
         return self._copier.put_around(obj)
+
+
+def _set_state(thing: Any, state: Any) -> None:
+    """Attributes of a dictionary, and those in slots."""
+    for part in state if isinstance(state, tuple) else (state,):
+        for name, value in (part or {}).items():
+            object.__setattr__(thing, name, value)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -20,7 +20,7 @@ from lightning_rl.audit.replies import RewardReply
 from lightning_rl.audit.seams import Context, Seam
 from lightning_rl.audit.step import RecomputedStep, StepEvidence
 from lightning_rl.audit.talks import Told
-from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, ReplayCorrections, RLCallback
+from lightning_rl.corrections import CONTRIBUTIONS, TOKEN_REWARDS, Corrections, LossView, ReplayCorrections, RLCallback
 from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request
 from lightning_rl.losses import FunctionLoss
@@ -75,6 +75,11 @@ class Contribution(NamedTuple):
     def __call__(self, rows: Rollout) -> Any:
         """What it contributes to some rows."""
         return getattr(self.callback, self.method)(rows)
+
+    @property
+    def compares_prompts(self) -> bool:
+        """Whether the correction says that it compares the rows of several prompts."""
+        return self.callback.batch_statistics or (self.callback.compares_rows and not self.callback.compares_groups)
 
 
 class TableStep(NamedTuple):
@@ -183,6 +188,16 @@ class Evidence:
     def advantages_of(self, rollout: Rollout) -> Tensor:
         """The advantages that the signal stage makes of another rollout, [B, T]."""
         return self.signal(rollout)[0].require("advantages")
+
+    @cached_property
+    def rewards_of_run(self) -> Tensor | None:
+        """The shaped rewards that :attr:`groups` had in the run, [B, T]; None if they depend on rows of other ranks."""
+        if not any(one.compares_prompts for one in self.contributions("reward_bonus", *TOKEN_REWARDS)):
+            return self.signal(self.groups)[1]
+        if self.facts.ranks > 1:
+            return None
+        places = (self.groups.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)
+        return self.signal(self.rollout)[1][places, : self.groups.width]
 
     @cached_property
     def advantages(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Figures: what the metrics of a run should be, recomputed from its rollout and from what its models said in a step."""
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -203,8 +204,8 @@ def microbatch_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict[
 
 
 def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[str, Stat]:
-    """What callbacks measure of a finished rollout, asked once more on copies."""
-    corrections = Corrections(list(callbacks)).alone()
+    """What callbacks measure of a finished rollout, asked once more on copies. A collective."""
+    corrections = Corrections([copy.copy(callback) for callback in callbacks])
     excluded = {
         f"{callback.name}/excluded": population(callback.exclude(rollout)[rollout.real])
         for callback in corrections.contributors("exclude")

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from lightning_rl.audit.hooks import local
 from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step import StepEvidence
 from lightning_rl.module import RLLightningModule
@@ -209,9 +209,9 @@ def reference_weights(module: RLLightningModule) -> Tensor:
     if module.run.reference is None:
         return torch.zeros(0)
     frozen = [weight.detach() for weight in module.run.reference.model.parameters() if not weight.requires_grad]
-    local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in frozen]
-    strides = [max(weight.numel() // ENTRIES, 1) for weight in local]
-    few = [weight.flatten()[::stride][:ENTRIES].double() for weight, stride in zip(local, strides, strict=True)]
+    held = [local(weight) for weight in frozen]
+    strides = [max(weight.numel() // ENTRIES, 1) for weight in held]
+    few = [weight.flatten()[::stride][:ENTRIES].double() for weight, stride in zip(held, strides, strict=True)]
     return torch.cat(few)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_rl.audit.finding import bitwise_equal
 from lightning_rl.corrections import RLCallback
@@ -15,6 +16,11 @@ from lightning_rl.module import RLLightningModule
 
 ENTRIES = 16  # of each tensor; a norm stands for the others
 OF_MODULE = STEP_HOOKS[1:]  # in the first one the core makes a rollout
+BETWEEN_STEPS = tuple(
+    name for name in dir(Callback) if name.startswith("on_") and name not in STEP_HOOKS and name != "on_exception"
+)
+LASTS = ("weights", "optimizer")
+"""What nobody changes from one optimizer step to the next."""
 RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
 TUNED, FROZEN = "optimizer's numbers", "trained parameters"
 Snapshot = dict[str, Tensor]
@@ -50,6 +56,7 @@ class StateWatch:
 
     Attributes:
         setting: the hooks that could set a learning rate: culprits by action.
+        between: the hooks that run between optimizer steps: culprits by action.
         blamed: who changed gradients, weights, the optimizer, metrics or the plan in this rollout, by what it was.
         idled: who set every learning rate to 0, in whichever rollout; empty for nobody.
     """
@@ -58,6 +65,10 @@ class StateWatch:
         self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
         self.actions = hooks_by_action(foreign, module)
         self.setting = hooks_by_action(foreign, module, [*STEP_HOOKS, *RATE_HOOKS], [*STEP_HOOKS, *RATE_HOOKS])
+        of_module = [hook for hook in BETWEEN_STEPS if hasattr(RLLightningModule, hook)]
+        self.between = hooks_by_action(foreign, module, BETWEEN_STEPS, of_module)
+        self._resting: Snapshot | None = None
+        self._movers = dict[str, str]()
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
         self._before: Snapshot | None = None
         self._rates: list[float] = []
@@ -89,16 +100,7 @@ class StateWatch:
         """A hook is over: what it changed is its own."""
         if self._before is None:
             return
-        before, after = self._before, dict(_snapshot(self._module))
-        changed = [
-            key
-            for key in {**before, **after}
-            if key not in before or key not in after or not bitwise_equal(before[key], after[key])
-        ]
-        self._before, places = None, dict[str, str]()
-        for key in changed:
-            what, _, name = key.partition(" of ")
-            places.setdefault(what, name)
+        places, self._before = _changes(self._before, dict(_snapshot(self._module))), None
         for what, name in places.items():
             self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
             if what != TUNED:  # a schedule of one's own is nobody's fault
@@ -112,10 +114,59 @@ class StateWatch:
                     )
                 )
 
+    def rest(self) -> None:
+        """An optimizer step is over: what lasts stays as it is until the next one."""
+        if not self._module.parallel.sharded:  # or parts are gathered meanwhile
+            self._resting, self._movers = self._lasting(), {}
+
+    def wake(self) -> None:
+        """An optimizer step is next, which changes them."""
+        self._resting = None
+
+    def leave_between(self, culprit: str) -> None:
+        """A hook between steps is over. What it changed may be put back by another, so it is remembered alone."""
+        if self._before is not None:
+            changed = _changes(self._before, dict(_snapshot(self._module)))
+            self._movers |= {what: culprit for what in changed if what in LASTS}
+        self._before = None
+
+    def stir(self, during: str) -> None:
+        """Compares with what was left by the last step, and takes what is found for the truth."""
+        if self._resting is None:  # no audited rollout is before or behind
+            return
+        before, self._resting = self._resting, self._lasting()
+        for what, name in _changes(before, self._resting).items():
+            if what in self.blamed:  # by a hook of the step
+                continue
+            culprit = self._movers.get(what, during)
+            self.blamed[what] = culprit
+            self._edits.append(
+                Finding(
+                    check="quiet_hooks",
+                    culprit=culprit,
+                    expected=f"{what} as the last optimizer step left them",
+                    observed=f"others at the next one{f', of {name} for one' if name else ''}",
+                    cure="put back what was changed, or say that it is meant: SignalAudit(deliberate=...)",
+                )
+            )
+
+    def _lasting(self) -> Snapshot:
+        return {key: value for key, value in _snapshot(self._module) if key.partition(" of ")[0] in LASTS}
+
     def take(self) -> list[Finding]:
         """Edits since the last time."""
         edits, self._edits = self._edits, []
         return edits
+
+
+def _changes(before: Snapshot, after: Snapshot) -> dict[str, str]:
+    """What differs, and of which name first."""
+    places = dict[str, str]()
+    for key in {**before, **after}:
+        if key not in before or key not in after or not bitwise_equal(before[key], after[key]):
+            what, _, name = key.partition(" of ")
+            places.setdefault(what, name)
+    return places
 
 
 def _rates(module: RLLightningModule) -> list[float]:
@@ -125,8 +176,8 @@ def _rates(module: RLLightningModule) -> list[float]:
 def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
     """What a hook could change, in a few numbers each."""
     parameters = dict(module.required_policy.named_parameters())
-    gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
-    yield from _few("weights", {name: weight.detach() for name, weight in parameters.items()})
+    gradients = {name: local(weight.grad) for name, weight in parameters.items() if weight.grad is not None}
+    yield from _few("weights", {name: local(weight.detach()) for name, weight in parameters.items()})
     yield from _few("gradients", gradients)
     trained = [weight.requires_grad for weight in parameters.values()]
     yield FROZEN, torch.tensor(trained)
@@ -139,7 +190,7 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
         ]
         yield TUNED, torch.tensor(numbers, dtype=torch.float64)
         kept = [
-            value
+            local(value)
             for weight in parameters.values()
             for value in optimizer.state.get(weight, {}).values()
             if isinstance(value, Tensor) and value.is_floating_point()
@@ -155,6 +206,11 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
     for name, group in module.run.metrics.groups.items():
         if group.keys:
             yield f"metrics of {name}", group.moments.flatten().clone()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

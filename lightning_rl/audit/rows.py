@@ -1,7 +1,7 @@
 """Rows: what reaches the loggers and Lightning, beside what it should be over the steps since the last row."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.figures import (
-    callback_figures,
     merge,
     microbatch_figures,
     population,
@@ -19,7 +18,7 @@ from lightning_rl.audit.figures import (
     step_figures,
 )
 from lightning_rl.audit.step import StepEvidence
-from lightning_rl.corrections import RLCallback, Stat, StepTrace
+from lightning_rl.corrections import Stat, StepTrace
 from lightning_rl.metrics import rows_every
 from lightning_rl.module import RLLightningModule
 
@@ -83,8 +82,7 @@ class RowWatch:
         trace: StepTrace,
         evidence: Evidence,
         step: StepEvidence,
-        callbacks: Sequence[RLCallback],
-        sampled: Mapping[str, Stat],
+        measured: Mapping[str, Stat],
     ) -> dict[str, Stat]:
         """What the metrics of a rollout and of one of its steps should be; counts towards the next row.
 
@@ -92,16 +90,14 @@ class RowWatch:
             trace: of the step.
             evidence: of the rollout.
             step: what is known of the trace.
-            callbacks: of the run.
-            sampled: what is known from before the rollout was finished.
+            measured: what callbacks say of the rollout, and what is known from before it was finished.
         """
         algorithm, outputs = evidence.algorithm, step.outputs
         self._handed |= {name for name, parts in trace.logged.items() if _has_figure(parts[-1])}
         if trace.step == 0 or not self._rollout:
             self._rollouts += trace.step == 0
             self._rollout = rollout_figures(evidence.rollout, evidence.number, algorithm)
-            self._rollout |= callback_figures(callbacks, evidence.rollout)
-            self._rollout |= sampled
+            self._rollout |= measured
             self._rollout["rollout"] = population(torch.tensor([float(evidence.number)]), "max")
         parts = {} if step.recomputed is None or step.norm is None else step.recomputed.parts
         views = [microbatch.view for microbatch in trace.microbatches]

@@ -50,7 +50,7 @@ class HookProfiler:
         """Within the run's own, looked at on either side."""
         if action_name in self.culprits:
             self.look()
-        if action_name in self.state.actions:
+        if action_name in self.state.actions or action_name in self.state.between:
             self.state.enter()
         if action_name in self.state.setting:
             self.state.before_rates()
@@ -62,6 +62,8 @@ class HookProfiler:
             self.after_step()
         if action_name in self.state.actions:
             self.state.leave(self.state.actions[action_name])
+        if action_name in self.state.between:
+            self.state.leave_between(self.state.between[action_name])
         if action_name in self.culprits:
             self.look(self.culprits[action_name])
 

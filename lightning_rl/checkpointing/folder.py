@@ -17,6 +17,7 @@ from lightning_rl.archive import load_archive
 from lightning_rl.checkpointing.seal import Seal, check_seal, holds_weights_alone, read_seal
 from lightning_rl.files import BEFORE, PART, remove
 
+BELOW = ("*/", "*/*/", "*/*/*/")
 LOCK = ".lightning-rl-run"
 
 
@@ -33,11 +34,14 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
     Raises:
         ValueError: if the checkpoints belong to several runs, of which nobody can say which one should go on, if they
-            hold weights alone, or if it is no folder.
+            hold weights alone, if they lie in a folder below, or if it is no folder.
     """
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ValueError(f"expected a folder of checkpoints, got the file {folder}: pass the folder that it lies in")
     seals = seals_of(Path(folder))
+    below = (path for depth in BELOW for path in sorted(Path(folder).glob(f"{depth}*.ckpt")))
+    if not seals and (other := next(below, None)) is not None:
+        raise ValueError(f"expected checkpoints in {folder} itself, got some in {other.parent}: pass that folder")
     runs = {seal.run: path for path, seal in seals.items() if seal.run}
     if len(runs) > 1:
         several = " and ".join(f"{path.name} of run {run}" for run, path in sorted(runs.items())[:2])

@@ -70,7 +70,7 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         ("ddp", "clean", ""),
         ("ddp", "on one rank", "gradient_liveness: callback reference_kl.loss_term"),
         ("ddp", "own denominators", "rank_denominators: reduction token_mean"),
-        pytest.param("ddp", "adaptive", "", marks=pytest.mark.long),
+        ("ddp", "adaptive", ""),
         pytest.param("fsdp1", "clean", "", marks=pytest.mark.long),
         ("fsdp2", "clean", ""),
         pytest.param("fsdp2", "on one rank", "gradient_liveness", marks=pytest.mark.long),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_rl import LossView, RLCallback, Rollout
+from lightning_rl.advantages import DrGRPO
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.copies import copy_state
 from lightning_rl.seeding import keep_generators
@@ -67,6 +68,21 @@ def test_what_a_function_keeps_in_its_closure_and_in_globals_is_its_own() -> Non
     assert function() == [0]
     CALLS[0] = 5
     assert [copy_state(count_call)() for _ in range(3)] == [6, 6, 6] and CALLS == [5]
+
+
+class Following(DrGRPO):
+    """Keeps more than the fields of a dataclass with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "seen", [1])
+
+
+def test_what_is_kept_beside_slots_is_copied() -> None:
+    thing: Any = Following()
+    twin = copy_state(thing)
+    twin.seen.append(2)
+    assert (thing.seen, twin.seen, twin) == ([1], [1, 2], thing)
 
 
 def test_what_cannot_be_copied_is_copied_one_level_deep() -> None:

@@ -217,6 +217,15 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
         latest_checkpoint(tmp_path)
 
 
+def test_a_folder_whose_checkpoints_lie_below_is_told_which_one_to_pass(tmp_path: Path) -> None:
+    below = tmp_path / "version_0" / "checkpoints"
+    fit(tiny_module(), callbacks=[ModelCheckpoint(below)], enable_checkpointing=True, default_root_dir=tmp_path)
+    assert latest_checkpoint(below) is not None and latest_checkpoint(tmp_path / "missing") is None
+    for folder in (tmp_path, below.parent):
+        with pytest.raises(ValueError, match=f"in {folder} itself, got some in {below}: pass that folder"):
+            latest_checkpoint(folder)
+
+
 def test_the_newest_checkpoint_of_a_folder_is_no_pipe_and_no_link_to_nowhere(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.ckpt")
     (tmp_path / "link.ckpt").symlink_to(tmp_path / "gone")

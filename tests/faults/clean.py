@@ -28,6 +28,7 @@ from kit.chats import (
     said_by_policy,
 )
 from kit.support import parity_reward, tiny_policy, tiny_prompts
+from lightning.pytorch import Callback
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
@@ -53,7 +54,7 @@ from lightning_rl import (
     presets,
     warmup_then_linear,
 )
-from lightning_rl.advantages import GRPO, RawReward, RowEstimator
+from lightning_rl.advantages import GRPO, DrGRPO, RawReward, RowEstimator
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import (
     OPSM,
@@ -157,6 +158,36 @@ class NoisyJudge:
 
 
 # Parts of a user's own that are right.
+
+
+class KeptAverage(DrGRPO):
+    """Follows the mean score for a figure of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "average", 0.0)
+
+    @override
+    def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+        object.__setattr__(self, "average", 0.9 * self.average + 0.1 * float(scores.mean()))  # pyright: ignore[reportAttributeAccessIssue]
+        return super().per_row(scores, groups, rewarded)
+
+
+class RoundedForValidation(Callback):
+    """Validates with weights in half precision, and trains on with those from before."""
+
+    @override
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.copy_(weight.half())
+
+    @override
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for name, weight in pl_module.named_parameters():
+                weight.copy_(self.kept[name])
 
 
 class WhitenedBatch(RowEstimator):
@@ -503,6 +534,25 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     Configuration(
         "validation of other prompts", STEPS, data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)])
+    ),
+    Configuration("an estimator that keeps an average", STEPS, fresh={"advantages": KeptAverage}),
+    Configuration(
+        "rewards normalised over many prompts, with a critic",
+        PPO,
+        lambda: [RewardNormalization()],
+        data=lambda: tiny_prompts(48, 16),
+    ),
+    Configuration(
+        "rewards normalised over many prompts, with a penalty at every token",
+        {"advantages": "reinforce_plus_plus"},
+        lambda: [RewardNormalization(clip=1.0), ReferenceKL(0.1)],
+        data=lambda: tiny_prompts(48, 16),
+    ),
+    Configuration(
+        "weights changed for validation and put back",
+        STEPS,
+        lambda: [RoundedForValidation()],
+        data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)]),
     ),
     Configuration("a partner", {**CHAT, **STEPS}, lambda: [KL(), NoEOSMask()], data=chat_prompts),
     Configuration(

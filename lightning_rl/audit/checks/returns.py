@@ -14,6 +14,7 @@ from lightning_rl.finding import Finding
 from lightning_rl.rollout import TURNS
 
 ESTIMATOR = "estimator {estimator}"
+OF_OTHER_RANKS = "a reward depends on the rows of other ranks"
 FIT = 1e-3  # of their spread, by which whitened advantages may be off a straight line
 
 
@@ -62,7 +63,9 @@ def returns_end_with_the_reward(evidence: Evidence) -> Iterator[Finding | Skip]:
     if returns is None:
         yield Skip("no critic learns returns")
         return
-    shaped = evidence.signal(rollout)[1]
+    if (shaped := evidence.rewards_of_run) is None:
+        yield Skip(OF_OTHER_RANKS)
+        return
     last = rollout.valid_tokens & (rollout.valid_tokens.flip(-1).cumsum(-1).flip(-1) == 1)
     values = torch.zeros_like(returns) if rollout.values is None else rollout.values
     size = torch.where(rollout.valid_tokens, returns.abs() + values.abs(), 0.0)
@@ -88,8 +91,11 @@ def token_returns(evidence: Evidence) -> Iterator[Finding | Skip]:
     if not isinstance(estimator, GAE | GAEOverTurns | ReinforcePlusPlus) or trained is None:
         yield Skip("the estimator has no definition that is known here")
         return
+    if (shaped := evidence.rewards_of_run) is None:
+        yield Skip(OF_OTHER_RANKS)
+        return
     critic = not isinstance(estimator, ReinforcePlusPlus)
-    shaped, valid, steps = evidence.signal(rollout)[1], rollout.valid_tokens, _steps(evidence)
+    valid, steps = rollout.valid_tokens, _steps(evidence)
     values = torch.where(valid, rollout.require("values"), 0.0) if critic else torch.zeros_like(shaped)
     own, critics = _decays(estimator, steps)
     raw, at_steps = (part.to(trained.device) for part in step_advantages(shaped, values, steps, estimator.gamma, own))

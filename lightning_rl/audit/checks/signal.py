@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.stages import Change, compares_prompts, moved_rows, repeats_itself
+from lightning_rl.audit.checks.stages import Change, moved_rows, repeats_itself
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
 from lightning_rl.audit.finding import Skip, bitwise_equal, differences, rounding
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
@@ -24,7 +24,7 @@ POISON_TEXT = "NaN, infinity and a million at masked tokens"
 def looks_within_groups(evidence: Evidence) -> bool:
     """Whether estimator and rewards of corrections look at one group at a time."""
     rewards = evidence.contributions(*REWARDS)
-    return evidence.algorithm.advantages.within_groups and not any(map(compares_prompts, rewards))
+    return evidence.algorithm.advantages.within_groups and not any(one.compares_prompts for one in rewards)
 
 
 def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:

@@ -74,12 +74,6 @@ def _widen(tensor: Tensor, pad: float) -> Tensor:
     return torch.cat([tensor, tensor.new_full((len(tensor), WIDER, *tensor.shape[2:]), pad)], 1)
 
 
-def compares_prompts(contribution: Contribution) -> bool:
-    """Whether a correction says that it compares the rows of several prompts."""
-    callback = contribution.callback
-    return callback.batch_statistics or (callback.compares_rows and not callback.compares_groups)
-
-
 def _apart(rollout: Rollout) -> Rollout:
     """A copy in which no two rewards are the same, by a pattern that goes with the samples."""
     jitter = JITTER * torch.sin(1.0 + 3.0 * rollout.sample_ids).to(rollout.rewards.dtype)
@@ -209,7 +203,7 @@ def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
         rollout = _rows_of(evidence, contribution)
         metrics = contribution.method == METRICS  # which are made of all rows
-        if metrics or compares_prompts(contribution) or not repeats_itself(contribution, rollout):
+        if metrics or contribution.compares_prompts or not repeats_itself(contribution, rollout):
             continue
         for change in parts(rollout):
             moved = strays(contribution, rollout, change)
@@ -234,7 +228,7 @@ def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
         return
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
         metrics = contribution.method == METRICS
-        if not (metrics or compares_prompts(contribution)) or not repeats_itself(contribution, rollout):
+        if not (metrics or contribution.compares_prompts) or not repeats_itself(contribution, rollout):
             continue
         said = contribute_on_ranks(contribution, [change.rollout for change in split])
         if metrics:
@@ -279,7 +273,7 @@ def provided_fields(evidence: Evidence) -> Iterator[Finding | Skip]:
         rollout = evidence.groups.select(few)
         change = changes(rollout)[1]
         wider = change.rollout.fit_width(rollout.width + WIDER)
-        for name, theirs in ({} if compares_prompts(contribution) else contribution(wider)).items():
+        for name, theirs in ({} if contribution.compares_prompts else contribution(wider)).items():
             field, _, key = name.partition("/")
             recorded = getattr(rollout, field, {}).get(key)
             wrong = _unlike(recorded, theirs, change.rows, wider, evidence.facts.tolerance)

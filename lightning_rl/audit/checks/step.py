@@ -31,7 +31,8 @@ def raw_fields(evidence: Evidence) -> Sequence[Finding]:
 @check(cure="", of_step=True)
 def quiet_hooks(evidence: Evidence) -> Sequence[Finding]:
     """A hook of a callback or of a module changes no gradient, no weight, no state of the optimizer, no metric, and
-    freezes nothing; the learning rate is its own business.
+    freezes nothing; the learning rate is its own business. Where a rank holds all weights, nobody else changes them or
+    that state between one step and the next: what validation or a save has changed is put back.
     """
     return [edit for edit in evidence.edits if edit.check == "quiet_hooks"]
 

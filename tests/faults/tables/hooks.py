@@ -6,7 +6,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from kit.support import tiny_prompts
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import AdamW
 from typing_extensions import override
@@ -27,6 +29,40 @@ class HalvedGradients(Callback):
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
+
+
+class KeptInValidation(Callback):
+    """Validates with the mean of the weights of now and of the start, and leaves it there."""
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.start = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+
+    @override
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for name, weight in pl_module.named_parameters():
+                if name in getattr(self, "start", {}):
+                    weight.lerp_(self.start[name], 0.5)
+
+
+class RoundedAtSave(Callback):
+    """Saves weights in half precision, by rounding those that train."""
+
+    @override
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.copy_(weight.half())
+
+
+class ClearedState(Callback):
+    """Begins each epoch with a fresh optimizer."""
+
+    @override
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
 
 
 class RoundedGradients(Callback):
@@ -189,6 +225,29 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a hook that clips once more", "", "ClippedAgain", callbacks=lambda: [ClippedAgain()]),
     Fault("a hook that keeps the embeddings", "", "KeptEmbeddings", callbacks=lambda: [KeptEmbeddings()]),
     Fault("averaged weights left in place", "", "AveragedWeights", callbacks=lambda: [AveragedWeights()]),
+    Fault(
+        "averaged weights not put back after validation",
+        "quiet_hooks",
+        "KeptInValidation",
+        callbacks=lambda: [KeptInValidation()],
+        data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)]),
+        trainer={"max_epochs": 2},
+    ),
+    Fault(
+        "weights rounded when they are saved",
+        "quiet_hooks",
+        "RoundedAtSave",
+        callbacks=lambda: [RoundedAtSave(), ModelCheckpoint(every_n_train_steps=1)],
+        trainer={"enable_checkpointing": True},
+    ),
+    Fault(
+        "the optimizer's state cleared at each epoch",
+        "quiet_hooks",
+        "ClearedState",
+        callbacks=lambda: [ClearedState()],
+        data=lambda: tiny_prompts(8, 4),
+        trainer={"max_epochs": 3},
+    ),
     Fault("a hook that ends learning by the rate", "", "PatientRate", callbacks=lambda: [PatientRate()]),
     Fault(
         "a hook that trims the plan",
