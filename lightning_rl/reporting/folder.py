@@ -27,8 +27,9 @@ from lightning_rl.recording import Recording
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
 BEGIN = "begin"  # of a line that says from which step or rollout on lines are written anew
 STEP, EPOCH = "step", "epoch"
+Rows = list[tuple[int, dict[str, float] | None]]  # steps with their figures
 FINDING = ("check", "culprit", "expected", "observed", "cure", "severity")
-UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, yaml.YAMLError)
+UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, yaml.YAMLError)
 
 
 @dataclass
@@ -54,7 +55,8 @@ def read_folder(folders: Sequence[Path]) -> RunFiles:
     """Everything that the folders of one run hold, at any depth.
 
     Raises:
-        FileNotFoundError: if a folder is not there, or there is neither a metric nor a recording in any.
+        FileNotFoundError: if a folder is not there, or there is neither a metric nor a recording in any; it names the
+            files that could not be read.
         ValueError: if there are metrics of several runs.
     """
     for folder in folders:
@@ -67,9 +69,11 @@ def read_folder(folders: Sequence[Path]) -> RunFiles:
     _find_recordings(run, folders)
     if not run.metrics and not run.rollouts:
         names = ", ".join(map(str, folders))
+        wanted = f"expected metrics.csv, {METRICS} or recordings in {names}, got none"
+        if run.notes:
+            raise FileNotFoundError("\n".join([f"{wanted} that can be read:", *run.notes]))
         raise FileNotFoundError(
-            f"expected metrics.csv, {METRICS} or recordings in {names}, got none: pass the folder of the logger, and "
-            "of RolloutRecorder if that is another one"
+            f"{wanted}: pass the folder of the logger, and of RolloutRecorder if that is another one"
         )
     return run
 
@@ -94,9 +98,9 @@ def _read_metrics(run: RunFiles, folders: Sequence[Path]) -> None:
     begun: dict[Path, int] = {}
     for path in kept or tables:
         try:
-            rows = list(_json_rows(path) if kept else _csv_rows(path))
+            rows = _json_rows(path) if kept else _csv_rows(path)
         except UNREADABLE as wrong:
-            run.notes.append(f"{path}: {wrong}")
+            run.notes.append(_note(path, wrong))
             continue
         first = min((step for step, _ in rows), default=0)
         if same := [str(other) for other, step in begun.items() if step >= first]:
@@ -112,6 +116,11 @@ def _read_metrics(run: RunFiles, folders: Sequence[Path]) -> None:
                 run.metrics.setdefault(name, {})[step] = value
 
 
+def _note(path: Path, wrong: Exception) -> str:
+    """Which file could not be read, and why."""
+    return f"{path}: expected an entry {wrong}" if isinstance(wrong, KeyError) else f"{path}: {wrong}"
+
+
 def _forget(metrics: dict[str, dict[int, float]], step: int) -> None:
     """Drops what a run had logged from a step on, which it goes through once more."""
     for values in metrics.values():
@@ -119,20 +128,53 @@ def _forget(metrics: dict[str, dict[int, float]], step: int) -> None:
             del values[late]
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, float] | None]]:
+def _csv_rows(path: Path) -> Rows:
+    """The rows of a table that hold a step and a figure.
+
+    Raises:
+        ValueError: if there are none, or a step is no number.
+    """
+    rows: Rows = []
     with path.open(encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            step = row.pop(STEP, None)
-            if step:
-                yield int(step), _finite(row)
+        table = csv.DictReader(lines)
+        if STEP not in (table.fieldnames or ()):
+            raise ValueError(f"expected a table with a column {STEP}, got {_start(path)}")
+        for row in table:
+            if step := row.pop(STEP):
+                rows.append((_whole(step, f"in line {table.line_num}"), _finite(row)))
+    if not any(values for _, values in rows):
+        raise ValueError(f"expected a row with a step and a figure, got none in {len(rows)} rows")
+    return rows
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, float] | None]]:
-    for row in _lines(path):
+def _json_rows(path: Path) -> Rows:
+    """The rows that were kept, and None with each step from which on they are written anew.
+
+    Raises:
+        ValueError: if there is neither, or a step is no number.
+    """
+    rows: Rows = []
+    for number, row in enumerate(_lines(path), 1):
         if BEGIN in row:
-            yield int(row[BEGIN]), None
+            rows.append((_whole(row[BEGIN], f'as "{BEGIN}" in line {number}'), None))
         else:
-            yield int(row.pop(STEP)), _finite(row)
+            rows.append((_whole(row.pop(STEP, None), f"in line {number}"), _finite(row)))
+    if not rows:
+        raise ValueError(f"expected a row with a step and a figure, got {_start(path)}")
+    return rows
+
+
+def _whole(step: Any, where: str) -> int:
+    try:
+        return int(step)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"expected a whole number as step {where}, got {step!r}") from None
+
+
+def _start(path: Path) -> str:
+    """How a text begins, to say that it is none of ours."""
+    text = path.read_text(encoding="utf-8")
+    return repr(text[:40]) if text else "an empty file"
 
 
 def _finite(row: Mapping[Any, Any]) -> dict[str, float]:
@@ -157,7 +199,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError:
             if number == len(lines):
                 return
-            raise
+            raise ValueError(f"expected JSON in line {number}, got {line[:40]!r}") from None
         if isinstance(value, dict):
             yield value
 
@@ -168,9 +210,12 @@ def _read_configuration(run: RunFiles, folders: Sequence[Path]) -> None:
             text = path.read_text(encoding="utf-8")
             value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         except UNREADABLE as wrong:
-            run.notes.append(f"{path}: {wrong}")
+            run.notes.append(_note(path, wrong))
             continue
-        run.configuration = _printable(value) if isinstance(value, dict) and value else run.configuration
+        if not isinstance(value, dict):
+            run.notes.append(f"{path}: expected names with values, got {_start(path)}")
+        elif value:
+            run.configuration = _printable(value)
 
 
 def _printable(value: Any) -> Any:
@@ -194,13 +239,13 @@ def _read_findings(run: RunFiles, folders: Sequence[Path]) -> None:
                     kept.append(_finding(line, line["rollout"]))
             listed += kept
         except UNREADABLE as wrong:
-            run.notes.append(f"{path}: {wrong}")
+            run.notes.append(_note(path, wrong))
     for path in _files(folders, "rollout-*.pt"):
         try:
             state = load_archive(path, mmap=True)
             listed += [_finding(finding, state["number"]) for finding in state["findings"]]
         except UNREADABLE as wrong:
-            run.notes.append(f"{path}: {wrong}")
+            run.notes.append(_note(path, wrong))
     unique = {json.dumps(finding, sort_keys=True): finding for finding in listed}
     run.findings = sorted(unique.values(), key=lambda finding: finding["rollout"])
 
@@ -213,9 +258,12 @@ def _finding(values: Mapping[str, Any], rollout: Any) -> dict[str, Any]:
 def _find_recordings(run: RunFiles, folders: Sequence[Path]) -> None:
     newest: dict[str, Path] = {}
     for path in _files(folders, "rollout-*.json"):
+        if not path.stem.removeprefix("rollout-").partition("-")[0].isdecimal():
+            continue
         if path.with_suffix(".safetensors").is_file():
             newest[path.stem] = path
+        else:
+            run.notes.append(f"{path}: expected {path.stem}.safetensors beside it")
     for stem, path in sorted(newest.items()):
         number = stem.removeprefix("rollout-").partition("-")[0]
-        if number.isdecimal():
-            run.rollouts.setdefault(int(number), []).append(path)
+        run.rollouts.setdefault(int(number), []).append(path)

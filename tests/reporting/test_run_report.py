@@ -323,6 +323,54 @@ def test_the_command_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["report", str(tmp_path / "empty")])
 
 
+UNUSABLE = {
+    "binary": (b"\x89PNG\xff\x00\xfe", "can't decode byte 0x89"),
+    "empty": (b"", "got an empty file"),
+    "another table": (b"name,reward\na,1.0\n", "expected a table with a column step, got 'name,reward"),
+    "no figure": (b"step,reward/task\n0,abc\n1,nan\n", "expected a row with a step and a figure, got none in 2 rows"),
+    "no row": (b"step,reward/task\n", "expected a row with a step and a figure, got none in 0 rows"),
+    "a step of letters": (b"step,reward/task\nx,1.0\n", "expected a whole number as step in line 2, got 'x'"),
+    "an endless cell": (b'step,reward/task\n0,"' + b"1" * 200_000, "field larger than field limit"),
+}
+
+
+@pytest.mark.parametrize(("content", "wrong"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_table_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path, content: bytes, wrong: str) -> None:
+    table = tmp_path / "metrics.csv"
+    table.write_bytes(content)
+    with pytest.raises(SystemExit, match="got none that can be read") as ended:
+        main(["report", str(tmp_path)])
+    assert f"{table}: " in str(ended.value.code) and wrong in str(ended.value.code)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wrong"),
+    [
+        ("metrics.jsonl", b"", "got an empty file"),
+        ("metrics.jsonl", b'{"reward/task": 1.0}\n', "expected a whole number as step in line 1, got None"),
+        ("metrics.jsonl", b'no\n{"step": 1}\n', "expected JSON in line 1, got 'no'"),
+        ("metrics.jsonl", b"no", "expected a row with a step and a figure, got 'no'"),
+        ("hparams.yaml", b"text", "expected names with values, got 'text'"),
+        ("run.json", b"\xff", "can't decode byte 0xff"),
+        ("findings.jsonl", b'{"check": "seeds"}\n', "expected an entry 'rollout'"),
+        ("rollout-000003.json", b"{}", "expected rollout-000003.safetensors beside it"),
+        ("rollout-000003.pt", b"PK", "expected a whole file as torch.save writes it"),
+    ],
+)
+def test_each_file_that_cannot_be_read_is_named_in_the_report(
+    tmp_path: Path, name: str, content: bytes, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/task": 1.0}\n')
+    broken = tmp_path / "later" / name
+    broken.parent.mkdir()
+    broken.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    (note,) = index_of(tmp_path / "report.html")["notes"]
+    assert str(broken) in note and wrong in note and ended.value.code == 1
+    assert f"could not be read: {note}" in capsys.readouterr().out
+
+
 def test_folders_of_several_runs_are_refused(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

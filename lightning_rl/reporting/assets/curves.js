@@ -118,7 +118,7 @@ function card(name) {
 
 function viewCurves(params) {
   const names = Object.keys(RUN.metrics);
-  if (!names.length) return h("p", { class: "quiet" }, "No metrics were found beside the recordings: pass the folder of a logger as well.");
+  if (!names.length) return h("div", { class: "stack" }, h("p", { class: "quiet" }, "No metrics were found beside the recordings: pass the folder of a logger as well."), notes());
   const head = HEAD.filter((name) => RUN.metrics[name]);
   const groups = new Map();
   for (const name of names) {
@@ -145,7 +145,7 @@ function viewCurves(params) {
   const notice = beyondAll.length ? h("p", { class: "notice" }, h("strong", {}, `${plural(beyondAll.length, "metric")} beyond what is normal: `),
     beyondAll.slice(0, 8).flatMap((name, at) => [at ? ", " : "", h("a", { href: link("metric", { name, step: worst(name) }) }, visible(name))]),
     beyondAll.length > 8 ? ` and ${beyondAll.length - 8} more` : "") : null;
-  return h("div", { class: "stack" }, h("div", { class: "bar" }, box, h("p", { class: "quiet small" }, "A click on a curve opens the point.")), notice, list);
+  return h("div", { class: "stack" }, h("div", { class: "bar" }, box, h("p", { class: "quiet small" }, "A click on a curve opens the point.")), notice, notes(), list);
 }
 
 /** The point that lies furthest beyond what is normal. */

@@ -38,7 +38,7 @@ function viewConfiguration() {
   const { versions, data, module, corrections, callbacks, trainer, ...others } = RUN.configuration;
   const part = (title, value, open) => (value && Object.keys(value).length ? h("details", { open }, h("summary", {}, h("h2", {}, title)), table(Object.entries(value))) : null);
   const print = data?.prompts?.fingerprint;
-  if (!Object.keys(RUN.configuration).length) return h("p", { class: "quiet" }, "No configuration lies beside the run.");
+  if (!Object.keys(RUN.configuration).length) return h("div", { class: "stack" }, h("p", { class: "quiet" }, "No configuration lies beside the run."), notes());
   return h("div", { class: "stack" },
     h("dl", { class: "facts" }, print ? [h("dt", {}, "Data"), h("dd", {}, h("code", { id: "fingerprint" }, visible(String(print))), data.prompts.rows ? `, ${plural(data.prompts.rows, "row")}` : "")] : null,
       Object.entries(versions || {}).flatMap(([name, version]) => [h("dt", {}, visible(name)), h("dd", {}, h("code", {}, visible(String(version))))]), h("dt", {}, "report by"), h("dd", {}, h("code", {}, `lightning_rl ${RUN.version}`))),
