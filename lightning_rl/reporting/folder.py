@@ -3,7 +3,7 @@
 ============================  =====================================================================
 ``metrics.csv``               of a CSVLogger
 ``hparams.yaml``              its configuration
-``report/metrics.jsonl``      rows of metrics that :class:`~lightning_rl.reporting.RunReport` kept
+``report/metrics.jsonl``      rows of metrics that :class:`~lightning_rl.reporting.RunReport` kept, and what ended it
 ``report/run.json``           the configuration that it kept
 ``report/findings*.jsonl``    findings of the audit that it kept, of each rank
 ``audit/rollout-*.pt``        evidence of the audit with its findings
@@ -26,10 +26,28 @@ from lightning_rl.recording import Recording
 
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
 BEGIN = "begin"  # of a line that says from which step or rollout on lines are written anew
+END = "end"  # of a line that says at which step an error ended the run
 STEP, EPOCH = "step", "epoch"
-Rows = list[tuple[int, dict[str, float] | None]]  # steps with their figures
 FINDING = ("check", "culprit", "expected", "observed", "cure", "severity")
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, yaml.YAMLError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The error that ended a run.
+
+    Attributes:
+        step: the one that it came in.
+        error: its class.
+        message: what it said.
+    """
+
+    step: int
+    error: str
+    message: str
+
+
+Rows = list[tuple[int, dict[str, float] | End | None]]  # steps with their figures
 
 
 @dataclass
@@ -42,6 +60,7 @@ class RunFiles:
         findings: of the audit, each with the number of its rollout.
         rollouts: files of each recorded rollout, by its number.
         notes: what could not be read, and why.
+        end: the error that ended the run; None if it goes on, ended well, or nobody wrote it.
     """
 
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -49,6 +68,7 @@ class RunFiles:
     findings: list[dict[str, Any]] = field(default_factory=list)
     rollouts: dict[int, list[Path]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    end: End | None = None
 
 
 def read_folder(folders: Sequence[Path]) -> RunFiles:
@@ -67,7 +87,7 @@ def read_folder(folders: Sequence[Path]) -> RunFiles:
     _read_configuration(run, folders)
     _read_findings(run, folders)
     _find_recordings(run, folders)
-    if not run.metrics and not run.rollouts:
+    if not run.metrics and not run.rollouts and run.end is None:
         names = ", ".join(map(str, folders))
         wanted = f"expected metrics.csv, {METRICS} or recordings in {names}, got none"
         if run.notes:
@@ -112,8 +132,12 @@ def _read_metrics(run: RunFiles, folders: Sequence[Path]) -> None:
         for step, values in rows:
             if values is None:
                 _forget(run.metrics, step)
-            for name, value in (values or {}).items():
-                run.metrics.setdefault(name, {})[step] = value
+                run.end = None
+            elif isinstance(values, End):
+                run.end = values
+            else:
+                for name, value in values.items():
+                    run.metrics.setdefault(name, {})[step] = value
 
 
 def _note(path: Path, wrong: Exception) -> str:
@@ -148,17 +172,20 @@ def _csv_rows(path: Path) -> Rows:
 
 
 def _json_rows(path: Path) -> Rows:
-    """The rows that were kept, and None with each step from which on they are written anew.
+    """The rows that were kept, how the run ended, and None with each step from which on they are written anew.
 
     Raises:
-        ValueError: if there is neither, or a step is no number.
+        ValueError: if there is none of them, or a step is no number.
     """
     rows: Rows = []
     for number, row in enumerate(_lines(path), 1):
-        if BEGIN in row:
-            rows.append((_whole(row[BEGIN], f'as "{BEGIN}" in line {number}'), None))
+        kind = next((kind for kind in (STEP, BEGIN, END) if kind in row), STEP)
+        step = _whole(row.pop(kind, None), f"in line {number}")
+        if kind == END:
+            end = End(step=step, error=str(row.get("error", "")), message=str(row.get("message", "")))
+            rows.append((step, end))
         else:
-            rows.append((_whole(row.pop(STEP, None), f"in line {number}"), _finite(row)))
+            rows.append((step, _finite(row) if kind == STEP else None))
     if not rows:
         raise ValueError(f"expected a row with a step and a figure, got {_start(path)}")
     return rows

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ def write_report(
         "configuration": run.configuration,
         "findings": run.findings,
         "notes": run.notes,
+        "end": None if run.end is None else asdict(run.end),
         "rollouts": [
             {**made[number].summary, "file": f"{folder.name}/{number}.js" if number in outside else None}
             for number in sorted(made)

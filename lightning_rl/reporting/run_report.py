@@ -19,7 +19,7 @@ from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.recording.recording import stem_of
-from lightning_rl.reporting.folder import BEGIN, FINDINGS, METRICS, RUN, STEP
+from lightning_rl.reporting.folder import BEGIN, END, FINDINGS, METRICS, RUN, STEP
 from lightning_rl.reporting.report import OWN_FOLDER, Pages, write_report
 from lightning_rl.terminal import dump_visible
 
@@ -32,7 +32,8 @@ class RunReport(RolloutRecorder):
     The report is one file that needs neither a server nor a network: curves, ledger, findings, configuration, and the
     recorded rollouts token by token (docs/report.md). It takes no part in the signal. In its folder are the recordings
     (:class:`~lightning_rl.recording.RolloutRecorder`), rows of metrics and findings that it is made from, so that
-    ``lightning-rl report`` makes it again; a run that resumes goes on with them.
+    ``lightning-rl report`` makes it again; a run that resumes goes on with them. Its first sentence is the error that
+    ended the run, if one did.
 
     Args:
         every_n_rollouts: how often a rollout is recorded and the report written.
@@ -51,7 +52,7 @@ class RunReport(RolloutRecorder):
         self._rows: _RowKeeper | None = None
         self._pages = Pages()
         self._begun, self._reported = False, 0
-        self._rollout = 0
+        self._rollout, self._step = 0, 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -70,7 +71,7 @@ class RunReport(RolloutRecorder):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._rollout = batch.rollout
+        self._rollout, self._step = batch.rollout, batch.index
         if not self._begun:
             self._begin(trainer, cast(RLLightningModule, pl_module), batch)
         self._begun = True
@@ -111,7 +112,7 @@ class RunReport(RolloutRecorder):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        self._report(trainer)
+        self._report(trainer, exception)
         self._leave(trainer)
 
     def _leave(self, trainer: Trainer) -> None:
@@ -122,8 +123,8 @@ class RunReport(RolloutRecorder):
     def _findings_file(self, trainer: Trainer) -> str:
         return FINDINGS + (f"-rank{trainer.global_rank}" if trainer.global_rank else "") + ".jsonl"
 
-    def _report(self, trainer: Trainer) -> None:
-        """Writes new findings, and on rank 0 the report; a full disk is no reason to end a run."""
+    def _report(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        """Writes new findings, and on rank 0 what ended the run and the report; a full disk is no reason to end one."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         try:
             audits = [callback for callback in callbacks_of(trainer) if isinstance(callback, SignalAudit)]
@@ -132,6 +133,9 @@ class RunReport(RolloutRecorder):
                 keeper.append(self._findings_file(trainer), {"rollout": self._rollout, **asdict(finding)})
             self._reported = len(findings)
             if self._rows is not None:
+                if exception is not None and self._begun:
+                    error = {"error": type(exception).__name__, "message": str(exception)}
+                    keeper.append(METRICS, {END: self._step, **error})
                 write_report([self.folder], self.folder / FILE, pages=self._pages)
         except FileNotFoundError:
             return  # nothing was logged or recorded

@@ -97,6 +97,11 @@ def test_every_view_opens_from_its_link(browser: Browser, run: Path) -> None:
         assert "cannot be shown" not in browser.ask("document.getElementById('main').textContent")
 
 
+def test_a_run_that_ended_well_says_nothing_of_its_end(browser: Browser, run: Path) -> None:
+    browser.open(run / "report.html")
+    assert browser.ask("document.getElementById('end').checkVisibility()") is False
+
+
 def test_every_value_of_every_curve_is_the_loggers(browser: Browser, run: Path) -> None:
     browser.open(run / "report.html")
     metrics = read_folder([run]).metrics
@@ -303,17 +308,21 @@ def test_whatever_a_run_has_written_stays_text(browser: Browser, run: Path, tmp_
     tensors = {**recording.tensors, **renamed, **told, "rollout/valid_tokens": recording.rollout.valid_tokens & actions}
     Recording(header=header, tensors=tensors).save(report)
     lines = [{"begin": 0}, {"step": 2, **dict.fromkeys(INJECTIONS, 1.0)}, {"step": 3, **dict.fromkeys(INJECTIONS, 2.0)}]
-    (report / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     findings = [
         dict.fromkeys(("check", "culprit", "expected", "observed", "cure", "severity"), text) for text in INJECTIONS
     ]
     ids = recording.rollout.sample_ids.tolist()
+    end = {"end": 3, "error": INJECTIONS[0], "message": "\n".join(INJECTIONS)}
+    (report / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, end])))
     text = "\n".join(json.dumps({"rollout": 1, "samples": ids[:2], **finding}) for finding in findings)
     (report / "findings.jsonl").write_text(text)
     (report / "run.json").write_text(json.dumps({"module": {text: list(INJECTIONS) for text in INJECTIONS}}))
     write_report([tmp_path], tmp_path / "evil.html", title=INJECTIONS[1])
     browser.open(tmp_path / "evil.html")
     scripts = browser.ask("document.querySelectorAll('script').length")
+    said = browser.ask("document.getElementById('end').textContent")
+    assert said.startswith(f"Ended by {INJECTIONS[0]} at step 3: {INJECTIONS[0]}\n") and "\u202e" not in said
+    assert browser.ask("document.querySelectorAll('#end *').length") == 1
     elements = "['img', 'iframe', 'link', 'base', 'form', 'template', 'object', 'b', 'svg:not(.stream)']"
     for view in (
         "curves",

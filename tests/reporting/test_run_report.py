@@ -28,8 +28,9 @@ from lightning_rl.finding import Finding
 from lightning_rl.recording import Recording, RolloutRecorder
 from lightning_rl.reporting import RunReport, write_report
 from lightning_rl.reporting.attribution import attribute
-from lightning_rl.reporting.folder import read_folder
+from lightning_rl.reporting.folder import End, read_folder
 from lightning_rl.reporting.pages import page_of
+from lightning_rl.rewards import RewardError
 
 OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=0.05)}
 KINDS = {"f4": np.float32, "f8": np.float64, "i4": np.int32, "i2": np.int16, "u1": np.uint8}
@@ -237,15 +238,33 @@ def test_a_run_that_goes_on_drops_what_it_makes_again(tmp_path: Path) -> None:
         again(tiny_module(**OPTIONS), callbacks=[RunReport(1), Saves(tmp_path / "saved.ckpt", 1), Fails(2)])
     before = read_folder([tmp_path])
     assert set(before.rollouts) == {0, 1, 2} and max(before.metrics["rollout"]) == 11
+    end = {"step": 11, "error": "RuntimeError", "message": "the power went"}
+    assert before.end == End(**end) and index_of(tmp_path / "report" / "report.html")["end"] == end
     with (tmp_path / "report" / "findings.jsonl").open("a") as lines:
         lines.write('{"rollout": 1, "check": "seeds"}\n{"rollout": 2, "check": "masks"}\n')
     again(tiny_module(**OPTIONS), callbacks=[RunReport(1)], ckpt_path=tmp_path / "saved.ckpt")
     after = read_folder([tmp_path])
     assert set(after.rollouts) == {0, 1, 2, 3} and sorted(after.metrics["rollout"]) == list(range(16))
     assert [finding["check"] for finding in after.findings] == ["seeds"]
+    assert after.end is None and index_of(tmp_path / "report" / "report.html")["end"] is None
     fit(tiny_module(**OPTIONS), callbacks=[RunReport(1)], data=tiny_prompts(4, 4), default_root_dir=tmp_path)
     anew = read_folder([tmp_path])
     assert set(anew.rollouts) == {0} and sorted(anew.metrics["rollout"]) == list(range(4)) and not anew.findings
+
+
+def test_an_error_in_the_first_step_is_in_the_report(tmp_path: Path) -> None:
+    def broken(*_: Any, **__: Any) -> list[float]:
+        raise ConnectionError("the <b>grader</b> is gone")
+
+    with pytest.raises(RewardError), pytest.warns(UserWarning, match="rows get no reward"):
+        fit(
+            tiny_module(**{**OPTIONS, "rewards": broken}),
+            callbacks=[RunReport(1)],
+            data=tiny_prompts(4, 4),
+            default_root_dir=tmp_path,
+        )
+    end = index_of(tmp_path / "report" / "report.html")["end"]
+    assert end["error"] == "RewardError" and end["step"] == 0 and "the <b>grader</b> is gone" in end["message"]
 
 
 def test_the_newest_recordings_are_kept(tmp_path: Path) -> None:

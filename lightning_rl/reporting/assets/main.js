@@ -59,6 +59,12 @@ function theme(next) {
   button.onclick = () => { theme(dark ? "light" : "dark"); route(); };
 }
 
+/** Says which error ended the run. */
+function sayEnd(element, { error, step, message }) {
+  element.append("Ended by ", h("strong", {}, visible(error)), ` at step ${step}${message ? ": " : ""}${visible(message, true)}`);
+  element.hidden = false;
+}
+
 function keyboard(event) {
   const typing = event.target.closest?.("input, select, textarea");
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -87,6 +93,7 @@ async function main() {
   if (rollouts) facts.push(plural(rollouts[1][rollouts[1].length - 1] + 1, "rollout"));
   facts.push(plural(RUN.rollouts.length, "recorded rollout"), plural(RUN.findings.length, "finding"));
   document.getElementById("facts").textContent = facts.join(" · ");
+  if (RUN.end) sayEnd(document.getElementById("end"), RUN.end);
   const nav = document.getElementById("nav");
   for (const [view, title] of VIEWS) if (title) nav.append(h("a", { href: link(view), "data-view": view }, title, view === "findings" && RUN.findings.length ? h("span", { class: "badge" }, String(RUN.findings.length)) : null));
   addEventListener("hashchange", route);
