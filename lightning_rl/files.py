@@ -2,15 +2,19 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 PART = ".part"
+PROBE = ".mode" + PART
 BEFORE = ".before" + PART  # what is being replaced, for a moment
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Has ``write`` make a file or a folder beside the target, puts it on the disk, and renames it.
+
+    Files have the mode that the umask gives, whatever ``write`` makes them with.
 
     Whatever is raised on the way leaves the target as it was, and no part of the new one.
 
@@ -21,6 +25,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + PART)
     try:
         write(part)
+        apply_umask(part)
         flush(part)
         part.rename(path) if part.is_dir() else part.replace(path)
     except BaseException:
@@ -52,12 +57,32 @@ def move_over(part: Path, path: Path) -> None:
     remove(before)
 
 
+def apply_umask(path: Path) -> None:
+    """Gives a file, or every file of a folder, the mode of one that ``open`` makes beside it.
+
+    Safetensors writes files that only their owner may read.
+    """
+    probe = path.with_name(path.name + PROBE)
+    try:
+        probe.touch()  # asking for the umask itself would change it for every thread
+        mode = stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
+    for file in files_of(path):
+        if not file.is_symlink():
+            file.chmod(mode)
+
+
 def flush(path: Path) -> None:
     """Puts a file, or every file of a folder, on the disk."""
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+    for file in files_of(path):
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or every file of a folder."""
+    return [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def remove(path: Path) -> None:

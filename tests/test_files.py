@@ -1,8 +1,12 @@
 """A file or a folder is there whole or not at all."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lightning_rl.files import write_atomically
 
@@ -19,6 +23,23 @@ def test_a_file_is_replaced_and_a_folder_appears(tmp_path: Path) -> None:
     write_atomically(tmp_path / "folder", write)
     assert (tmp_path / "folder" / "inner" / "file").read_text() == "third"
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+@pytest.mark.parametrize("folder", [False, True])
+def test_tensors_are_read_by_whom_the_umask_lets(tmp_path: Path, umask: int, mode: int, folder: bool) -> None:
+    def write(part: Path) -> None:
+        if folder:
+            part.mkdir()
+        save_file({"a": torch.zeros(2)}, part / "tensors" if folder else part)
+
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "target", write)
+    finally:
+        os.umask(before)
+    file = tmp_path / "target" / "tensors" if folder else tmp_path / "target"
+    assert stat.S_IMODE(file.stat().st_mode) == mode and [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 @pytest.mark.parametrize("inner", ["", "file"])

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.archive import load_archive
 from lightning_rl.checkpointing.seal import check_seal
 from lightning_rl.description import is_import_path, restore
+from lightning_rl.files import apply_umask
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
 
@@ -112,6 +113,8 @@ def write_pretrained(
     if "value_head.weight" in whole:
         (folder / "critic").mkdir(parents=True, exist_ok=True)
         save_file({"weight": whole["value_head.weight"]}, folder / "critic" / "value_head.safetensors")
+    for file in (*folder.glob("*.safetensors"), *folder.glob("critic/*.safetensors")):
+        apply_umask(file)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -58,6 +58,8 @@ def export(folder: Path, case: str, **where: Any) -> None:
 
 def check(folder: Path, case: str) -> None:
     """Compares a folder with the weights that were streamed beside it."""
+    modes = {file.stat().st_mode for file in folder.rglob("*.safetensors")} | {(folder / "config.json").stat().st_mode}
+    assert len(modes) == 1  # tensors are for whom the rest is for
     weights: dict[str, Tensor] = torch.load(folder / "weights")
     expected = {name.removeprefix("model."): w for name, w in weights.items() if name.startswith("model.")}
     exported = AutoModelForCausalLM.from_pretrained(folder)
