@@ -28,7 +28,9 @@ class Entry:
         unit: empty for a number without one.
         normal: what a sound run shows; empty where nothing can be said.
         low: the least that is normal, if that is a number.
-        high: the most that is normal, if that is a number.
+        high: the most that is normal, if that is a number; on top of ``baseline``, if there is one.
+        baseline: another metric, which may be as large as it likes and this one with it.
+        alive: whether it is beyond what is normal to be 0 at every step of a run.
     """
 
     names: tuple[str, ...]
@@ -38,12 +40,22 @@ class Entry:
     normal: str = ""
     low: float | None = None
     high: float | None = None
+    baseline: str = ""
+    alive: bool = False
 
-    def to_json(self) -> Mapping[str, str | float | None]:
+    def is_beyond(self, value: float, baseline: float = 0.0) -> bool:
+        """Whether one value is beyond what is normal, given that of ``baseline`` at the same step, 0 if there is none.
+
+        ``high`` is a share of the baseline too, so that rounding of a large one does not count.
+        """
+        top = None if self.high is None else self.high + baseline * (1 + self.high if self.baseline else 0)
+        return (self.low is not None and value < self.low) or (top is not None and value > top)
+
+    def to_json(self) -> Mapping[str, str | float | bool | None]:
         """What a report shows beside a curve, as plain text."""
         meaning, normal = (LINK.sub(r"\1", text).replace("`", "") for text in (self.meaning, self.normal))
         fields = {"meaning": meaning, "normal": normal, "population": self.population, "unit": self.unit}
-        return {**fields, "low": self.low, "high": self.high}
+        return {**fields, "low": self.low, "high": self.high, "baseline": self.baseline, "alive": self.alive}
 
 
 @cache

@@ -88,14 +88,13 @@ def summary_header(columns: Sequence[str]) -> str:
 
 def summary_line(rollout: int, figures: Mapping[str, float], columns: Sequence[str]) -> str:
     """The line of a rollout, below the words of its columns; marks stand in the gaps."""
-    cells = [_cell(metric, figures.get(metric, math.nan)) for metric in columns]
+    cells = [_cell(metric, figures) for metric in columns]
     return f"{rollout:>{len('rollout')}} {''.join(cells)}".rstrip()
 
 
-def _cell(metric: str, value: float) -> str:
-    entry = entry_of(metric)
-    low, high = (None, None) if entry is None else (entry.low, entry.high)
-    beyond = (low is not None and value < low) or (high is not None and value > high)
+def _cell(metric: str, figures: Mapping[str, float]) -> str:
+    entry, value = entry_of(metric), figures.get(metric, math.nan)
+    beyond = entry is not None and entry.is_beyond(value, figures.get(entry.baseline, 0.0))
     return f" {_figure(metric, value):>{max(WIDTH, len(COLUMNS[metric]))}}{'!' if beyond else ' '}"
 
 

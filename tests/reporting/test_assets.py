@@ -63,5 +63,25 @@ def test_a_metric_finds_its_entry(metric: str, part: str) -> None:
     assert entry is not None and part in str(entry.to_json()["meaning"])
 
 
+@pytest.mark.parametrize(
+    ("metric", "value", "baseline", "beyond"),
+    [
+        ("kl/rollout", 0.05, 0.0, False), ("kl/rollout", 0.051, 0.0, True), ("kl/rollout", 4.1, 4.1, False),
+        ("kl/rollout", 4.25, 4.0, False), ("kl/rollout", 4.26, 4.0, True), ("kl/rollout", 0.9, 0.2, True),
+        ("kl/old", 0.06, 9.0, True), ("kl/ref", 1.0, 0.0, False), ("kl/ref", 1.01, 0.0, True),
+        ("kl/ref", -0.1, 0.0, False),
+    ],
+)  # fmt: skip
+def test_a_mismatch_is_what_is_more_than_the_policy_moved(
+    metric: str, value: float, baseline: float, beyond: bool
+) -> None:
+    entry = entry_of(metric)
+    assert entry is not None and entry.is_beyond(value, baseline) is beyond
+
+
+def test_a_baseline_is_a_metric_of_its_own() -> None:
+    assert all(entry_of(entry.baseline) is not None for entry in glossary() if entry.baseline)
+
+
 def test_a_name_that_nobody_logs_has_no_entry() -> None:
     assert entry_of("mine") is None

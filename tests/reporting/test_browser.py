@@ -20,6 +20,7 @@ from lightning_rl.callbacks import OPSM, NoEOSMask
 from lightning_rl.recording import Recording
 from lightning_rl.reporting import RunReport, write_report
 from lightning_rl.reporting.folder import read_folder
+from lightning_rl.reporting.glossary import entry_of
 from lightning_rl.rollout import Rollout
 
 ROWS = 16
@@ -384,6 +385,29 @@ def test_stale_weights_give_themselves_away(browser: Browser, tmp_path: Path) ->
     assert len(gaps) == 1 and abs(gaps[0]) > 0.3
     browser.go("#rollout?rollout=2&colour=difference")  # 3: the rollout before the fault
     assert browser.ask("[...document.querySelectorAll('.t')].every((e) => !e.style.background)")
+
+
+CURVES = {
+    "kl/rollout": ([0.0, 0.4, 4.1, 0.3], 1),  # as much as the policy moved, but for the last
+    "kl/old": ([0.0, 0.4, 4.1, 0.01], 2),
+    "kl/ref": ([0.0, 0.6, 4.1, 1.0], 1),
+    "optim/grad_norm": ([0.0] * 4, 4),
+    "ledger/weight/used": ([0.0] * 4, 4),
+    "advantage/std": ([0.0, 0.0, 0.0, 0.5], 0),
+}
+
+
+def test_what_is_beyond_normal_is_judged_with_what_it_stands_on(browser: Browser, tmp_path: Path) -> None:
+    lines = [{"step": step, **{name: values[step] for name, (values, _) in CURVES.items()}} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_report([tmp_path], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html")
+    counts = browser.ask("Object.fromEntries(Object.keys(RUN.metrics).map((name) => [name, beyond(name).length]))")
+    assert counts == {name: count for name, (_, count) in CURVES.items()}
+    entries = {name: entry for name in CURVES if (entry := entry_of(name)) is not None}
+    for name in ("kl/rollout", "kl/old", "kl/ref"):  # the rule of the terminal
+        values, bases = CURVES[name][0], CURVES.get(entries[name].baseline, ([0.0] * 4, 0))[0]
+        assert sum(map(entries[name].is_beyond, values, bases)) == counts[name]
 
 
 @pytest.mark.slow

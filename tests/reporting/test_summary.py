@@ -42,11 +42,12 @@ def test_a_line_stands_above_the_bar(bar: type, capsys: pytest.CaptureFixture[st
 
 
 def test_figures_stand_below_their_words_and_what_is_beyond_normal_is_marked() -> None:
-    figures = {"kl/rollout": 0.2, "kl/old": 9.0, "signal_audit/findings": 2.0, "tokens_per_second": 12345.6}
+    figures = {"kl/rollout": 0.2, "kl/old": 0.1, "signal_audit/findings": 2.0, "tokens_per_second": 12345.6}
     columns = [name for name in COLUMNS if name in figures]
     header, line = summary_header(columns), summary_line(7, figures, columns)
     assert header == "rollout       kl  findings  tokens/s"
     assert line == "      7    0.200!        2!    12346"
+    assert summary_line(7, {"kl/rollout": 4.1, "kl/old": 4.1}, ["kl/rollout"]) == "      7     4.10"  # the policy moved
     assert summary_line(7, {"length/truncated": 0.25}, ["length/truncated"]) == "      7      25%!"
 
 

@@ -4,13 +4,16 @@
 const HEAD = ["val/reward/task", "reward/task", "kl/rollout", "policy/entropy", "length/mean", "optim/grad_norm", "ledger/weight/used"];
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** How many points lie beyond what is normal. */
+/** The steps whose points lie beyond what is normal, as Entry.is_beyond of glossary.py says. */
 function beyond(name) {
   const entry = RUN.glossary[name];
   if (!entry) return [];
   const [steps, values] = RUN.metrics[name];
-  const off = (value) => (entry.high !== null && value > entry.high) || (entry.low !== null && value < entry.low);
-  return steps.filter((step, at) => off(values[at]));
+  if (entry.alive && values.length > 1 && values.every((value) => value === 0)) return steps;
+  const [others, bases] = RUN.metrics[entry.baseline] || [[], []];
+  const known = new Map(others.map((step, at) => [step, bases[at]]));
+  const top = (step) => (entry.high === null ? Infinity : entry.high + (known.get(step) ?? 0) * (1 + entry.high));
+  return steps.filter((step, at) => values[at] > top(step) || (entry.low !== null && values[at] < entry.low));
 }
 
 /** The recorded rollout that a point belongs to, and the steps that it covers. */
