@@ -27,8 +27,8 @@ from lightning_rl.version import __version__
 
 ASSETS = files("lightning_rl.reporting") / "assets"
 STYLES = ("uplot.min.css", "report.css")
-SCRIPTS = ("uplot.min.js", "dom.js", "data.js", "shares.js", "colours.js", "curves.js", "flow.js", "samples.js")
-SCRIPTS += ("tokens.js", "compare.js", "pages.js", "main.js")
+SCRIPTS = ("uplot.min.js", "dom.js", "data.js", "shares.js", "colours.js", "chart.js", "curves.js", "flow.js")
+SCRIPTS += ("samples.js", "tokens.js", "compare.js", "pages.js", "main.js")
 EMBEDDED = 24 * 2**20  # letters of base64 in the file itself
 OWN_FOLDER = "report"  # in that of the logger, where RunReport writes
 PAGES = "-rollouts"  # of the folder with further ones, behind the name of the report

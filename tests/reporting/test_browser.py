@@ -276,6 +276,44 @@ def test_every_view_fits_the_window(browser: Browser, run: Path, width: int, dar
     assert browser.ask("getComputedStyle(document.body.parentElement).backgroundColor") != before
 
 
+def test_every_view_is_in_sight_on_a_narrow_window(browser: Browser, run: Path) -> None:
+    browser.size(400)
+    browser.open(run / "report.html", "#configuration")
+    edges = browser.ask("[...document.querySelectorAll('#nav a')].map((e) => e.getBoundingClientRect().right)")
+    assert len(edges) == 6 and max(edges) <= 400
+    browser.go("#rollout?colour=gradient")
+    browser.wait("document.querySelector('.modes').scrollLeft > 0")
+    right = browser.ask("document.querySelector('.modes [aria-pressed=true]').getBoundingClientRect().right")
+    assert right <= 400
+
+
+def test_the_figures_of_a_sample_are_one_line(browser: Browser, run: Path) -> None:
+    browser.open(run / "report.html", "#rollout?rollout=3")
+    lines = browser.ask(
+        "[...document.querySelectorAll('.chips')].filter((e) => e.children.length === 4)"  # no second reward
+        ".map((e) => new Set([...e.children].map((c) => c.offsetTop)).size)"
+    )
+    assert len(lines) > ROWS // 2 and set(lines) == {1}
+    assert browser.ask("[...document.querySelectorAll('.sample .finish')].length") == ROWS
+
+
+def test_rounding_is_drawn_level_and_other_curves_say_their_range(browser: Browser, tmp_path: Path) -> None:
+    rows = [
+        {"a": 2e-14 * (n % 2), "b": 1.5 + 1e-8 * n, "c": 3.0, "d": 1e-6 * n, "e": -0.25 + 0.5 * n} for n in range(4)
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(json.dumps({"step": step, **row}) for step, row in enumerate(rows))
+    )
+    write_report([tmp_path], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html", "#curves?find=")
+    browser.ask("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    shown = browser.ask(
+        "Object.fromEntries([...document.querySelectorAll('article.metric')].map((e) => "
+        "[e.dataset.metric, e.querySelector('.range').textContent]))"
+    )
+    assert shown == {"a": "level", "b": "level", "c": "level", "d": "0 to 3.00e\u22126", "e": "\u22120.25 to 1.25"}
+
+
 def test_files_beside_the_report_are_read_when_they_are_needed(browser: Browser, run: Path) -> None:
     write_report([run], run / "beside.html", embedded=0)
     browser.open(run / "beside.html")

@@ -2,7 +2,6 @@
 "use strict";
 
 const HEAD = ["val/reward/task", "reward/task", "kl/rollout", "policy/entropy", "length/mean", "optim/grad_norm", "ledger/weight/used"];
-const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** The steps whose points lie beyond what is normal, as Entry.is_beyond of glossary.py says. */
 function beyond(name) {
@@ -28,71 +27,6 @@ function placeOf(name, step) {
 
 const recordedAt = (name, step) => placeOf(name, step).recorded !== undefined;
 
-function chart(name, { height = 130, marked = null, pick = null, axes = false } = {}) {
-  const [steps, values] = RUN.metrics[name];
-  const entry = RUN.glossary[name];
-  const holder = h("div", { class: "chart", style: `min-height:${height}px` }); // nothing moves when it is drawn
-  const [line, band, quiet, accent] = ["--accent", "--band", "--line", "--mark"].map(colourOf);
-  const axis = { stroke: colourOf("--quiet"), grid: { stroke: quiet, width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 46 };
-  const shade = (plot) => {
-    if (!entry || entry.high === null) return;
-    const { ctx, bbox } = plot;
-    const edge = (value, other) => (value === null ? other : Math.min(Math.max(plot.valToPos(value, "y", true), bbox.top), bbox.top + bbox.height));
-    const [top, bottom] = [edge(entry.high, bbox.top), edge(entry.low, bbox.top + bbox.height)];
-    ctx.fillStyle = band;
-    ctx.fillRect(bbox.left, top, bbox.width, bottom - top);
-  };
-  const dots = (plot) => {
-    const { ctx, bbox } = plot;
-    if (marked !== null && steps.includes(marked)) {
-      ctx.fillStyle = accent;
-      ctx.beginPath();
-      ctx.arc(plot.valToPos(marked, "x", true), plot.valToPos(values[steps.indexOf(marked)], "y", true), 5 * devicePixelRatio, 0, 7);
-      ctx.fill();
-    }
-    if (!axes) return;
-    ctx.fillStyle = line;
-    for (const each of RUN.rollouts)
-      for (const ticket of each.tickets.slice(-1)) {
-        const x = plot.valToPos(ticket, "x", true);
-        if (x >= bbox.left && x <= bbox.left + bbox.width) ctx.fillRect(x - devicePixelRatio, bbox.top + bbox.height - 5 * devicePixelRatio, 2 * devicePixelRatio, 5 * devicePixelRatio);
-      }
-  };
-  const draw = () => {
-    const width = Math.max(160, holder.clientWidth);
-    const options = {
-      width, height, legend: { show: false }, padding: [8, 8, axes ? 0 : 4, axes ? 4 : 2],
-      cursor: { y: false, drag: { x: false, y: false }, points: { size: 7, fill: accent } },
-      scales: { x: { time: false }, y: { range: (plot, low, high) => (low === high ? [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1] : uPlot.rangeNum(low, high, 0.08, true)) } },
-      axes: axes ? [{ ...axis, size: 28 }, { ...axis, values: (plot, splits) => splits.map(figure) }] : [{ show: false }, { show: false }],
-      series: [{}, { stroke: line, width: 1.6, points: { show: steps.length < 40, size: 4, fill: line, stroke: line } }],
-      hooks: { drawClear: [shade], draw: [dots], setCursor: [(plot) => holder.dispatchEvent(new CustomEvent("cursor", { detail: plot.cursor.idx }))] },
-    };
-    holder.replaceChildren();
-    const plot = new uPlot(options, [steps, values], holder);
-    if (pick) plot.over.addEventListener("click", () => plot.cursor.idx !== null && plot.cursor.idx !== undefined && pick(steps[plot.cursor.idx]));
-  };
-  holder.draw = draw;
-  SEEN.observe(holder);
-  return holder;
-}
-
-/** Draws charts when they come into view, and again when their width changes. */
-const SEEN = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries) {
-    if (!isIntersecting) continue;
-    SEEN.unobserve(target);
-    WIDTHS.observe(target);
-  }
-}, { rootMargin: "200px" });
-const WIDTHS = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    if (target.drawn === target.clientWidth || !target.isConnected) continue;
-    target.drawn = target.clientWidth;
-    target.draw();
-  }
-});
-
 /** A name that may break behind its slashes. */
 const breakable = (name) => visible(name).split("/").flatMap((part, at) => (at ? ["/", h("wbr"), part] : [part]));
 
@@ -111,10 +45,12 @@ function card(name) {
   });
   plot.addEventListener("mouseleave", () => { value.textContent = figure(values[values.length - 1]); where.textContent = ""; });
   const where = h("span", { class: "quiet small" });
+  const { low, high, level } = rangeOf(values);
   return h("article", { class: "card metric", "data-metric": name },
     h("header", {}, h("h3", {}, h("a", { href: link("metric", { name, step: peak }) }, breakable(name))),
       h("span", { class: "reading" }, where, value, h("span", { class: "quiet small" }, entry ? entry.unit : ""))),
     plot,
+    h("p", { class: "small quiet range" }, level ? "level" : `${figure(low)} to ${figure(high)}`),
     entry ? h("p", { class: "small quiet" }, entry.meaning) : null,
     off.length ? h("p", { class: "small off" }, h("a", { href: link("metric", { name, step: peak }) }, `${off.length} of ${steps.length} points beyond what is normal`)) : null);
 }

@@ -41,12 +41,11 @@ function sampleCard(page, pass, sample, painted, extra) {
     rewards.length > 1 || (rewards.length === 1 && rewards[0][1] !== sample.reward) ? rewards.map(([name, value]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, number(value, { "data-what": `reward/${name}` })))) : null,
     h("div", {}, h("dt", {}, "advantage"), h("dd", {}, number(figures.advantage, { "data-what": "advantage" }))),
     h("div", {}, h("dt", {}, "mismatch"), h("dd", {}, number(figures.mismatch, { "data-what": "mismatch" }))),
-    h("div", {}, h("dt", {}, "tokens"), h("dd", {}, number(sample.tokens, { "data-what": "tokens" }))),
-    h("div", {}, h("dt", {}, "finish"), h("dd", {}, sample.finish)),
-    sample.trained ? null : h("div", {}, h("dt", {}, "trains"), h("dd", {}, "no")));
+    h("div", {}, h("dt", {}, "tokens"), h("dd", {}, number(sample.tokens, { "data-what": "tokens" }))));
   return h("article", { class: "card sample", id: `sample-${page.rollout}-${sample.id}`, "data-sample": sample.id },
     h("header", {}, h("h3", {}, `sample ${sample.id}`), page.ranks > 1 ? h("span", { class: "quiet small" }, `rank ${sample.rank}`) : null,
-      sample.findings.map((finding) => h("a", { class: "badge", href: link("findings", { rollout: page.rollout }), title: visible(finding.observed) }, visible(finding.check))), extra || null),
+      sample.findings.map((finding) => h("a", { class: "badge", href: link("findings", { rollout: page.rollout }), title: visible(finding.observed) }, visible(finding.check))), extra || null,
+      h("span", { class: "small finish" }, h("span", { class: "quiet" }, "finish "), sample.finish, sample.trained ? "" : ", does not train")),
     chips, tokenBlock(page, sample, painted));
 }
 
@@ -75,6 +74,7 @@ async function viewRollout(params) {
     painted = painter(page, pass, key);
     legend.replaceChildren(h("span", { class: "quiet" }, `${painted.mode.label}: ${painted.mode.about}`), painted.legend);
     for (const button of modes.children) button.setAttribute("aria-pressed", String(button.dataset.mode === painted.mode.key));
+    requestAnimationFrame(() => { modes.scrollLeft = modes.querySelector("[aria-pressed=true]").offsetLeft - modes.offsetLeft - 40; });
     if (!asked) return;
     repaint(body, page, painted);
     replace("rollout", { ...Object.fromEntries(params), rollout, colour: key });
