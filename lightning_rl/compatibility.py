@@ -655,13 +655,20 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
     """Refuses a rollout that does not split evenly.
 
     Raises:
-        ValueError: naming the numbers.
+        ValueError: naming the numbers, and those that would do.
     """
     if prompts_per_rollout % (minibatches * world_size):
         raise ValueError(
             f"expected prompts_per_rollout to be a multiple of minibatches x ranks, got {prompts_per_rollout} for "
-            f"{minibatches} x {world_size}"
+            f"{minibatches} x {world_size}: {size_cure(prompts_per_rollout, minibatches * world_size)}"
         )
+
+
+def size_cure(prompts: int, parts: int) -> str:
+    """What to set where the prompts of a rollout do not divide by minibatches x ranks."""
+    below = prompts // parts * parts
+    near = " or ".join(str(number) for number in (below, below + parts) if number)
+    return f"prompts_per_rollout={near}, or other minibatches="
 
 
 def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:

@@ -9,10 +9,9 @@ A conversation has up to 7 turns; what the environment says is in the row and is
 `trail_task.py`; docs/environments.md says how to write one.
 """
 
-from sys import argv
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse import auto_cli
+from command_line import call
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -76,5 +75,4 @@ def main(
 
 
 if __name__ == "__main__":
-    small = ["--rollouts=3", "--warm_start=30"] * ("--tiny" in argv)
-    auto_cli(main, args=[*small, *(word for word in argv[1:] if word != "--tiny")], as_positional=False)
+    call(main, lambda: {"rollouts": 3, "warm_start": 30})

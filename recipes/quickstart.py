@@ -9,7 +9,7 @@ Every option is a keyword of `main`; to change anything else, copy this file. Th
 
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse import auto_cli
+from command_line import call
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -73,4 +73,4 @@ def main(
 
 
 if __name__ == "__main__":
-    auto_cli(main, as_positional=False)
+    call(main)

@@ -226,10 +226,15 @@ def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) 
     """Around a fit: greedy answers to held-out lists before and after as a table, the learning curve, the accuracy.
 
     Raises:
-        SystemExit: before anything is computed, if what draws them is not installed.
+        SystemExit: before anything is computed, if what draws them is not installed, or the prompts of a rollout do not
+            divide by its optimizer steps and the devices.
     """
     if missing := [package for package in REPORT if find_spec(package) is None]:
         raise SystemExit(f"expected {' and '.join(missing)} for the report: pip install 'lightning-rl[report]'")
+    prompts, parts = data.prompts_per_rollout, module.minibatches * trainer.world_size
+    if prompts % parts:
+        shares = [str(number) for number in range(1, prompts + 1) if prompts % number == 0]
+        raise SystemExit(f"expected --updates x --devices to be one of {', '.join(shares)}, got {parts}")
     rows = held_out_prompts()
     prompts, answers = [row["prompt"] for row in rows[:8]], [row["answer"] for row in rows[:8]]
     before, first = _accuracy(trainer, module, data), module.complete(prompts)

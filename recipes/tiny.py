@@ -7,9 +7,8 @@ The rows are the calculations of ``tiny_tools.py``, such as ``What is 48 / 2?`` 
 import inspect
 import json
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import tiny_gsm8k
 import tiny_tools
 import torch
-from jsonargparse import auto_cli
+from command_line import call
 from torch import Tensor
 from transformers import (
     PreTrainedConfig,
@@ -53,15 +52,7 @@ def command_line(main: Callable[..., Any], **options: Any) -> Any:
         known = inspect.signature(main).parameters
         return {name: value for name, value in given.items() if name in known}
 
-    epilog = "--tiny: a small model and rows made here, on a CPU and offline; options beside it have the last word"
-    return auto_cli(main, args=words_of(small), as_positional=False, epilog=epilog)
-
-
-def words_of(small: Callable[[], Mapping[str, Any]]) -> list[str]:
-    """The words of the command line, what ``--tiny`` stands for before all others, so that they have the last word."""
-    words = [word for word in sys.argv[1:] if word != "--tiny"]
-    options = small() if len(words) < len(sys.argv) - 1 else {}
-    return [*(f"--{name}={value}" for name, value in options.items()), *words]
+    return call(main, small)
 
 
 def model(name: str) -> Path:

@@ -13,11 +13,10 @@ from functools import partial
 from typing import Literal
 
 import tiny_tools as small
-from jsonargparse import auto_cli
+from command_line import call
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
-from tiny import words_of
 from torch.optim import AdamW
 
 from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
@@ -77,4 +76,4 @@ def main(
 
 if __name__ == "__main__":
     sizes = {"rollouts": 16, "max_new_tokens": 48, "learning_rate": 1e-3}
-    auto_cli(main, args=words_of(lambda: {"tiny": True, "accelerator": "cpu", **sizes}), as_positional=False)
+    call(main, lambda: {"tiny": True, "accelerator": "cpu", **sizes})

@@ -289,7 +289,8 @@ def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches
     if fits:
         check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
         return
-    with pytest.raises(ValueError, match=f"minibatches x ranks, got {prompts} for {minibatches} x {ranks}"):
+    message = f"minibatches x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
+    with pytest.raises(ValueError, match=message):
         check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
 
 

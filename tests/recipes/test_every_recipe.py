@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import tiny
 import torch
@@ -53,14 +54,53 @@ def _there(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_said_beside_tiny_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--rollouts", "9", "--tiny"])
-    assert tiny.words_of(lambda: {"rollouts": 4}) == ["--rollouts=4", "--rollouts", "9"]
+    assert command_line.words_of(lambda: {"rollouts": 4}) == ["--rollouts=4", "--rollouts", "9"]
     monkeypatch.setattr(sys, "argv", ["recipe.py", "--rollouts", "9"])
-    assert tiny.words_of(lambda: {"rollouts": 4}) == ["--rollouts", "9"]
+    assert command_line.words_of(lambda: {"rollouts": 4}) == ["--rollouts", "9"]
 
 
 def skip_without_extra(name: str) -> None:
     if name in EXTRAS:
         pytest.importorskip(EXTRAS[name])
+
+
+def numbers_of(name: str) -> dict[str, int | float]:
+    """The options of a recipe that are numbers, with their defaults."""
+    main = runpy.run_path(str(RECIPES / f"{name}.py"))["main"]
+    defaults = {option: parameter.default for option, parameter in inspect.signature(main).parameters.items()}
+    return {option: value for option, value in defaults.items() if type(value) in (int, float)}
+
+
+@pytest.mark.parametrize("name", [*ALL, "quickstart"])
+def test_a_number_that_makes_no_run_is_refused_by_its_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_extra(name)
+    numbers = numbers_of(name)
+    assert ("samples" if name == "evaluation" else "rollouts") in numbers
+    for option, default in numbers.items():
+        least = command_line.MINIMUM.get(option, 1)
+        for number in [0.0, -1e-6] if isinstance(default, float) else [least - 1, -2]:
+            with pytest.raises(SystemExit, match=rf"^expected --{option} (to be|>) .*, got {number}$"):
+                run(name, f"--{option}={number}", monkeypatch=monkeypatch)
+
+
+def test_tiny_runs_refuse_such_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"^expected --rollouts to be a whole number above 0, got -1$"):
+        run("dr_grpo", "--tiny", "--rollouts", "-1", monkeypatch=monkeypatch)  # Lightning's word for a run without end
+
+
+def test_minus_one_stands_for_every_device_that_is_no_cpu() -> None:
+    command_line.check({"accelerator": "gpu", "devices": -1})
+    with pytest.raises(SystemExit, match=r"^expected --devices to be a whole number above 0, got -1$"):
+        command_line.check({"accelerator": "cpu", "devices": -1})
+
+
+def test_updates_that_do_not_divide_the_prompts_are_refused_before_the_warm_start(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    with pytest.raises(SystemExit, match=r"^expected --updates x --devices to be one of 1, 2, 4, 8, 16, 32, got 3$"):
+        run("quickstart", "--updates", "3", monkeypatch=monkeypatch)
+    assert "val/" not in capfd.readouterr().out
 
 
 def run(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
+from lightning_rl.compatibility import size_cure
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.finding import Finding
 
@@ -19,10 +20,8 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
     shape = f"{prompts} prompts x {module.group_size} samples"
     yield fact(NAME, f"{shape} for each rollout, which serves {steps} optimizer steps; {ranks} ranks")
     if prompts % parts:
-        below = prompts // parts * parts
-        near = " or ".join(str(number) for number in (below, below + parts) if number)
         observed = f"{prompts} prompts do not divide by minibatches x ranks = {module.minibatches} x {ranks}"
-        yield error(NAME, observed, f"prompts_per_rollout={near}, or other minibatches=")
+        yield error(NAME, observed, size_cure(prompts, parts))
     length = data.pass_length or 0  # a stream has none
     rest = length % prompts
     if rest:
