@@ -43,7 +43,11 @@ def load_archive(path: str | Path, map_location: Any = "cpu", *, mmap: bool = Fa
 
 def _check_archive(path: Path) -> int:
     """The size of the file, whose entries lie in it as they are."""
-    target = path.resolve(strict=True)
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError) as missing:  # also links in a circle, and names that are too long
+        got = "no such file" if isinstance(missing, FileNotFoundError) else getattr(missing, "strerror", None)
+        raise FileNotFoundError(f"expected {path} to be a file of torch.save, got {got or missing}") from None
     if not target.is_file():
         raise ValueError(_wrong(path, "no regular file"))
     size = target.stat().st_size

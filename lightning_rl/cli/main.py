@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from lightning_rl.cli.parser import command_line
+from lightning_rl.cli.scripts import check_script
 
 MODULES = {
     "doctor": "lightning_rl.cli.doctor",
@@ -17,6 +18,8 @@ MODULES = {
     "resume-check": "lightning_rl.cli.resume_check",
     "serve": "lightning_rl.cli.serve",
 }
+
+SCRIPTS = ("recipe", "against")  # arguments that name one
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,4 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     if asked.command is None:
         parser.error(f"expected a command out of {', '.join(MODULES)}, got none")
+    for script in (getattr(asked, name, None) for name in SCRIPTS):
+        if script is not None:
+            check_script(script)
     sys.exit(import_module(MODULES[asked.command]).run(asked, words[cut + 1 :]))

@@ -11,6 +11,7 @@ from typing import cast
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_rl.cli.scripts import sentence_of
 from lightning_rl.cli.silence import silence
 from lightning_rl.data import PromptDataModule
 from lightning_rl.inspection import StopRecipe, inspection
@@ -33,7 +34,8 @@ def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
     Its folder stays on the path, for what it imports later.
 
     Raises:
-        SystemExit: if it ends without, or passes something else than an RLLightningModule and a PromptDataModule.
+        SystemExit: if it ends without, raises something, or passes something else than an RLLightningModule and a
+            PromptDataModule.
     """
     folder, arguments = str(script.parent.resolve()), sys.argv
     sys.path[:0] = [folder] if folder not in sys.path else []
@@ -44,6 +46,8 @@ def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
     except StopRecipe as stop:
         module, trainer = cast(RLLightningModule, stop.module), stop.module.trainer
         vars(trainer)["callbacks"] = stop.callbacks
+    except Exception as error:  # whatever a script of somebody raises
+        raise SystemExit(sentence_of(error, script)) from error
     else:
         raise SystemExit(f"expected {script} to call Trainer.fit, but it ended without, or with no RLLightningModule")
     finally:
