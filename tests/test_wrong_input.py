@@ -119,7 +119,10 @@ MODELS: dict[str, Case] = {
         "expected policy .* got the class Qwen2ForCausalLM: pass a name, or",
     ),
     "policy-built": (made(policy=tiny_policy()), "expected policy .* got a Qwen2ForCausalLM that is built already"),
-    "policy-missing": (made(policy="./nowhere"), "name or folder of a tokenizer that can be loaded, got './nowhere'"),
+    "policy-missing": (
+        made(policy="./nowhere"),
+        "policy= to be a folder that is there, .* got './nowhere'",
+    ),
     "policy-no-such-function": (
         made(policy="kit.support.tiny_polcy"),
         r"policy='kit.support.tiny_polcy' .* module 'kit.support' has no 'tiny_polcy': did you mean .*tiny_policy",
@@ -143,7 +146,7 @@ MODELS: dict[str, Case] = {
     ),
     "critic-word": (
         fitted(critic="./share", advantages="gae", group_size=1),
-        r"causal language model that can be loaded, got './share'.*critic=.shared. is a value head",
+        r"causal language model, got './share'.*critic=.shared. is a value head",
     ),
     "tokenizer": (made(tokenizer=3), "expected tokenizer to be a tokenizer of transformers, or the name .* got 3"),
     "engine-word": (made(engine="vllm"), r"engine to be an object such as VLLMEngine\(\), or None .* got 'vllm'"),

@@ -21,6 +21,7 @@ READERS = {
     ".tsv": lambda path: read_csv(path, delimiter="\t"),
     ".parquet": lambda path: ArrowRows(_load("parquet", None, "train", data_files=str(path))),
 }
+LINE_BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv")  # whose readers name file and line
 NEED_DATASETS = 'pip install "lightning-rl[data]"'
 
 
@@ -35,17 +36,26 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
         split: which split of it, or of a ``datasets.DatasetDict``.
 
     Raises:
-        ValueError: if it is none of this, or a split has to be chosen.
+        ValueError: if it is none of this, is a file without rows, or a split has to be chosen.
         FileNotFoundError: if there is no such file.
     """
+    place = f" in {source}" if isinstance(source, str | Path) else ""
     if isinstance(source, str | Path):
         source = _open_path(source, name, split)
         split = name = None
     source = _choose_split(source, split)
     if name is not None:
         raise ValueError(f'expected name="{name}" with the name of a data set, got a {type(source).__name__}')
-    if isinstance(source, Rows) or is_hugging_face(source, "IterableDataset"):
+    if is_hugging_face(source, "IterableDataset"):
         return source
+    rows = source if isinstance(source, Rows) else _rows_of(source)
+    if place and not len(rows):
+        raise ValueError(f"expected at least one prompt, got none{place}")
+    return rows
+
+
+def _rows_of(source: Any) -> Rows:
+    """The rows of something that is in memory, or mapped into it."""
     if is_hugging_face(source, "Dataset"):
         return ArrowRows(source)
     _check_rows(source)
@@ -96,9 +106,15 @@ def _load(path: str, name: str | None, split: str | None, **options: Any) -> Any
     try:
         return datasets.load_dataset(path, name, split=split, **options)
     except Exception as error:
-        asked = f"load_dataset({path!r}, name={name!r}, split={split!r})"
+        for file in sorted(folder.rglob("*")) if folder.is_dir() else []:  # datasets does not say which is the fault
+            if file.suffix in LINE_BY_LINE:
+                READERS[file.suffix](file)
+        described = {"name": name, "split": split, **options}
+        asked = ", ".join([repr(path), *(f"{option}={value!r}" for option, value in described.items())])
+        cause = error.__cause__ or error
         raise ValueError(
-            f"expected a data set that datasets.{asked} can read, but it raised {type(error).__name__}: {error}"
+            f"expected a data set that datasets.load_dataset({asked}) can read, but it raised {type(error).__name__}: "
+            f"{error}{f' ({type(cause).__name__}: {cause})' if cause is not error else ''}"
         ) from error
 
 

@@ -3,6 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +59,8 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
             names, in their shapes: transformers would draw the others by lot.
     """
     if isinstance(source, str | Path):
+        if missing := missing_folder(source):
+            raise ValueError(f"expected the folder of a causal language model, got {missing}{hint}")
         try:
             return _load(source, head=head)
         except (OSError, SafetensorError) as error:  # what transformers raises where it cannot load
@@ -218,6 +221,7 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     named: Any = import_by_name(tokenizer=tokenizer)
     if named is not tokenizer:
         tokenizer = named if isinstance(named, PreTrainedTokenizerBase) or not callable(named) else cast(Any, named())
+    argument = "tokenizer" if tokenizer is not None else "policy"
     if tokenizer is None and isinstance(policy, str | Path):
         tokenizer = policy
     if tokenizer is not None and not isinstance(tokenizer, str | Path | PreTrainedTokenizerBase):
@@ -226,15 +230,30 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
         )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
+    if missing := missing_folder(tokenizer):
+        raise ValueError(f"expected {argument}= to be a folder that is there, or a name of the hub, got {missing}")
     try:
         return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(_own_code(tokenizer, error)) from error
     except OSError as error:
         raise ValueError(
-            f"expected the name or folder of a tokenizer that can be loaded, got {str(tokenizer)!r}: "
+            f"expected {argument}= to be the name or folder of a tokenizer that can be loaded, got {str(tokenizer)!r}: "
             f"{str(error).splitlines()[0]}"
-        ) from error
+        ) from None
+
+
+def missing_folder(source: str | Path) -> str:
+    """What is wrong with the path of a folder that is not there; empty if it is, or if it may be a name of the hub.
+
+    A name of the hub has at most one slash; a path, or what begins with a dot, a slash or a tilde, has to be a folder.
+    """
+    text, path = str(source), Path(source)
+    if path.exists() or not (isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1):
+        return ""
+    beside = [folder.name for folder in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    return f"{text!r}, which does not exist{f': did you mean {str(path.parent / near[0])!r}?' if near else ''}"
 
 
 def eos_ids_of(

@@ -229,3 +229,16 @@ def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeyp
     with pytest.raises(ImportError, match=r'which reads some/name: pip install "lightning-rl\[data\]"'):
         PromptDataset("some/name", split="train")
     assert len(PromptDataset(json_lines(tmp_path))) == 3
+
+
+def test_a_folder_whose_data_cannot_be_read_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": [2]}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": 1\n')
+    with pytest.raises(ValueError, match=r"got '{\"prompt\": 1' in .*b\.jsonl, line 1"):
+        PromptDataset(tmp_path)
+
+
+def test_a_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"data_files='.*a\.parquet'\) can read, but it raised ArrowInvalid"):
+        PromptDataset(tmp_path / "a.parquet")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import DataParallel
 
-from lightning_rl.policy.build import build_model
+from lightning_rl.policy.build import build_model, build_tokenizer
 from lightning_rl.policy.model import check_scoring
 from lightning_rl.policy.weight_files import model_without_numbers
 
@@ -92,3 +92,15 @@ def test_weights_that_are_nan_are_said_to_be_the_fault(folder: Path, *, packed: 
     rewrite(folder, lambda weights: weights.update({NORM: torch.full_like(weights[NORM], torch.nan)}))
     with pytest.raises(ValueError, match="to give numbers as log-probabilities, got NaN: look for NaN and infinities"):
         check_scoring(build_model(folder), packed=packed)
+
+
+def test_a_policy_whose_folder_is_misspelt_is_named_with_the_one_beside_it(folder: Path) -> None:
+    typo = str(folder.parent / folder.name[::-1][1:][::-1])
+    said = rf"got '{typo}', which does not exist: did you mean '{folder}'\?"
+    with pytest.raises(ValueError, match=rf"^expected policy= to be a folder that is there, .*{said}$") as refused:
+        build_tokenizer(None, typo)
+    assert refused.value.__cause__ is None and refused.value.__context__ is None
+    with pytest.raises(ValueError, match=rf"^expected tokenizer= to be a folder .*{said}$"):
+        build_tokenizer(typo, tiny_policy)
+    with pytest.raises(ValueError, match=rf"^expected the folder of a causal language model, {said}$"):
+        build_model(typo)
