@@ -49,4 +49,7 @@ def write_recipe(arguments: argparse.Namespace, translate: Callable[[], Recipe],
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, lambda part, text=text: Path(part).write_text(text, encoding="utf-8"))
+    if arguments.output is not None:
+        figures = f"{recipe.count} options translated, {len(recipe.notes)} with a note in the file, 0 refused"
+        sys.stderr.write(f"{arguments.output}: {figures}; check with: lightning-rl doctor {arguments.output}\n")
     return 0

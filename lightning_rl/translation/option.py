@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any, Literal
 
@@ -117,7 +118,8 @@ class Settings:
         for name, value in self.values.items():
             option = options.get(name)
             if option is None:
-                self.reasons[name] = unknown
+                near = get_close_matches(name, options, n=1)
+                self.reasons[name] = f"{unknown}; did you mean {near[0]}?" if near else unknown
             elif expected := expected_kind(value, option.default):
                 self.reasons[name] = f"expected {expected}, got {value!r}"
             elif value == option.default and isinstance(value, bool) is isinstance(option.default, bool):

@@ -36,6 +36,7 @@ class Recipe:
 
     Attributes:
         origin: what it was made from, in words.
+        count: how many options were translated.
         notes: from the name of an option to what has to be known about it.
         module: arguments of ``RLLightningModule``.
         data: arguments of ``PromptDataModule``.
@@ -49,6 +50,7 @@ class Recipe:
     module: Mapping[str, Any]
     data: Mapping[str, Any]
     trainer: Mapping[str, Any]
+    count: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
     steps: str | None = None
     code: Sequence[str] = ()

@@ -42,6 +42,8 @@ def read_trl(path: Path) -> tuple[dict[str, Any], Script | None]:
         if "args" in values:
             raise RefusedError({"args": "expected its options beside the others, as `trl grpo --config` takes them"})
         return values, None
+    if not path.is_file():
+        raise UnreadableError(f"expected {path} to be a file, got {'a folder' if path.is_dir() else 'none'}")
     try:
         script = Script(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -127,6 +129,7 @@ class _Translation:
         settings.check()
         return Recipe(
             origin=f"{origin}, made for TRL {VERSION}, by `lightning-rl from-trl`",
+            count=len(settings.values),
             notes=settings.notes,
             module=module,
             data={**data, "prompts_per_rollout": rollout["prompts_per_rollout"], **self.order()},

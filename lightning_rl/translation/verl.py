@@ -112,6 +112,7 @@ class _Translation:
         settings.check()
         return Recipe(
             origin=f"{origin}, made for verl {VERSION}, by `lightning-rl from-verl`",
+            count=len(settings.values),
             notes=settings.notes,
             module=module,
             data=data,

@@ -447,8 +447,8 @@ def test_code_has_no_form_in_yaml(tmp_path: Path) -> None:
 
 
 def test_no_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    assert "expected a script" in run(tmp_path / "none.py")
-    assert "none.yaml" in run(tmp_path / "none.yaml")
+    assert "none.py to be a file, got none" in run(tmp_path / "none.py")
+    assert "none.yaml to be a file, got none" in run(tmp_path / "none.yaml")
 
 
 # The page.
@@ -566,3 +566,25 @@ def test_a_configuration_is_never_overwritten_by_its_recipe(tmp_path: Path) -> N
     with pytest.raises(SystemExit, match="0"):
         main(["from-trl", str(path), "--output", str(tmp_path / "new" / "recipe.py")])
     assert (tmp_path / "new" / "recipe.py").is_file()
+
+
+def test_the_command_says_where_it_wrote_and_what_to_do_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, recipe = tmp_path / "config.yaml", tmp_path / "recipe.py"
+    path.write_text("model_name_or_path: m\nlearning_rate: 1e-6\n")
+    run(path, "--output", recipe, "--reward", "rewards.score", "--prompts", "rows.jsonl")
+    said = capsys.readouterr()
+    assert said.out == "" and f"lightning-rl doctor {recipe}\n" in said.err
+    assert said.err.startswith(f"{recipe}: 2 options translated, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("scale_rewrds", "scale_rewards"), ("temperaturee", "temperature"), ("warmup_ratio", "warmup_steps")],
+)
+def test_an_unknown_option_is_refused_with_the_one_that_is_near(tmp_path: Path, name: str, near: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{name}: 0.1\n")
+    with pytest.raises(SystemExit, match=rf"refused {name}: no option of TRL .*; did you mean {near}\?"):
+        main(["from-trl", str(path)])
