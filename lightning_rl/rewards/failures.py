@@ -85,7 +85,8 @@ def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: f
     where = f" The samples are in {first.path}." if first.path else ""
     raise RewardError(
         f"expected rewards for rollout {number}, but they failed on {failed} of {rows} rows (max_failed_rewards="
-        f"{max_share:g}): mend the reward and resume, or allow more with max_failed_rewards=.{where}\n{first.cause}"
+        f"{max_share:g}): mend the reward and resume, allow more with max_failed_rewards=, or call it for "
+        f"each row alone by Isolated(reward, per_sample=True).{where}\n{first.cause}"
     )
 
 

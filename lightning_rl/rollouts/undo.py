@@ -138,7 +138,7 @@ class Failure:
         """What to do about it, once it came back."""
         again = f"rollout {self.rollout} failed, seen {self.count} of {self.count} times: mend the cause and resume"
         if self.count == 1:
-            return f"{again}; if it comes back, RLLightningModule(skip_rollouts=[{self.rollout}]) goes on without it"
+            return again
         return f"{again}, or go on without it by RLLightningModule(skip_rollouts=[{self.rollout}])"
 
 
