@@ -226,7 +226,7 @@ def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def _norms(tensors: list[Tensor]) -> Tensor:
     dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]  # float64 cannot become less
     norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    return torch.stack([norm.double() for norm in norms])
+    return torch.stack([norm.double().to(tensors[0].device) for norm in norms])  # steps are counted on the CPU
 
 
 def gradient_hooks(policy: nn.Module) -> list[str]:

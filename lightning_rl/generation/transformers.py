@@ -60,7 +60,7 @@ class TransformersEngine(Engine):
 
     @override
     def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        if "past_key_values" not in inspect.signature(model.forward).parameters:
+        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise ValueError(f"expected a model with past_key_values, got {type(model).__name__}: {VLLM_DRAWS}")
         self._model, self._tokenizer, self._unproven = model, tokenizer, carries_state(model)
 
