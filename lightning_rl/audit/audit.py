@@ -296,17 +296,17 @@ class _RunWatch:
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
             if audited:
-                self.fields.state.stir("somebody between two rollouts")
+                self.fields.state.compare_state("somebody between two rollouts")
         if self.audited:
             self._rates.begin_step()
 
     def look_at(self, rollout: Rollout) -> Evidence:
         """Evidence of a finished rollout. Every rank takes part."""
         module = self.module
-        self.fields.state.stir(
+        self.fields.state.compare_state(
             "whoever draws the rollout: a reward, an environment, the engine or a hook of the module"
         )
-        self.fields.state.wake()
+        self.fields.state.forget_state()
         self.fields.begin(rollout)
         groups = some_groups(rollout, self.turn)
         rows = some_rows(groups, self.turn)
@@ -407,7 +407,7 @@ class _RunWatch:
     def expect_row(self) -> None:
         """The core has observed a step, and may write a row next."""
         self._row.open()
-        self.fields.state.rest()
+        self.fields.state.keep_state()
 
     def _rows_of_plan(self, step: int) -> Tensor | None:
         current = self.module.run.current
@@ -428,7 +428,7 @@ class _RunWatch:
                 self._step.scheduler_steps = after - before
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
-        self.fields.state.stir("whoever comes after the optimizer step, such as a logger")
+        self.fields.state.compare_state("whoever comes after the optimizer step, such as a logger")
         last = ticket.step == self.module.steps_per_rollout - 1
         replies, replays = (self._rewards.take_replies(), self._replays.take_replays()) if last else ([], [])
         return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies, replays=replays)
@@ -437,7 +437,7 @@ class _RunWatch:
         """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
         self.fields.state.begin(active=number % self._every == 0)
         if number % self._every == 0:
-            self.fields.state.rest()
+            self.fields.state.keep_state()
 
     def release(self) -> None:
         """Takes everything back that it laid around the run."""

@@ -67,7 +67,7 @@ class StateWatch:
         self.setting = hooks_by_action(foreign, module, [*STEP_HOOKS, *RATE_HOOKS], [*STEP_HOOKS, *RATE_HOOKS])
         of_module = [hook for hook in BETWEEN_STEPS if hasattr(RLLightningModule, hook)]
         self.between = hooks_by_action(foreign, module, BETWEEN_STEPS, of_module)
-        self._resting: Snapshot | None = None
+        self._kept: Snapshot | None = None
         self._movers = dict[str, str]()
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
         self._before: Snapshot | None = None
@@ -104,54 +104,52 @@ class StateWatch:
         for what, name in places.items():
             self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
             if what != TUNED:  # a schedule of one's own is nobody's fault
-                self._edits.append(
-                    Finding(
-                        check="quiet_hooks",
-                        culprit=culprit,
-                        expected=f"{what} as they were before it",
-                        observed=f"others{f', of {name} for one' if name else ''}",
-                        cure="leave it to the core, or say that it is meant: SignalAudit(deliberate=...)",
-                    )
-                )
+                self._note(culprit, f"{what} as they were before it", "others", name, "leave it to the core")
 
-    def rest(self) -> None:
+    def keep_state(self) -> None:
         """An optimizer step is over: what lasts stays as it is until the next one."""
         if not self._module.parallel.sharded:  # or parts are gathered meanwhile
-            self._resting, self._movers = self._lasting(), {}
+            self._kept, self._movers = self._lasting(), {}
 
-    def wake(self) -> None:
+    def forget_state(self) -> None:
         """An optimizer step is next, which changes them."""
-        self._resting = None
+        self._kept = None
 
-    def leave_between(self, culprit: str) -> None:
+    def note_mover(self, culprit: str) -> None:
         """A hook between steps is over. What it changed may be put back by another, so it is remembered alone."""
         if self._before is not None:
             changed = _changes(self._before, dict(_snapshot(self._module)))
             self._movers |= {what: culprit for what in changed if what in LASTS}
         self._before = None
 
-    def stir(self, during: str) -> None:
+    def compare_state(self, during: str) -> None:
         """Compares with what was left by the last step, and takes what is found for the truth."""
-        if self._resting is None:  # no audited rollout is before or behind
+        if self._kept is None:  # no audited rollout is before or behind
             return
-        before, self._resting = self._resting, self._lasting()
-        for what, name in _changes(before, self._resting).items():
+        before, self._kept = self._kept, self._lasting()
+        for what, name in _changes(before, self._kept).items():
             if what in self.blamed:  # by a hook of the step
                 continue
             culprit = self._movers.get(what, during)
             self.blamed[what] = culprit
-            self._edits.append(
-                Finding(
-                    check="quiet_hooks",
-                    culprit=culprit,
-                    expected=f"{what} as the last optimizer step left them",
-                    observed=f"others at the next one{f', of {name} for one' if name else ''}",
-                    cure="put back what was changed, or say that it is meant: SignalAudit(deliberate=...)",
-                )
-            )
+            expected = f"{what} as the last optimizer step left them"
+            self._note(culprit, expected, "others at the next one", name, "put back what was changed")
 
     def _lasting(self) -> Snapshot:
         return {key: value for key, value in _snapshot(self._module) if key.partition(" of ")[0] in LASTS}
+
+    def _note(self, culprit: str, expected: str, observed: str, name: str, cure: str) -> None:
+        example = f", of {name} for one" if name else ""
+        meant = "or say that it is meant: SignalAudit(deliberate=...)"
+        self._edits.append(
+            Finding(
+                check="quiet_hooks",
+                culprit=culprit,
+                expected=expected,
+                observed=f"{observed}{example}",
+                cure=f"{cure}, {meant}",
+            )
+        )
 
     def take(self) -> list[Finding]:
         """Edits since the last time."""

@@ -63,7 +63,7 @@ class HookProfiler:
         if action_name in self.state.actions:
             self.state.leave(self.state.actions[action_name])
         if action_name in self.state.between:
-            self.state.leave_between(self.state.between[action_name])
+            self.state.note_mover(self.state.between[action_name])
         if action_name in self.culprits:
             self.look(self.culprits[action_name])
 

@@ -254,10 +254,11 @@ def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]
 
     Cohere, Granite and Falcon-H1 scale them; Gemma and others cap them by a tanh.
     """
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", 1) * getattr(config, "lm_head_multiplier", 1)
-    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    return {"temperature": temperature * getattr(config, "logits_scaling", 1) / scale, "soft_cap": cap}
+    said = vars(model.config.get_text_config())
+    known = {name: value for name, value in said.items() if isinstance(value, int | float)}  # MPT says None
+    scale = known.get("logit_scale", 1) * known.get("lm_head_multiplier", 1) / known.get("logits_scaling", 1)
+    cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
+    return {"temperature": temperature / scale, "soft_cap": cap}
 
 
 def carries_state(model: PreTrainedModel) -> bool:

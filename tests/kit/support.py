@@ -107,6 +107,14 @@ class TinyPolicy(ModelBuilder):
         return tiny_policy(self.seed)
 
 
+DELTA_NET = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MAMBA2 = {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -124,21 +132,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nanochat": {},
     "cohere": {},
     "granite": {},
-    "qwen3_5_text": {
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": DELTA_NET,
     "qwen3_next": {
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **DELTA_NET,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,

@@ -218,6 +218,13 @@ def test_logits_are_scaled_and_capped_as_the_model_does(family: str, options: di
     check_scoring(model, packed=False)
 
 
+@pytest.mark.parametrize("name", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+def test_a_scale_or_a_cap_of_none_is_none(name: str) -> None:
+    model = tiny_model("qwen2")
+    setattr(model.config, name, None)
+    check_scoring(model, packed=False)
+
+
 def test_check_scoring_refuses_layers_that_carry_state_from_one_packed_sequence_to_the_next() -> None:
     class Leaky(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
