@@ -5,6 +5,7 @@ release without installing it: ``VLLM_SOURCES=unpacked/vllm pytest tests/vllm/te
 """
 
 import ast
+import dataclasses
 import os
 import re
 from functools import cache
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from kit import fake_vllm
 
 from lightning_rl.generation.vllm.meters import COUNTERS, GAUGES
 
@@ -165,3 +167,14 @@ def test_a_worker_has_no_name_of_ours_which_would_keep_it_from_starting() -> Non
     ours = set(re.findall(r"_?lightning_rl_\w+", (ROOT / "generation" / "vllm" / "worker.py").read_text()))
     theirs = [names_in(path.read_text(encoding="utf-8")) for path in (sources() / "v1" / "worker").glob("*worker*.py")]
     assert ours and theirs and not [name for names in theirs for name in names if name.rpartition(".")[2] in ours]
+
+
+def test_the_fake_of_the_tests_knows_no_option_that_vllm_does_not() -> None:
+    options = names_in((sources() / "engine/arg_utils.py").read_text(encoding="utf-8"))
+    parameters = names_in((sources() / "sampling_params.py").read_text(encoding="utf-8"))
+    allocator = names_in((sources() / "device_allocator/cumem.py").read_text(encoding="utf-8"))
+    assert [name for name in sorted(fake_vllm.OPTIONS) if f"EngineArgs.{name}" not in options] == []
+    fields = [spec.name for spec in dataclasses.fields(fake_vllm.SamplingParams)]
+    assert [name for name in fields if f"SamplingParams.{name}" not in parameters] == []
+    methods = [name for name, value in vars(fake_vllm.CuMemAllocator).items() if callable(value)]
+    assert [name for name in methods if f"CuMemAllocator.{name}" not in allocator] == []
