@@ -182,7 +182,7 @@ def main() -> int:
     torch.set_num_threads(1)
     model = a_model()
     engine = Driven(canary=False, max_num_seqs=CONVERSATIONS)
-    engine.start(model, None)
+    engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.expect(model.named_parameters())
     runs: dict[str, list[Run]] = {name: [] for name in DRIVERS}
     said: list[list[tuple[int, ...]]] = []

@@ -65,7 +65,7 @@ def skewed_lengths(rows: int, longest: int) -> list[int]:
 
 def by_engine(engine: Engine, model: PreTrainedModel) -> Generate:
     """With log-probabilities, as a run asks for them."""
-    engine.start(model, None)
+    engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.expect(model.named_parameters())
     engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
     return lambda requests: sum(len(drawn.token_ids) for drawn in engine.generate(requests, logprobs=True))

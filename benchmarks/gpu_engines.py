@@ -42,7 +42,7 @@ def a_model(findings: Findings, dtype: torch.dtype = torch.bfloat16, *, longest:
 
 def started(engine: VLLMEngine, model: PreTrainedModel, version: int = 0) -> VLLMEngine:
     """An engine with a model's weights."""
-    engine.start(model, None)
+    engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.expect(model.named_parameters())
     give(engine, model, version)
     return engine
@@ -142,7 +142,7 @@ def canary(findings: Findings) -> None:
     needs("vllm")
     model = a_model(findings, torch.float32)
     engine = Deaf(dtype=torch.float32 if findings.tiny else torch.bfloat16, sleeps=False)
-    engine.start(model, None)
+    engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.expect(model.named_parameters())
     policy, row = PolicyModel(model, None, temperature=1.0, packed=True), [*range(2, 60)]
 
@@ -191,7 +191,7 @@ def server(findings: Findings) -> None:
         served = Served(model, Path(folder))
         try:
             engine = an_engine(served, canary=False, transfer="file")
-            engine.start(model, None)
+            engine.start(model, None, device=model.device, dtype=model.dtype)
             engine.expect(model.named_parameters())
             give(engine, model, 0)
             _move(model, 0.01)

@@ -91,7 +91,7 @@ def trails() -> list[Opening]:
 def measure(name: str, model: PreTrainedModel, make: Any) -> None:
     """Prints the median of a few runs."""
     engine = TransformersEngine(canary=False)
-    engine.start(model, None)
+    engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.load_weights(model.named_parameters(), 0)
     taken: list[tuple[float, float]] = []
     for _ in range(RUNS):

@@ -61,7 +61,7 @@ def measure(urls: list[str], number: int, group_size: int, tokens: int, rounds: 
     engine = VLLMServerEngine(urls, api_key=KEY, canary=False, at_once=64)
     seconds = Seconds([], [])
     model = tiny_model("llama", dtype=torch.float32)  # as the servers say that they hold
-    engine.start(model, None)
+    engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.expect(model.named_parameters())
     engine.load_weights(model.named_parameters(), 0)
     requests = [request_of((n // group_size % 16, 3), n, n, max_new_tokens=tokens) for n in range(number)]

@@ -41,7 +41,7 @@ def main(
     config = qwen2(Size(width, layers, 3 * width, width // 64), vocabulary)
     policy, copy = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
     engine = TransformersEngine(canary=False)
-    engine.start(copy, None)
+    engine.start(copy, None, device=copy.device, dtype=copy.dtype)
     size = sum(weight.nbytes for weight in policy.parameters())
     source, target = torch.rand(size // 4), torch.zeros(size // 4)
     report = Report("weight_sync")

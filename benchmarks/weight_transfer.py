@@ -60,7 +60,7 @@ def main(
             for _ in range(pushes):
                 for transfer in TRANSFERS:
                     engine = an_engine(served, canary=False, transfer=transfer, storage=storage)
-                    engine.start(model, None)
+                    engine.start(model, None, device=model.device, dtype=model.dtype)
                     engine.expect(model.named_parameters())
                     begin = time.perf_counter()
                     synced(engine, model, 0)

@@ -263,13 +263,12 @@ def check_kernels(parallel: Parallel, *, attention: str, compiled: bool, liger: 
         )
 
 
-def check_attention(attention: str, policy: PolicyModel, device: torch.device, precision: str) -> None:
+def check_attention(attention: str, policy: PolicyModel, device: torch.device, dtype: torch.dtype) -> None:
     """Refuses a kernel for packed attention that does not take what a model computes with.
 
     Raises:
         ValueError: naming what it needs.
     """
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, policy.model.dtype)
     for size in policy.head_sizes():
         choose_attention(attention, hardware_of(device), dtype, frozenset((size,)))
 

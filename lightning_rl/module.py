@@ -528,11 +528,12 @@ class RLLightningModule(LightningModule):
 
     def _use_kernels(self, *policies: PolicyModel | None) -> None:
         """Has models that were just built run on the kernels that were asked for."""
-        device, precision = self.parallel.strategy.root_device, str(self.trainer.precision)
+        device = self.parallel.strategy.root_device
         for policy in policies:
             if policy is None:
                 continue
-            compatibility.check_attention(self.attention, policy, device, precision)
+            dtype = self.parallel.compute_dtype(policy.model.dtype)
+            compatibility.check_attention(self.attention, policy, device, dtype)
             for model in policy.models() if self.liger else ():
                 apply_liger(model)
             if self.backend:
@@ -973,7 +974,9 @@ class RLLightningModule(LightningModule):
             )
         if self.run.replica is not None:
             nn.Module.to(self.run.replica, self.device)
-        self.engine.start(self.run.replica or self.required_policy.model, self.tokenizer)
+        strategy, model = self.parallel.strategy, self.required_policy.model
+        dtype = self.parallel.compute_dtype(model.dtype)
+        self.engine.start(self.run.replica or model, self.tokenizer, device=strategy.root_device, dtype=dtype)
         self.run.engine_started = True
         self.engine.expect(self._policy_weights())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.support import fit, ragged_rollout, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -43,7 +43,7 @@ def options_of(keep: Sampling) -> dict[str, Any]:
 def synced(model: Any, *names: str) -> TransformersEngine:
     engine = TransformersEngine(max_rows=7)
     engine.select_extras(frozenset(names))
-    engine.start(model, None)
+    launch(engine, model)
     engine.load_weights([], 0)
     return engine
 

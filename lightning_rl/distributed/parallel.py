@@ -12,6 +12,13 @@ from torch import Tensor, nn
 
 from lightning_rl.distributed.collectives import Collectives, end_at_exit
 
+DTYPES = {  # of the precisions that are not that of the weights
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+
 
 class Accept(Protocol):
     """Whether a step with this gradient norm is made; counts those that are not, patiently under a gradient scaler."""
@@ -68,6 +75,10 @@ class Parallel:
         end_at_exit()
         if self.strategy.root_device.type == "mps":
             raise ValueError('expected a device with float64, which statistics need, got mps: use accelerator="cpu"')
+
+    def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype in which layers compute under the Trainer's precision, given the dtype of the weights."""
+        return DTYPES.get(str(self.strategy.precision_plugin.precision), weights)
 
     def building(self) -> AbstractContextManager[object]:
         """Around the construction of a model."""

@@ -224,8 +224,23 @@ class Engine(ABC):
         self.extras = names
 
     @abstractmethod
-    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Builds what generates. Called after the process group exists, before the first sync."""
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Build the part that generates. Called once the process group exists, before the first sync of each stage.
+
+        Args:
+            model: policy, or a copy of it for an engine that decodes with the model itself.
+            tokenizer: tokenizer of the policy.
+            device: device of the trainer on this rank.
+            dtype: dtype in which the run computes: half precision under a mixed precision of the Trainer, else that of
+                the weights.
+        """
 
     def expect(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027  most engines take any names
         """Compares the names and shapes that syncs will bring with its own, once, before the first.

@@ -34,7 +34,14 @@ class FakeEngine(Engine):
         self.requests: list[Request] = []
 
     @override
-    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         pass
 
     @override

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
@@ -239,7 +240,14 @@ class PacedEngine(FakeEngine):
         self._loaded, self._syncing, self._closed = -1, False, False
 
     @override
-    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self._reset()
 
     @override

@@ -59,7 +59,14 @@ class TransformersEngine(Engine):
         self._unproven = False
 
     @override
-    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise ValueError(f"expected a model with past_key_values, got {type(model).__name__}: {VLLM_DRAWS}")
         self._model, self._tokenizer, self._unproven = model, tokenizer, carries_state(model)

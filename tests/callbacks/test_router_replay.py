@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.routed import check_that_it_falls, many_experts, mismatch
 from kit.support import (
     an_algorithm,
@@ -244,7 +244,7 @@ def test_the_engine_records_what_one_forward_of_the_whole_would_choose(family: s
     model = tiny_model(family, num_experts=EXPERTS, num_experts_per_tok=TOP)
     engine = TransformersEngine(max_rows=5)
     engine.select_extras(frozenset((ROUTES,)))
-    engine.start(model, None)
+    launch(engine, model)
     engine.load_weights([], 0)
     prompts = [(2, 3, 4, 5), (6,), (2, 3, 4, 5), (7, 8)] * 3
     requests = [request_of(ids, n, n, max_new_tokens=1 + n % 7, eos_token_ids=[1]) for n, ids in enumerate(prompts)]

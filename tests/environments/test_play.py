@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.support import tiny_policy
 from torch import Tensor
 from typing_extensions import override
@@ -92,7 +93,7 @@ def same(one: What, other: What, *, within: float) -> None:
 
 def synced(engine: Engine) -> Engine:
     model = tiny_policy()
-    engine.start(model, None)
+    launch(engine, model)
     engine.load_weights(model.named_parameters(), 0)
     return engine
 

@@ -267,8 +267,8 @@ class Copying(TransformersEngine):
         self.takes = takes
 
     @override
-    def start(self, model: Any, tokenizer: Any) -> None:
-        super().start(copy.deepcopy(model), tokenizer)
+    def start(self, model: Any, tokenizer: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().start(copy.deepcopy(model), tokenizer, device=device, dtype=dtype)
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

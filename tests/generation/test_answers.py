@@ -39,7 +39,7 @@ class OwnEngine(Engine):
         self.answer = answer
 
     @override
-    def start(self, model: Any, tokenizer: Any) -> None:
+    def start(self, model: Any, tokenizer: Any, *, device: torch.device, dtype: torch.dtype) -> None:
         pass
 
     @override

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.support import tiny_policy
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def test_every_part_of_the_identity_makes_another_seed_of_31_bits() -> None:
 def engines() -> list[Engine]:
     fake, real = FakeEngine(lambda _: [5, 1]), TransformersEngine()
     for engine in (fake, real):
-        engine.start(tiny_policy(), None)
+        launch(engine, tiny_policy())
     return [fake, real]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.support import VOCABULARY, tiny_policy, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -21,7 +21,7 @@ def continued(
     model: PreTrainedModel, prompt: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> tuple[tuple[int, ...], Finish]:
     engine = TransformersEngine()
-    engine.start(model, tokenizer)
+    launch(engine, model, tokenizer)
     engine.load_weights([], 0)
     (found,) = engine.generate([request_of(prompt, temperature=0.0, **options)])
     return found.token_ids, found.finish

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of, with_sampling
+from kit.engine_requests import launch, request_of, with_sampling
 from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ def requests_for(prompts: Sequence[tuple[int, ...]], **options: Any) -> list[Req
 
 def start_engine(model: PreTrainedModel, *, max_rows: int = 512) -> TransformersEngine:
     engine = TransformersEngine(max_rows=max_rows)
-    engine.start(model, None)
+    launch(engine, model)
     engine.load_weights([], 5)
     return engine
 

@@ -1,11 +1,18 @@
-"""Requests from plain options, and others that are drawn in another way."""
+"""Engines that are started without a module, and requests from plain options."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from lightning_rl import Sampling
-from lightning_rl.generation import Request
+from lightning_rl.generation import Engine, Request
+
+
+def launch(engine: Engine, model: PreTrainedModel, tokenizer: Any = None) -> None:
+    """Start an engine on the device and in the dtype of a model."""
+    engine.start(model, tokenizer, device=model.device, dtype=model.dtype)
 
 
 def request_of(prefix_ids: Sequence[int], sample_id: int = 0, seed: int = 0, **options: Any) -> Request:

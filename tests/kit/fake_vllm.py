@@ -284,7 +284,7 @@ class LLM:
         self.llm_engine = self._engine()
         gc.collect()
         gc.freeze()
-        self.fake.built.append(weakref.ref(self))
+        self.fake.built.append(Built(options, self.dtype, self.rank, self.device_index))
 
     # Construction.
 
@@ -633,11 +633,21 @@ def _give_back(cuda: Cuda, size: int) -> None:
     cuda.held_by_others -= size
 
 
+@dataclass
+class Built:
+    """Engine that was constructed, without the engine itself, which may end."""
+
+    options: dict[str, Any]
+    dtype: torch.dtype
+    rank: int
+    device_index: int
+
+
 class FakeVLLM:
     """State of the fake for tests.
 
     Attributes:
-        built: a reference to each engine that was constructed.
+        built: each engine that was constructed.
         cuda: the memory of the GPU.
         gpus: how many there are; 0 is a CPU build.
         device: the current one.
@@ -645,16 +655,9 @@ class FakeVLLM:
     """
 
     def __init__(self, *, gpus: int, total: int) -> None:
-        self.built: list[weakref.ref[LLM]] = []
+        self.built: list[Built] = []
         self.cuda, self.gpus, self.device = Cuda(total), gpus, 0
         self.threads_in_step: set[int] = set()
-
-    @property
-    def llm(self) -> LLM:
-        """Engine that was built last."""
-        llm = self.built[-1]()
-        assert llm is not None
-        return llm
 
     def set_device(self, device: Any) -> None:
         """Stand in for ``torch.cuda.set_device``."""

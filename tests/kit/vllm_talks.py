@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from kit.engine_requests import launch
 from kit.vllm_models import VOCABULARY, a_model, prompts_of, synced
 from kit.vllm_rank import an_engine
 from lightning_rl import Finish, Sampling
@@ -54,7 +55,7 @@ def main(folder: Path, ranks: int) -> None:
     if ranks > 1:
         dist.init_process_group("gloo")
     model, engine = a_model(), an_engine(tensor_parallel_size=ranks, canary=False)
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     synced(engine, model)
     every = list(enumerate(prompts_of(NUMBER, 30)))

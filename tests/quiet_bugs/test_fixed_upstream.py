@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.support import (
     callback_of,
     fill_rollout,
@@ -120,7 +121,7 @@ def test_1_06_a_penalty_at_a_masked_token_reaches_no_return(estimator: Any, garb
 def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperature: float) -> None:
     model = tiny_policy(dtype=torch.float64)
     engine = TransformersEngine()
-    engine.start(model, None)
+    launch(engine, model)
     sampling = Sampling(temperature=temperature, max_new_tokens=6, eos_token_ids=[1])
     sampler = sampler_of(engine=engine, sampling=sampling, dtype=torch.float64)
     rollout = sample_groups(sampler, [Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})])

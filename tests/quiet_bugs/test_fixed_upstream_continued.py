@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.support import callback_of, ragged_rollout, rollout_of, run_step, sample_groups, tiny_policy, view_of
 from silent_bugs import merged, one_step, sampler_of, signal
 from torch.testing import assert_close
@@ -47,7 +48,7 @@ def test_1_14_log_probabilities_of_the_engine_keep_their_precision() -> None:
 
 def test_1_14_an_engine_in_half_precision_returns_log_probabilities_in_float32() -> None:
     engine = TransformersEngine()
-    engine.start(tiny_policy(dtype=torch.bfloat16), None)
+    launch(engine, tiny_policy(dtype=torch.bfloat16))
     found = sample_groups(sampler_of(engine=engine), PROMPT).require("rollout_logprobs")
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
 

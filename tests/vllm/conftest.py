@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kit.engine_requests import launch
 from kit.vllm_models import Starter
 from transformers import PreTrainedModel
 
@@ -37,7 +38,7 @@ def start_engine() -> Iterator[Starter]:
                 known.clear()
             small: dict[str, Any] = {"kv_cache_memory_bytes": 2**25, "block_size": 32, "max_num_seqs": 64}
             engine = VLLMEngine(canary=False, **{**small, **options})
-            engine.start(model, tokenizer)
+            launch(engine, model, tokenizer)
             engine.expect(model.named_parameters())
             known[key] = engine
         return known[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.served import SECRET, Served
 from kit.served_runs import MODEL, a_run, an_engine, check_run
 from kit.support import fit, tiny_prompts
@@ -57,7 +58,7 @@ def test_weights_reach_every_server_from_memory_to_memory_and_sockets_stay_on_lo
 ) -> None:
     files, model = loads(monkeypatch), MODEL()
     engine = an_engine(*both, canary=False, transfer="broadcast", storage=tmp_path)
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     for version in range(4):
         moved(model, 0.02, seed=version)
@@ -88,7 +89,7 @@ def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_lo
     both: tuple[Served, Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, model = an_engine(*both, canary=False, transfer="broadcast"), MODEL()
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     synced(engine, model, 0)
     pool = engine._running()  # noqa: SLF001

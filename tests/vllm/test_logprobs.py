@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.vllm_models import (
     EOS,
     FAMILIES,
@@ -92,7 +93,7 @@ def test_greedy_and_sampled_requests_share_a_batch(start_engine: Starter) -> Non
     completions = engine.generate(requests, logprobs=True)
     assert worst(model, requests, completions) < TOLERANCE
     ours = TransformersEngine()
-    ours.start(model, None)
+    launch(ours, model)
     ours.load_weights([], 0)
     expected = ours.generate(greedy, logprobs=True)
     assert [c.token_ids for c in completions[:6]] == [c.token_ids for c in expected]
@@ -122,7 +123,7 @@ def test_scores_of_given_tokens(start_engine: Starter) -> None:
     engine, rows = synced(start_engine(model), model), prompts_of(5, 60, seed=3)
     rows = [[4, *row] for row in rows]
     ours = TransformersEngine()
-    ours.start(model, None)
+    launch(ours, model)
     for found, expected in zip(engine.score(rows), ours.score(rows), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.support import fit, tiny_module, tiny_prompts
 from kit.vllm_models import a_model, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch, an_engine
@@ -48,7 +49,7 @@ def moved_adapter(model: PreTrainedModel, seed: int) -> None:
 
 def start_engine(model: PreTrainedModel) -> VLLMEngine:
     engine = an_engine(lora="adapter", canary=None)
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     return engine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of, with_sampling
+from kit.engine_requests import launch, request_of, with_sampling
 from kit.support import tiny_tokenizer
 from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
 
@@ -116,7 +116,7 @@ def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(
     model, tokenizer = a_model(vocab_size=16, eos_token_id=[3, 4]), tiny_tokenizer()
     engine = synced(start_engine(model, tokenizer), model)
     ours = TransformersEngine()
-    ours.start(model, tokenizer)
+    launch(ours, model, tokenizer)
     ours.load_weights([], 0)
     requests = requests_for([[n % 14 + 2] for n in range(40)], temperature=0.0, stop=stop, eos_token_ids=[EOS])
     found, expected = engine.generate(requests), ours.generate(requests)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.routed import check_that_it_falls, many_experts, mismatch
 from kit.support import fit, tiny_module
 from kit.talks import openings
@@ -25,7 +26,7 @@ def an_engine(**options: Any) -> VLLMEngine:
 def test_every_token_has_the_route_that_the_trainer_would_choose() -> None:
     model, engine = a_model("qwen3_moe"), an_engine(max_num_seqs=6)
     engine.select_extras(frozenset((ROUTES,)))
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     shared = [list(range(2, 70))] * 4  # whose blocks would come out of the prefix cache
     requests = requests_for([*prompts_of(20), *shared], eos_token_ids=[EOS, *range(20, 40)])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.open_paths import OPEN
 from kit.served import SECRET, Served
 from kit.served_runs import MODEL, a_run, an_engine, check_run
@@ -47,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def engine(server: Served) -> Iterator[VLLMServerEngine]:
     engine, model = an_engine(server, canary=False), MODEL()
-    engine.start(model, AutoTokenizer.from_pretrained(server.folder))
+    launch(engine, model, AutoTokenizer.from_pretrained(server.folder))
     engine.expect(model.named_parameters())
     yield engine
     engine.close()
@@ -130,7 +131,7 @@ def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLL
 
 def test_stop_strings_are_refused_where_the_server_reads_tokens_as_another_text(server: Served) -> None:
     engine, model = an_engine(server, canary=False), MODEL()
-    engine.start(model, tiny_tokenizer())  # vLLM chooses a class of its own for the same files
+    launch(engine, model, tiny_tokenizer())  # vLLM chooses a class of its own for the same files
     engine.expect(model.named_parameters())
     with pytest.raises(ValueError, match="stop strings need one: pass tokenizer= to the module, and the same"):
         synced(engine, model).generate(requests_for([[2, 3]], stop=("d",)))
@@ -282,7 +283,7 @@ def test_several_engines_behind_one_port_are_refused_by_the_trainer(tmp_path: Pa
     try:
         engine = an_engine(served)
         with pytest.raises(ValueError, match=r"expected one engine at .*, got 2 \(--data-parallel-size\)"):
-            engine.start(MODEL(), AutoTokenizer.from_pretrained(served.folder))
+            launch(engine, MODEL(), AutoTokenizer.from_pretrained(served.folder))
         engine.close()
     finally:
         served.stop()

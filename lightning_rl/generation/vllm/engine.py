@@ -46,7 +46,8 @@ class VLLMEngine(Engine):
     read. Under DDP every rank has an engine of its own and there is no collective in generation.
 
     Args:
-        dtype: of the engine's weights; by default that of the policy, float32 for float64.
+        dtype: dtype of the engine's weights; by default that in which the run computes (bfloat16 under
+            ``"bf16-mixed"``), float32 for float64.
         max_model_len: of prompt and response together; by default what the policy's configuration says.
         lora: ``"merged"`` adds a policy's adapter to its weights and sends all of them at each sync; ``"adapter"``
             sends the base once and then the adapter alone, for policies of which nothing else trains.
@@ -110,8 +111,15 @@ class VLLMEngine(Engine):
         return self.options.get("tensor_parallel_size", 1)
 
     @override
-    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Builds vLLM, with random weights. The process group has to exist if there will be one.
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Build vLLM, with random weights. The process group has to exist if there will be one.
 
         Raises:
             ImportError: if vLLM is missing or outside of the window of versions.
@@ -120,7 +128,7 @@ class VLLMEngine(Engine):
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
         self._vllm = load_vllm()
         if self.dtype is None:
-            self.dtype = torch.float32 if model.dtype == torch.float64 else model.dtype
+            self.dtype = torch.float32 if dtype == torch.float64 else dtype
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")
         folder = Path(self._folder.name)
         config = deepcopy(model.config)

@@ -117,7 +117,14 @@ class VLLMServerEngine(Engine):
         return Endpoint(url, self._key, self.timeout, self.ca)
 
     @override
-    def start(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         """Waits for a server, and checks release, model, vocabulary and settings of all that are there.
 
         Raises:

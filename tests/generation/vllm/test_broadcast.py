@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, ScriptedServer, servers
 from kit.support import tiny_model
 from torch import Tensor
@@ -33,7 +33,7 @@ def the_model(seed: int = 0) -> PreTrainedModel:
 def an_engine(*scripted: ScriptedServer, **options: Any) -> VLLMServerEngine:
     known: dict[str, Any] = {"api_key": KEY, "canary": False, "patience": 10, "timeout": 10, "transfer": "broadcast"}
     engine = VLLMServerEngine([server.url for server in scripted], **{**known, **options})
-    engine.start(the_model(), None)
+    launch(engine, the_model())
     engine.expect(the_model().named_parameters())
     return engine
 

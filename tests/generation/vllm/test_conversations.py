@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from typing_extensions import override
@@ -28,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def an_engine(*scripted: ScriptedServer) -> VLLMServerEngine:
     model = tiny_model("llama", dtype=torch.float32)
     engine = VLLMServerEngine([s.url for s in scripted], api_key=KEY, canary=False, patience=10, timeout=10)
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     engine.load_weights(model.named_parameters(), 0)
     return engine

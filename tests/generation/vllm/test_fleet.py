@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, VOCABULARY, ScriptedServer
 from kit.support import tiny_model
 
@@ -52,7 +52,7 @@ def check(number: int, pause: float) -> None:
     fleet, model = Fleet(4), tiny_model("llama", dtype=torch.float32)
     engine = VLLMServerEngine(fleet.urls, api_key=KEY, canary=False, patience=60, timeout=60, at_once=16)
     with fleet.dying(pause):
-        engine.start(model, None)
+        launch(engine, model)
         engine.expect(model.named_parameters())
         engine.load_weights(model.named_parameters(), 0)
         requests = [request_of((2, 3), n, n, max_new_tokens=4) for n in range(number)]

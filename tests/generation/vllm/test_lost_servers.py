@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.scripted_server import KEY, Answer, ScriptedServer, servers
 from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch import Tensor
@@ -173,7 +174,7 @@ def test_a_server_that_comes_back_with_something_else_is_refused(caplog: pytest.
     first, policy = ScriptedServer(**HOLDS), tiny_policy()
     engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=0.5)
     with servers(first):
-        engine.start(policy, None)
+        launch(engine, policy)
         engine.expect(policy.named_parameters())
         engine.load_weights(policy.named_parameters(), 0)
         assert engine.score_copies([2, 3, 4]).keys() == {first.url}
@@ -188,7 +189,7 @@ def test_each_server_is_measured_by_the_canary(caplog: pytest.LogCaptureFixture)
     one, two, policy = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS), tiny_policy()
     with servers(one, two):
         engine = VLLMServerEngine([one.url, two.url], api_key=KEY)
-        engine.start(policy, None)
+        launch(engine, policy)
         engine.expect(policy.named_parameters())
         engine.load_weights(policy.named_parameters(), 0)
         assert isinstance(engine.canary, Canary)

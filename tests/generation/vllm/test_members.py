@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import fit, recorder, tiny_model, tiny_module, tiny_prompts, weights_of
 from torch import Tensor
@@ -66,7 +66,7 @@ def the_model(seed: int = 0) -> PreTrainedModel:
 def an_engine(listing: Any, **options: Any) -> VLLMServerEngine:
     known: dict[str, Any] = {"api_key": KEY, "canary": False, "patience": 20, "timeout": 20, **options}
     engine = VLLMServerEngine(listing, **known)
-    engine.start(the_model(), None)
+    launch(engine, the_model())
     engine.expect(the_model().named_parameters())
     push(engine, 0)
     return engine
@@ -350,7 +350,7 @@ def test_one_server_under_two_names_is_refused_at_the_start(
         closing(engine),
         pytest.raises(ValueError, match=r"each server once, but .* leads to the server of .*: list one"),
     ):
-        engine.start(the_model(), None)
+        launch(engine, the_model())
 
 
 def test_one_server_under_two_names_draws_under_one_of_them(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, Answer, ScriptedServer, servers
 from kit.support import fit, tiny_model, tiny_module, tiny_prompts
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -183,7 +183,7 @@ def test_a_run_logs_what_its_servers_say_and_waits_for_none_that_says_nothing(
 
 def test_servers_are_read_when_a_rollout_has_its_first_answer(one: ScriptedServer) -> None:
     engine, model = VLLMServerEngine(one.url, api_key=KEY, canary=False), tiny_model("qwen2", dtype=torch.float32)
-    engine.start(model, None)
+    launch(engine, model)
     engine.expect(model.named_parameters())
     engine.load_weights(model.named_parameters(), 0)
     one.until(lambda known: known.calls.count("/metrics") == 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.raw_server import RawServer, raw_server, whole
 from kit.scripted_server import HOLDS, KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
@@ -224,7 +224,7 @@ def test_an_engine_beside_such_a_server_draws_sound_samples_or_ends_with_its_own
     broken, sound, model = ScriptedServer(script), ScriptedServer(), tiny_model("llama", dtype=torch.float32)
     with servers(broken, sound):
         engine = VLLMServerEngine([broken.url, sound.url], api_key=KEY, canary=False, patience=10, timeout=10)
-        engine.start(model, None)
+        launch(engine, model)
         engine.expect(model.named_parameters())
         engine.load_weights(model.named_parameters(), 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import request_of
+from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ def an_engine(*scripted: ScriptedServer, started: bool = True, **options: Any) -
     engine = VLLMServerEngine([server.url for server in scripted], **{**known, **options})
     if started:
         model = the_model()
-        engine.start(model, None)
+        launch(engine, model)
         engine.expect(model.named_parameters())
         engine.load_weights(model.named_parameters(), 0)
     return engine
@@ -132,7 +132,7 @@ def test_a_rank_finds_its_own_prompt_in_the_cache_and_never_that_of_another(one:
 def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) -> None:
     engine = an_engine(one, api_key="wrong", started=False)
     with pytest.raises(ValueError, match="got status 401: refused: pass api_key=, or set VLLM_API_KEY"):
-        engine.start(the_model(), None)
+        launch(engine, the_model())
     assert len(one.calls) == 1
     engine.close()
 
@@ -155,7 +155,7 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
     with servers(other):
         engine = an_engine(one, other, started=False)
         with pytest.raises(ValueError, match=message):
-            engine.start(the_model(), None)
+            launch(engine, the_model())
         engine.close()
 
 
@@ -164,7 +164,7 @@ def test_nobody_there_is_an_error_that_says_what_was_tried() -> None:
     with pytest.raises(
         EngineError, match=r"one of 1 servers .* within 0.2 s, got none \(http://127.0.0.1:9: no answer"
     ):
-        engine.start(the_model(), None)
+        launch(engine, the_model())
     engine.close()
 
 
@@ -210,7 +210,7 @@ def test_a_sync_brings_every_tensor_and_leaves_nothing_behind(tmp_path: Path) ->
     server, model = ScriptedServer(dtype="bfloat16"), the_model(tie_word_embeddings=True)
     with servers(server):
         engine = an_engine(server, started=False, storage=tmp_path)
-        engine.start(model, None)
+        launch(engine, model)
         engine.expect(model.named_parameters())
         assert engine.dtype == torch.bfloat16 and (engine.max_length, engine.block_size) == (64, 8)
         for version in range(3):
@@ -234,7 +234,7 @@ def test_a_sync_brings_every_tensor_and_leaves_nothing_behind(tmp_path: Path) ->
 
 def test_names_that_a_server_does_not_know_are_found_before_anything_is_loaded(one: ScriptedServer) -> None:
     engine, model = an_engine(one, started=False), the_model()
-    engine.start(model, None)
+    launch(engine, model)
     one.error = "expected names that the engine knows, got bias [3]"
     with pytest.raises(ValueError, match=r"http://.*: expected names that the engine knows, got bias"):
         engine.expect(model.named_parameters())
@@ -388,7 +388,7 @@ def test_several_engines_behind_one_port_are_refused_because_one_could_keep_old_
     one.engines = 2
     engine = an_engine(one, started=False)
     with pytest.raises(ValueError, match=r"one engine at http://.*, got 2 \(--data-parallel-size\).*a server for each"):
-        engine.start(the_model(), None)
+        launch(engine, the_model())
     assert not one.loads
     engine.close()
 
@@ -399,7 +399,7 @@ def test_a_server_that_comes_later_and_is_wrong_is_told_at_once_and_not_after_th
     one.answer = lambda path, body: early.pop() if early else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]
     engine = an_engine(one, started=False, patience=600)
     with pytest.raises(ValueError, match=r"one engine at http://.*, got 2"):
-        engine.start(the_model(), None)
+        launch(engine, the_model())
     assert not early
     engine.close()
 

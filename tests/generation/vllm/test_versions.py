@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from kit.engine_requests import launch
 from kit.support import tiny_policy
 
 from lightning_rl import VLLMEngine
@@ -25,7 +26,7 @@ def test_an_engine_of_another_version_does_not_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.19.1"))
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     with pytest.raises(ImportError, match=r"got 0\.19\.1"):
-        VLLMEngine().start(tiny_policy(), None)
+        launch(VLLMEngine(), tiny_policy())
 
 
 def test_a_missing_vllm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import launch
 from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ class Watched:
         self.model, self.version = model, 0
         self.policy = PolicyModel(model, None, temperature=temperature, packed=True)
         self.engine = TransformersEngine()
-        self.engine.start(copy.deepcopy(model), None)
+        launch(self.engine, copy.deepcopy(model))
 
     def sync(self, change: Callable[[Stream], Stream] = iter) -> tuple[float, float] | None:
         """One sync, in which ``change`` may do harm on the way to the engine."""
@@ -133,7 +134,7 @@ def test_the_threshold_is_checked(threshold: float) -> None:
 def test_a_policy_that_generates_itself_needs_no_canary_and_others_can_do_without() -> None:
     model = tiny_policy()
     for engine in (TransformersEngine(), FakeEngine(lambda _: [1])):
-        engine.start(model, None)
+        launch(engine, model)
         policy = PolicyModel(model, None, temperature=1.0, packed=True)
         weights = model.named_parameters()
         assert synchronize(engine, weights, 0, policy, packed=True, context=nullcontext) is None
@@ -148,7 +149,7 @@ def test_an_engine_that_only_generates_is_compared_by_what_it_draws() -> None:
 
     run = Watched(tiny_policy())
     run.engine = OnlyDraws()
-    run.engine.start(copy.deepcopy(run.model), None)
+    launch(run.engine, copy.deepcopy(run.model))
     run.sync()
     old = run.step()
     with pytest.raises(CanaryError, match="bit for bit"):
@@ -207,7 +208,7 @@ def test_a_prompt_longer_than_a_block_proves_the_reset(monkeypatch: pytest.Monke
     monkeypatch.setattr(canaries, "CACHE_EVERY", 1)
     model = tiny_policy()
     engine = Cached()
-    engine.start(copy.deepcopy(model), None)
+    launch(engine, copy.deepcopy(model))
     policy = PolicyModel(model, None, temperature=1.0, packed=True)
     for version in range(3):
         synchronize(engine, model.named_parameters(), version, policy, packed=True, context=nullcontext)
@@ -224,8 +225,8 @@ def test_its_time_is_logged_and_a_fault_ends_the_run() -> None:
 
         syncs = 0
 
-        def start(self, model: PreTrainedModel, tokenizer: Any) -> None:
-            super().start(copy.deepcopy(model), tokenizer)
+        def start(self, model: PreTrainedModel, tokenizer: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+            super().start(copy.deepcopy(model), tokenizer, device=device, dtype=dtype)
 
         def _take(self, weights: Any, version: int) -> None:
             self.syncs += 1
