@@ -284,7 +284,7 @@ class LLM:
         self.llm_engine = self._engine()
         gc.collect()
         gc.freeze()
-        self.fake.built.append(Built(options, self.dtype, self.rank, self.device_index))
+        self.fake.built.append(Built(options, self.dtype, self.rank, self.device_index, self.precision))
 
     # Construction.
 
@@ -319,18 +319,21 @@ class LLM:
         random.seed(self.options.get("seed", 0))
         np.random.seed(self.options.get("seed", 0))
         torch.manual_seed(self.options.get("seed", 0))
+        self.precision = os.environ.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         if not self.on_gpu:
-            os.environ["LOCAL_WORLD_SIZE"] = "1"
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+            os.environ |= {
+                "LD_PRELOAD": "libtcmalloc.so",
+                "LOCAL_WORLD_SIZE": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
+            }
             torch.set_num_threads = lambda _number: None
             return
         assert self.device_index < self.fake.gpus, f"DP adjusted local rank {self.device_index} is out of bounds"
-        self.matmul_precision = os.environ.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
-        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.set_float32_matmul_precision(self.precision)
         torch.cuda.set_device(self.device_index)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
-        self.threads = torch.get_num_threads()
 
     def _load_model(self) -> None:
         config: Any = AutoConfig.from_pretrained(self.folder)
@@ -641,6 +644,7 @@ class Built:
     dtype: torch.dtype
     rank: int
     device_index: int
+    precision: str
 
 
 class FakeVLLM:

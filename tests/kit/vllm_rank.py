@@ -3,7 +3,6 @@
 SHARED ranks share one engine.
 """
 
-import os
 import sys
 import warnings
 from functools import partial
@@ -65,7 +64,7 @@ def main(folder: Path, strategy: str, ranks: int, shared: int) -> None:
         max_grad_norm=None,
     )
     options: dict[str, Any] = {"devices": ranks, "strategy": STRATEGIES[strategy]()} if ranks > 1 else {}
-    fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(12, 4), **options)
+    trainer = fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(12, 4), **options)
     known: dict[str, Any] = {
         "weights": watch.weights,
         "rows": watch.rows,
@@ -76,7 +75,7 @@ def main(folder: Path, strategy: str, ranks: int, shared: int) -> None:
         total = torch.ones(1)
         dist.all_reduce(total)  # after the engine has ended
         known["sum"] = float(total)
-    torch.save(known, folder / f"{ranks}-{os.environ.get('RANK', '0')}.pt")
+    torch.save(known, folder / f"{ranks}-{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from kit.engine_requests import launch, request_of, with_sampling
+from kit.process_state import state_of_process
 from kit.support import tiny_tokenizer
 from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
+from kit.vllm_rank import an_engine
 
 from lightning_rl import Finish, TransformersEngine, VLLMEngine
 from lightning_rl.generation import Completion, EngineState
@@ -137,7 +139,16 @@ def test_an_engine_generates_only_with_the_trainers_weights(start_engine: Starte
     assert engine.generate(request) == expected
 
 
-def test_building_an_engine_leaves_the_process_as_it_was(start_engine: Starter) -> None:
+def test_building_an_engine_leaves_the_process_as_it_was() -> None:
+    def state() -> dict[str, Any]:
+        names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_COMPILE_THREADS")
+        known = state_of_process()
+        return {**known, "environment": {name: known["environment"].get(name) for name in names}}
+
+    before, engine = state(), an_engine(canary=False)
+    launch(engine, a_model())
+    assert state() == before
+    engine.close()
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2, "vLLM takes the setter away"
     torch.set_num_threads(1)

@@ -1,5 +1,8 @@
 """Training with vLLM: engine and trainer agree to rounding, runs resume exactly, ranks have an engine each."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import vllm_rank
-from kit.ranks import run_ranks
+from kit.ranks import free_port, run_ranks
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from kit.vllm_models import a_model
 from kit.vllm_rank import Watch, an_engine
@@ -121,5 +124,21 @@ def test_two_ranks_train_as_one(strategy: str, shared: int, tmp_path: Path) -> N
         assert sorted(known) == sorted(ids.tolist())
         for place, row in zip(ids.tolist(), responses, strict=True):
             assert row[row != 0].tolist() == known[place][known[place] != 0].tolist()
+    for row in [*first["rows"], *second["rows"]]:
+        assert abs(row["kl/rollout"]) < 1e-5
+
+
+def test_ranks_that_lightning_starts_share_an_engine(tmp_path: Path) -> None:
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    script = Path(vllm_rank.__file__)
+    environment["PYTHONPATH"] = f"{script.parents[1]}{os.pathsep}{script.parents[2]}"
+    command = [sys.executable, str(script), str(tmp_path), "ddp", "2", "2"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, second = (torch.load(tmp_path / f"2-{rank}.pt") for rank in range(2))
+    assert (first["world"], second["world"], first["sum"], second["sum"]) == (2, 2, 2.0, 2.0)
+    assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
     for row in [*first["rows"], *second["rows"]]:
         assert abs(row["kl/rollout"]) < 1e-5

@@ -1,5 +1,6 @@
 """VLLMEngine: vLLM in the training process, one engine for each rank."""
 
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,6 +94,7 @@ class VLLMEngine(Engine):
         self.lora, self._adapter = lora, cast(Adapter | None, None)
         self._base_loaded = False  # beside the adapter
         self._asleep: set[str] = set()
+        self._threads: int | None = None  # of the CPU, beside kernels of a GPU
 
     @property
     @override
@@ -110,6 +112,12 @@ class VLLMEngine(Engine):
     def _tensor_parallel(self) -> int:
         return self.options.get("tensor_parallel_size", 1)
 
+    @property
+    def _executor(self) -> str | None:
+        """Executor of vLLM: on several ranks the one that takes rank and GPU of the trainer; None for the default."""
+        launched = process_count() > 1 and (torch.cuda.is_available() or self._tensor_parallel > 1)
+        return self.options.get("distributed_executor_backend", "external_launcher" if launched else None)
+
     @override
     def start(
         self,
@@ -126,7 +134,7 @@ class VLLMEngine(Engine):
         """
         if self._llm is not None:
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
-        self._vllm = load_vllm()
+        check_device(device, self._executor)
         if self.dtype is None:
             self.dtype = torch.float32 if dtype == torch.float64 else dtype
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")
@@ -137,15 +145,16 @@ class VLLMEngine(Engine):
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         self._adapter = Adapter(model, folder) if self.lora == "adapter" else None
-        internals.GROUPS.enter()
-        try:
-            with internals.preserving_process():
-                self._llm = self._vllm.LLM(
-                    **self._llm_options(), model=str(folder), skip_tokenizer_init=tokenizer is None
-                )
-        except BaseException:
-            internals.GROUPS.leave()
-            raise
+        options = self._llm_options()
+        with internals.preserving_process(device):
+            self._vllm = load_vllm()
+            internals.GROUPS.enter()
+            try:
+                self._llm = self._vllm.LLM(**options, model=str(folder), skip_tokenizer_init=tokenizer is None)
+            except BaseException:
+                internals.GROUPS.leave()
+                raise
+            self._threads = torch.get_num_threads() if torch.cuda.is_available() else None
         served, cache = self._llm.llm_engine.model_config, self._llm.llm_engine.vllm_config.cache_config
         self.max_length = int(served.max_model_len)
         self.block_size = int(cache.block_size) if cache.enable_prefix_caching else 0
@@ -168,8 +177,8 @@ class VLLMEngine(Engine):
         else:
             # A part of a prompt makes vLLM set back the generator of its request, which those of a CPU cannot.
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE, "enable_chunked_prefill": False}
-        if process_count() > 1 and (torch.cuda.is_available() or self._tensor_parallel > 1):
-            options["distributed_executor_backend"] = "external_launcher"  # rank and device are the trainer's
+        if self._executor is not None:
+            options["distributed_executor_backend"] = self._executor
         options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
         return {**options, **self.options, **FIXED}
 
@@ -290,10 +299,13 @@ class VLLMEngine(Engine):
 
     @contextmanager
     def _clean_engine(self) -> Iterator[None]:
-        """Outside of the trainer's autocast; after a failure no request is left behind for the next call."""
-        engine = self._llm.llm_engine
+        """Compute outside of the trainer's autocast, on a GPU with the CPU threads that vLLM was built with.
+
+        After a failure no request is left behind for the next call.
+        """
+        engine, device = self._llm.llm_engine, next(self._model.parameters()).device
         try:
-            with torch.autocast(next(self._model.parameters()).device.type, enabled=False):
+            with torch.autocast(device.type, enabled=False), internals.cpu_threads(self._threads):
                 yield
         except BaseException:
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -395,6 +407,26 @@ class VLLMEngine(Engine):
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def check_device(device: torch.device, executor: str | None) -> None:
+    """Refuse a GPU that vLLM would not generate on.
+
+    Args:
+        device: of the trainer.
+        executor: vLLM's ``distributed_executor_backend``; only an external launcher tells vLLM which GPU to take.
+
+    Raises:
+        ValueError: naming the variable that makes the GPU the first one.
+    """
+    if device.type != "cuda" or not device.index or executor == "external_launcher":
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[device.index] if device.index < len(visible) else str(device.index)
+    raise ValueError(
+        f"expected the trainer on cuda:0, where vLLM generates in a single process, got {device}: set "
+        f"CUDA_VISIBLE_DEVICES={name.strip()} and pass devices=1 to the Trainer"
+    )
 
 
 def _identity(model: Any) -> Any:

@@ -8,7 +8,7 @@ import gc
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,13 @@ from torch import nn
 from lightning_rl.generation.weights.stream import Shape, Stream, WeightPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
+CHANGED = (  # variables that vLLM sets, and that the trainer, its compiler and its worker processes read
+    "LD_PRELOAD",
+    "LOCAL_WORLD_SIZE",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+)
 
 
 class ProcessGroups:
@@ -63,26 +70,101 @@ GROUPS = ProcessGroups()
 
 
 @contextmanager
-def preserving_process() -> Iterator[None]:
-    """Undoes what building an engine does to its process: seeds, thread setter, environment, frozen garbage."""
-    threads, local_world = torch.set_num_threads, os.environ.get("LOCAL_WORLD_SIZE")
+def preserving_process(device: torch.device) -> Iterator[None]:
+    """Restore after an engine was built what building one changes in its process: seeds, dtypes, threads, device.
+
+    Inside, the environment has the variables of a launcher: vLLM reads its rank and its GPU from them, and neither
+    Lightning's launcher nor SLURM sets all of them.
+
+    Args:
+        device: of the trainer.
+    """
+    inductor: Any = import_module("torch._inductor.config")  # before vLLM's import, which limits it to one thread
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    current = torch.cuda.current_device() if device.type == "cuda" else None
     states = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     dtype = torch.get_default_dtype()
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
+    with (
+        torch.random.fork_rng(devices),
+        warnings.catch_warnings(),
+        preserving_environment(launch_variables(device)),
+        preserving_matmul_precision(),
+        inductor.patch(compile_threads=1),  # as vLLM wants it
+    ):
         warnings.simplefilter("ignore")  # vLLM's own
         try:
             yield
         finally:
-            torch.set_num_threads = threads
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)
             torch.set_default_dtype(dtype)
             random.setstate(states[0])
             np.random.set_state(states[1])
             gc.unfreeze()
-            if local_world is None:
-                os.environ.pop("LOCAL_WORLD_SIZE", None)
-            else:
-                os.environ["LOCAL_WORLD_SIZE"] = local_world
+            if current is not None:
+                torch.cuda.set_device(current)
+
+
+def launch_variables(device: torch.device) -> dict[str, str]:
+    """Return the variables that torchrun would set for this rank; none without a process group.
+
+    ``LOCAL_RANK`` is the index of the trainer's GPU, from which vLLM takes its own.
+    """
+    if not dist.is_initialized():
+        return {}
+    local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank()) if device.index is None else device.index
+    return {
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_RANK": str(local_rank),
+    }
+
+
+@contextmanager
+def preserving_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables inside, and restore them and those that vLLM changes afterwards."""
+    before = {name: os.environ.get(name) for name in (*CHANGED, *variables)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def preserving_matmul_precision() -> Iterator[None]:
+    """Have vLLM multiply float32 matrices as the trainer does, and restore the precision, which it sets."""
+    backends: list[Any] = [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
+    by_backend = [backend.fp32_precision for backend in backends]
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by backend, which the one precision of all does not describe
+        precision = None
+    if precision is not None:
+        os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", precision)
+    try:
+        yield
+    finally:
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        else:
+            for backend, value in zip(backends, by_backend, strict=True):
+                backend.fp32_precision = value
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Compute with a number of threads on the CPU; None for those of the trainer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if number is None else number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def plan_of(config: Any, model: Any) -> WeightPlan:

@@ -1,14 +1,19 @@
 """VLLMEngine in whole runs, against a fake that behaves as the sources of vLLM do."""
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
+from kit.engine_requests import launch, request_of
 from kit.fake_vllm import FakeVLLM, fake_vllm
-from kit.support import fit, recorder, tiny_module, tiny_prompts
+from kit.process_state import state_of_process
+from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
+from kit.vllm_models import synced
 
 from lightning_rl import Rollout, VLLMEngine
 from lightning_rl.generation import EngineState
+from lightning_rl.generation.vllm import versions
 
 
 @pytest.fixture
@@ -43,3 +48,66 @@ def test_vllm_holds_the_weights_in_the_dtype_in_which_the_run_computes(
 def test_a_dtype_of_the_user_s_own_stands(gpu: FakeVLLM) -> None:
     fit(tiny_module(engine=VLLMEngine(dtype=torch.float32)), data=tiny_prompts(4, 4), precision="bf16-mixed")
     assert [built.dtype for built in gpu.built] == [torch.float32]
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A trainer's process that differs in everything from the one that vLLM leaves behind."""
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS", "VLLM_FLOAT32_MATMUL_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in versions.ENVIRONMENT.items():  # which stay
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(import_module("torch._inductor.config"), "compile_threads", 7)
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_float32_matmul_precision("high")
+    torch.set_num_threads(2)
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.set_num_threads(before[1])
+
+
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_process_is_as_before_once_an_engine_was_built(gpus: int) -> None:
+    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    with fake_vllm(gpus=gpus) as fake:
+        fake.device = 1  # vLLM makes its own the current one
+        before, engine, model = state_of_process(), VLLMEngine(canary=False), tiny_policy()
+        engine.start(model, None, device=device, dtype=model.dtype)
+        assert state_of_process() == before
+        assert len(fake.built) == 1
+        engine.close()
+
+
+@pytest.mark.usefixtures("process")
+def test_vllm_is_built_and_generates_with_its_own_threads_and_the_trainer_s_precision(gpu: FakeVLLM) -> None:
+    engine, model = VLLMEngine(canary=False), tiny_policy()
+    launch(engine, model)
+    engine.expect(model.named_parameters())
+    synced(engine, model)
+    engine.generate([request_of([2, 3], max_new_tokens=2)])
+    engine.close()
+    assert gpu.built[0].precision == "high"
+    assert gpu.threads_in_step == {1} and torch.get_num_threads() == 2
+
+
+def test_a_precision_that_is_set_by_backend_stays() -> None:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with fake_vllm(gpus=1):
+            engine, model = VLLMEngine(canary=False), tiny_policy()
+            launch(engine, model)
+            engine.close()
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
+
+
+def test_a_gpu_that_vllm_would_not_take_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    engine, model = VLLMEngine(canary=False), tiny_policy()
+    with fake_vllm(gpus=2) as fake, pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=6 and pass devices=1"):
+        engine.start(model, None, device=torch.device("cuda", 1), dtype=model.dtype)
+    assert fake.built == []
