@@ -1,0 +1,251 @@
+"""Memory by arithmetic: bytes on a device in each phase of a run, from sizes alone.
+
+Activations are those that autograd keeps of the layers of transformers, operation by operation. Tests compare them
+with what it keeps on a CPU. Nothing here asks a device or a model.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+GIB = 2**30
+USABLE = 0.95  # share of a device's memory; the rest is lost between the blocks of the allocator
+CONTEXT = GIB  # CUDA context, workspaces, buffers of NCCL; an allowance, not measured
+ENGINE_CONTEXT = GIB  # profile run and CUDA graphs of vLLM, which stay while it sleeps; an allowance, not measured
+IN_FLIGHT = 0.25  # gradients inside a layer in the backward, as a share of what autograd keeps of it; measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Numbers per token in a transformer layer.
+
+    Attributes:
+        hidden: size of the hidden states.
+        query: size of all query heads together.
+        key_value: size of all key heads together, and of all value heads.
+        feed_forward: size between the matrices of the feed-forward, or of one expert.
+        norms: sizes of all norms of the layer, summed.
+        head: size of one attention head.
+        experts: number of experts that a token takes; 0 for a dense feed-forward.
+    """
+
+    hidden: int
+    query: int
+    key_value: int
+    feed_forward: int
+    norms: int
+    head: int
+    experts: int = 0
+
+    @classmethod
+    def of(cls, config: Any, *, norms: int = 2, head_norms: bool = False) -> Self:
+        """Read the sizes from a configuration of transformers.
+
+        Args:
+            config: text configuration of the model.
+            norms: number of norms of hidden states in a layer.
+            head_norms: whether queries and keys have norms besides.
+        """
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        head = getattr(config, "head_dim", None) or hidden // heads
+        query, key_value = head * heads, head * (getattr(config, "num_key_value_heads", None) or heads)
+        experts = getattr(config, "num_experts_per_tok", None) or 0
+        expert_size = getattr(config, "moe_intermediate_size", None) if experts else None
+        return cls(
+            hidden=hidden,
+            query=query,
+            key_value=key_value,
+            feed_forward=expert_size or config.intermediate_size,
+            norms=norms * hidden + head_norms * (query + key_value),
+            head=head,
+            experts=experts,
+        )
+
+    @property
+    def matrices(self) -> int:
+        """Entries of the linear modules of the layer. Experts are not among them: autocast does not cast those."""
+        attention = 2 * self.hidden * (self.query + self.key_value)
+        return attention if self.experts else attention + 3 * self.hidden * self.feed_forward
+
+    def activations(self, *, compute: int, residual: int, trained: bool = True) -> int:
+        """Count the bytes per token that autograd keeps of the layer.
+
+        A norm computes in float32. It keeps its input and, if its weight is trained, the normalized input. Attention
+        keeps queries, keys, values and its output, which is kept again as the input of the output projection. The
+        feed-forward keeps the gate, the activation of the gate, the other half and their product. Each matrix keeps
+        its input: under autocast a cast of its own, otherwise one for all matrices that share it.
+
+        Args:
+            compute: bytes of a number in matrix products.
+            residual: bytes of a number in the hidden states between layers; above ``compute`` under autocast.
+            trained: whether the layer's own weights are trained, and not adapters alone.
+        """
+        norms = (4 + residual * trained) * self.norms
+        attention = compute * (3 * self.query + 2 * self.key_value)
+        if self.experts:  # computed like the hidden states; the input and output of each expert are kept besides
+            inputs, feed_forward = 4, self.experts * residual * (2 * self.hidden + 4 * self.feed_forward)
+        else:
+            inputs, feed_forward = 5, 4 * compute * self.feed_forward
+        return norms + attention + feed_forward + compute * self.hidden * (inputs if compute < residual else 2)
+
+    def cache(self, *, layers: int, itemsize: float) -> float:
+        """Count the bytes per token of the keys and values of all layers."""
+        return 2 * layers * self.key_value * itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes of a microbatch.
+
+    Attributes:
+        kept: from the forward to the backward: activations, and the casts of weights that autocast makes.
+        working: beside them at the height of the backward: the vocabulary head, or a layer.
+        scoring: in a forward without gradient, at most.
+    """
+
+    kept: float
+    working: float
+    scoring: float
+
+    @classmethod
+    def of(
+        cls,
+        sizes: LayerSizes,
+        *,
+        layers: int,
+        tokens: int,
+        compute: int,
+        residual: int,
+        head: float,
+        checkpointing: bool = False,
+        trained: bool = True,
+    ) -> Self:
+        """Count the bytes of a policy.
+
+        Args:
+            sizes: sizes of a layer.
+            layers: number of layers.
+            tokens: tokens of the microbatch.
+            compute: bytes of a number in matrix products.
+            residual: bytes of a number in the hidden states between layers; above ``compute`` under autocast.
+            head: bytes of the vocabulary head, :func:`head_bytes`.
+            checkpointing: whether only the inputs of layers are kept, and layers run again in the backward.
+            trained: whether the layers' own weights are trained, and not adapters alone.
+        """
+        layer = tokens * sizes.activations(compute=compute, residual=residual, trained=trained)
+        casts = sizes.matrices * compute * (compute < residual)
+        states = tokens * sizes.hidden * residual
+        norm, angles = tokens * sizes.hidden * (4 + residual * trained), tokens * sizes.head * 2 * residual
+        last = norm + states + angles  # states: the input of the head
+        return cls(
+            kept=last + layers * (states if checkpointing else layer + casts),
+            working=max(head + states, IN_FLIGHT * layer + (layer + casts) * checkpointing),
+            scoring=last + max(head, layer + casts),
+        )
+
+    @property
+    def update(self) -> float:
+        """Bytes at the height of the backward."""
+        return self.kept + self.working
+
+
+def head_bytes(*, entries: int, chunk: int, operand: int, weight: int, trained: bool = True) -> float:
+    """Count the bytes of the vocabulary head's buffers in the backward.
+
+    Args:
+        entries: entries of its matrix.
+        chunk: logits held at once.
+        operand: bytes of a number in its matrix products.
+        weight: bytes of a number in its parameter.
+        trained: whether its matrix is trained.
+    """
+    exact = max(weight, 4)  # of logits, and of the sum of the matrix's gradient
+    logits = chunk * (exact + operand * (operand < exact))
+    gradient = (
+        exact + exact * (operand < exact) + weight * (weight < exact)
+    )  # the sum, the product of a chunk, the cast
+    return logits + entries * (operand * (operand != weight) + gradient * trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRoom:
+    """Room for vLLM in the process of the trainer.
+
+    Attributes:
+        total: bytes of the device.
+        resident: bytes of the trainer while the engine is awake: weights, optimizer states, reference.
+        weights: bytes of the engine's weights on the device.
+        cache: bytes of the keys and values of a sequence of ``max_model_len`` tokens.
+    """
+
+    total: float
+    resident: float
+    weights: float
+    cache: float
+
+    @property
+    def largest(self) -> float:
+        """Largest ``gpu_memory_utilization`` beside the trainer; not above 0 if there is none."""
+        return math.floor(100 * (USABLE - (self.resident + CONTEXT) / self.total)) / 100
+
+    @property
+    def smallest(self) -> float:
+        """Smallest ``gpu_memory_utilization`` with which vLLM starts: its weights and one sequence."""
+        return math.ceil(100 * (self.weights + self.cache + ENGINE_CONTEXT) / self.total) / 100
+
+    @property
+    def cure(self) -> str:
+        """Advice where another share does not fit."""
+        if self.smallest <= self.largest:
+            return f"pass gpu_memory_utilization={self.largest:g} to VLLMEngine"
+        return (
+            f"vLLM starts with gpu_memory_utilization={self.smallest:g}, and {max(self.largest, 0):g} is left: take "
+            'more devices and strategy="fsdp2", LoRA, a smaller max_model_len, or VLLMServerEngine on other devices'
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of a run on one device.
+
+    Attributes:
+        weights: of policy and critic.
+        gradients: of what is trained.
+        optimizer: states of the optimizer.
+        reference: weights of the reference.
+        replica: copy of the policy that the embedded engine decodes with.
+        buckets: second copy of the gradients, which DDP keeps.
+        gathered: weights and gradients that a sharding strategy holds whole in forward and backward.
+        engine: engine awake: the share of vLLM, or the cache of the embedded engine.
+        asleep: the same outside of generation.
+        activations: of a microbatch, in the update.
+        scoring: of a microbatch, without gradient.
+        context: CUDA context and workspaces.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    scoring: float
+    engine: float
+    asleep: float = 0
+    reference: float = 0
+    replica: float = 0
+    buckets: float = 0
+    gathered: float = 0
+    context: float = CONTEXT
+
+    @property
+    def resident(self) -> float:
+        """Bytes of the trainer in every phase."""
+        return self.weights + self.optimizer + self.reference + self.replica + self.buckets
+
+    def phases(self) -> dict[str, float]:
+        """Add up the bytes at the height of each phase."""
+        always = self.context + self.resident
+        return {
+            "generate": always + self.engine,
+            "score": always + self.asleep + self.scoring + self.gathered,
+            "update": always + self.asleep + self.gradients + self.activations + self.gathered,
+        }
