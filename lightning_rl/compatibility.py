@@ -442,12 +442,20 @@ def check_turn_rewards(
 
 
 def check_filters(samplings: Iterable[Sampling | None], engine: Engine) -> None:
-    """Refuses filters of evaluations that the engine would ignore.
+    """Refuses filters of evaluations that the engine would ignore, and the lack of one where it records sampling masks
+    as lists.
 
     Raises:
         ValueError: naming them and the engine.
     """
+    lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
     for sampling in samplings:
+        if sampling is not None and sampling.temperature > 0 and not sampling.filters and lists_masks:
+            raise ValueError(
+                f"expected an evaluation that is greedy or filters, as training does, got temperature="
+                f"{sampling.temperature} alone: {type(engine).__name__} lists the kept tokens of every request, here "
+                "the whole vocabulary for each token; pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
+            )
         if sampling is not None and sampling.filters and not engine.capabilities.filters:
             raise ValueError(
                 f"expected an engine that keeps to top_k={sampling.top_k}, top_p={sampling.top_p}, "

@@ -426,7 +426,6 @@ class RLLightningModule(LightningModule):
         compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
         self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
         engine.select_extras(frozenset())
-        compatibility.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
         if stage == "fit":
             self.rewards.check_weights()
             self._limit_validation()
@@ -439,6 +438,7 @@ class RLLightningModule(LightningModule):
                 minibatches=self.minibatches,
                 world_size=self.parallel.ranks,
             )
+        compatibility.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
         self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)

@@ -154,6 +154,8 @@ class Capabilities:
         filters: top-k, top-p and min-p are kept to; log-probabilities then are of what is left.
         scores: :meth:`Engine.score` works.
         extras: what completions can carry about their tokens besides, by name; see :meth:`Engine.select_extras`.
+        lists_masks: while it records sampling masks, it holds those of every request as lists of token ids, which are
+            too large for a request without a filter.
         shares_policy: it decodes with the module that it is started with, so it needs a copy only of a policy that is
             sharded or trains meanwhile.
         syncs_while_generating: it may take weights while it generates; a completion's tokens then differ in version.
@@ -169,6 +171,7 @@ class Capabilities:
     filters: bool = False
     scores: bool = False
     extras: frozenset[str] = frozenset()
+    lists_masks: bool = False
     shares_policy: bool = False
     syncs_while_generating: bool = False
     concurrent: bool = False

@@ -1,11 +1,12 @@
 """What an Evaluation takes and refuses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts
 
-from lightning_rl import Evaluation, FakeEngine, Sampling
+from lightning_rl import Evaluation, FakeEngine, Sampling, TransformersEngine
 
 
 def test_an_evaluation_says_what_it_measures() -> None:
@@ -79,3 +80,16 @@ def test_filters_that_the_engine_would_ignore_are_refused_at_setup() -> None:
     module = tiny_module(evaluation=evaluation, engine=FakeEngine(lambda _: [2, 1]), rewards=parity_reward)
     with pytest.raises(ValueError, match=r"top_p=0.9.* of an evaluation, got FakeEngine, which ignores them"):
         fit(module, data=tiny_prompts())
+
+
+def test_an_evaluation_without_a_filter_is_refused_where_sampling_masks_are_lists() -> None:
+    class Listing(TransformersEngine):
+        capabilities = replace(TransformersEngine.capabilities, lists_masks=True)
+
+    plain = Evaluation("a", [[2]], samples=2, sampling=Sampling(temperature=0.7, max_new_tokens=4))
+    with pytest.raises(ValueError, match=r"greedy or filters, as training does, got temperature=0.7 alone: Listing"):
+        fit(tiny_module(evaluation=plain, engine=Listing(), top_p=0.9), max_steps=1)
+    filtered = replace(plain, sampling=Sampling(min_p=0.1, max_new_tokens=4))
+    for evaluation in (filtered, Evaluation("a", [[2]])):
+        fit(tiny_module(evaluation=evaluation, engine=Listing(), top_p=0.9), max_steps=1)
+    fit(tiny_module(evaluation=plain, engine=Listing()), max_steps=1)

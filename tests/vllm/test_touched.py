@@ -29,6 +29,7 @@ NAMES = {
         "ModelConfig.logprobs_mode",
         "ModelConfig.generation_config",
         "ModelConfig.skip_tokenizer_init",
+        "ModelConfig.return_sampling_mask",
     ),
     "config/parallel.py": ("ParallelConfig.tensor_parallel_size", "ParallelConfig.worker_extension_cls"),
     "distributed/parallel_state.py": (

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -104,6 +104,7 @@ class VLLMEngine(Engine):
             filters=True,
             scores=True,
             extras=available_extras(),
+            lists_masks=True,
             sleeps=torch.cuda.is_available() if self.sleeps is None else self.sleeps,
             collective=self._tensor_parallel > 1,
         )
@@ -339,7 +340,10 @@ class VLLMEngine(Engine):
     def _parameters(self, request: Request, *, logprobs: bool) -> Any:
         options = {} if self._extras is None else self._extras.sampling
         parameters = parameters_of(request, logprobs=logprobs)
-        return self._vllm.SamplingParams(**parameters, flat_logprobs=logprobs, **options)
+        return self._sampling_params({**parameters, "flat_logprobs": logprobs, **options})
+
+    def _sampling_params(self, parameters: Mapping[str, Any]) -> Any:
+        return self._vllm.SamplingParams(**(parameters if self._extras is None else self._extras.accept(parameters)))
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         """Outputs in the order of the prompts; after a failure no request is left behind for the next call."""
@@ -356,7 +360,7 @@ class VLLMEngine(Engine):
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        outputs = self._generate(rows, [self._vllm.SamplingParams(**SCORING)] * len(rows))
+        outputs = self._generate(rows, [self._sampling_params(SCORING)] * len(rows))
         return [
             torch.tensor(
                 [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
@@ -373,7 +377,7 @@ class VLLMEngine(Engine):
 
     @override
     def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        (output,) = self._generate([ids], [self._vllm.SamplingParams(**CACHING)])
+        (output,) = self._generate([ids], [self._sampling_params(CACHING)])
         return int(output.num_cached_tokens or 0)
 
     @override

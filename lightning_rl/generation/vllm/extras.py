@@ -13,6 +13,7 @@ from jaxtyping import Int16, UInt8
 from torch import Tensor, nn
 
 from lightning_rl.generation.vllm.internals import outer_name
+from lightning_rl.generation.vllm.sampling import bounded_parameters
 from lightning_rl.policy.expert_routes import routes_of
 from lightning_rl.policy.sampling_mask import to_bits
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
@@ -41,6 +42,10 @@ class OutputExtras:
     def sampling(self) -> dict[str, bool]:
         """Sampling parameters that it needs: tokens out of the prefix cache pass no router."""
         return {} if self._listener is None else {"skip_reading_prefix_cache": True}
+
+    def accept(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return sampling parameters in the form that an engine with these extras takes."""
+        return bounded_parameters(parameters, self.vocabulary) if SAMPLING_MASK in self.names else parameters
 
     def clear(self) -> None:
         """Forgets what earlier requests left behind."""

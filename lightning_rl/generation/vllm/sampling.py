@@ -1,6 +1,6 @@
 """What a request may ask of vLLM, how it is put, and why a response ended: in this process and over HTTP alike."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ COLDEST = 0.01  # vLLM raises a temperature between 0 and this to this, without 
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 SCORING: dict[str, Any] = {
     "temperature": 0.0,
+    "seed": 0,  # without one vLLM's second model runner takes it from numpy's generator, which is the trainer's
     "max_tokens": 1,
     "prompt_logprobs": 0,
     "detokenize": False,
     "skip_reading_prefix_cache": True,
 }
-CACHING: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "ignore_eos": True}
+CACHING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 1, "detokenize": False, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,23 @@ def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
         "skip_special_tokens": False,
         "logprobs": 0 if logprobs else None,
     }
+
+
+def bounded_parameters(parameters: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Return the same draw in the form that vLLM takes with ``return_sampling_mask``: temperature and top-k above 0.
+
+    Top-k of the whole vocabulary keeps every token. A greedy answer is drawn from the likeliest token alone, so its
+    log-probabilities are 0 and its sets of kept tokens have one element.
+
+    Example:
+        >>> bounded_parameters({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, 32)
+        {'temperature': 0.7, 'top_k': 32, 'top_p': 0.9}
+        >>> bounded_parameters({"temperature": 0.0, "max_tokens": 1}, 32)
+        {'temperature': 1.0, 'max_tokens': 1, 'top_k': 1, 'top_p': 1.0, 'min_p': 0.0}
+    """
+    if parameters["temperature"] == 0:
+        return {**parameters, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+    return {**parameters, "top_k": parameters["top_k"] or vocabulary}
 
 
 def finish_of(request: Request, token_ids: Sequence[int], finish_reason: str, stop_reason: str | int | None) -> Finish:

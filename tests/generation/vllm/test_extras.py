@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.engine_requests import request_of
 
 from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, mask_from, options_for, routes_from
+from lightning_rl.generation.vllm.sampling import CACHING, SCORING, parameters_of
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
@@ -17,6 +19,41 @@ def an_output(routes: Any = None, kept: list[list[int]] | None = None) -> Any:
     mask = None if kept is None else SimpleNamespace(token_ids=kept)
     row = SimpleNamespace(token_ids=[4, 5], routed_experts=routes, sampling_mask=mask)
     return SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[row])
+
+
+def rendered(temperature: float = 1.0, **filters: Any) -> dict[str, Any]:
+    """Sampling parameters of a request, as any engine sends them."""
+    return parameters_of(request_of([2, 3], temperature=temperature, **filters), logprobs=True)
+
+
+REQUESTS = {
+    "training, top-p": rendered(0.7, top_p=0.95),
+    "training, min-p": rendered(min_p=0.1),
+    "training, top-k": rendered(top_k=20, top_p=0.9),
+    "greedy validation": rendered(0.0),
+    "greedy baseline of filtered training": rendered(0.0, top_p=0.95, min_p=0.1),
+    "draws of the canary": rendered(0.7),
+    "scoring": SCORING,
+    "caching": CACHING,
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_engine_that_returns_masks_is_sent_a_temperature_and_a_bound_of_the_same_draw(name: str) -> None:
+    asked = REQUESTS[name]
+    sent = OutputExtras(None, frozenset((SAMPLING_MASK,)), 10).accept(asked)
+    assert sent["temperature"] > 0 and sent["top_k"] > 0  # or vLLM refuses it
+    decides = {"temperature", "top_k", "top_p", "min_p"}
+    assert {key: sent[key] for key in sent.keys() - decides} == {key: asked[key] for key in asked.keys() - decides}
+    if asked["temperature"] == 0:
+        assert [sent["temperature"], sent["top_k"], sent["top_p"], sent["min_p"]] == [1.0, 1, 1.0, 0.0]
+    else:
+        assert sent == {**asked, "top_k": asked["top_k"] or 10}
+    assert OutputExtras(None, frozenset(), 10).accept(asked) == asked
+
+
+def test_no_request_draws_from_a_generator_of_the_trainer() -> None:
+    assert all(isinstance(asked["seed"], int) for asked in REQUESTS.values())
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
