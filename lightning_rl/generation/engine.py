@@ -190,6 +190,7 @@ class Engine(ABC):
         holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong; known after the first.
         extras: what completions carry about their tokens, by name.
         dtype: of its weights, once it is started; None for that of the trainer.
+        allows_tf32: whether it may compute products of float32 in TF32 without being told to, once it is started.
         max_length: of prompt and response together, once it is started; None for no limit.
         block_size: tokens that its prefix cache keeps together, once it is started; 0 without such a cache.
         state: asleep, awake or synced.
@@ -205,6 +206,7 @@ class Engine(ABC):
     holds_copy: bool = False
     extras: frozenset[str] = frozenset()
     dtype: torch.dtype | None = None
+    allows_tf32: bool = False
     max_length: int | None = None
     block_size: int = 0
 

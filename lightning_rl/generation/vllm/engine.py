@@ -110,6 +110,12 @@ class VLLMEngine(Engine):
         )
 
     @property
+    @override
+    def allows_tf32(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """In attention on a GPU, whose Triton kernel reads float32 so, whatever PyTorch's setting."""
+        return torch.cuda.is_available()
+
+    @property
     def _tensor_parallel(self) -> int:
         return self.options.get("tensor_parallel_size", 1)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from lightning_rl.generation.vllm.sampling import SCORING
 from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.worker import Description
 from lightning_rl.generation.weights.buckets import Spare
-from lightning_rl.generation.weights.canary import Canary, CanaryError
+from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.files import write_weights
 from lightning_rl.generation.weights.stream import Shape, Stream
 
@@ -232,7 +233,9 @@ class WeightPush:
             return
         sample = endpoint.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
         gap = (prompt_logprobs(sample) - proof.logprobs).double().abs()
-        if not self._canary.within(gap, exact=self.description.dtype == "float32"):
+        served = self.description
+        rounding = Rounding.of({getattr(torch, served.dtype)}, tf32=served.device != "cpu")
+        if not self._canary.within(gap, rounding):
             raise CanaryError(
                 f"expected {endpoint.url} to say what another server says of version {label.version}, but its "
                 f"log-probabilities differ by up to {float(gap.max()):.2g}"

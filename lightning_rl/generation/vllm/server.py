@@ -171,7 +171,7 @@ class VLLMServerEngine(Engine):
             self._meters = Meters(lambda: pool.servers)
             self._meters.start()
         served = push.description
-        self.dtype = getattr(torch, served.dtype)
+        self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
         self.max_length, self.block_size = served.max_length, served.block_size
         gc.collect()
         gc.freeze()  # or what a thousand answers leave behind has the collector look through all that lives by now

@@ -2,15 +2,16 @@
 
 Fixed random tokens are scored, which is sensitive, and a few are drawn at the run's temperature, which tells a wrong
 temperature or filter from wrong weights. Rounding explains a difference up to a threshold: measured for float32, and
-calibrated at the first sync for anything coarser. In a coarse dtype one optimizer step moves a value as much as
+calibrated at the first sync for anything coarser, TF32 included. There one optimizer step moves a value as much as
 rounding does, so an engine that did not move is found by comparing its own values bit for bit.
 """
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, cast
 
@@ -26,18 +27,45 @@ TOKENS = 64  # fixed ones that are scored
 SEED = 0  # of the fixed tokens
 DRAWN_ROWS, DRAWN_TOKENS = 4, 4
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
-CEILING = 0.5  # mean difference in a coarse dtype that no rounding explains
-FACTOR = 5.0  # times the first sync's mean difference that is still rounding in a coarse dtype
+FACTOR = 5.0  # times the first sync's mean difference that is still rounding in anything coarser than float32
 CACHE_EVERY = 4  # a cached prompt is run after every so many syncs; the sync after it has to have dropped it
 REMEMBERED = 4  # syncs whose values tell a stale engine from a wrong one
 LAYER = re.compile(r"(?:^|\.)(embed_tokens|layers\.\d+)$")
-LAYER_EXACT, LAYER_COARSE = 1e-3, 0.1  # relative differences of a layer's output that rounding may make
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
 
 
 class CanaryError(RuntimeError):
     """The engine does not generate from the trainer's weights."""
+
+
+class Rounding(Enum):
+    """The coarsest arithmetic of engine and trainer: mean difference of a log-probability that it does not explain, and
+    relative difference of a layer's output that it may make.
+
+    TF32 in attention alone makes a mean difference of up to 2e-3, measured on random models.
+    """
+
+    FLOAT32 = 0.0, 1e-3
+    TF32 = 0.02, 1e-2
+    HALF = 0.5, 0.1
+
+    @property
+    def ceiling(self) -> float:
+        """Mean difference at the first sync that is an error."""
+        return self.value[0]
+
+    @property
+    def layer(self) -> float:
+        """Relative difference of a layer's output that is none."""
+        return self.value[1]
+
+    @staticmethod
+    def of(dtypes: Collection[torch.dtype], *, tf32: bool) -> "Rounding":
+        """Return the rounding of products in some dtypes, where those of float32 may be TF32."""
+        if not set(dtypes) <= {torch.float32, torch.float64}:
+            return Rounding.HALF
+        return Rounding.TF32 if tf32 else Rounding.FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +117,8 @@ class Canary:
     it is logged as ``time/canary``.
 
     Args:
-        threshold: largest difference of a log-probability when both sides compute in float32.
+        threshold: largest difference of a log-probability when both sides compute in float32; otherwise a mean
+            difference that is never an error.
 
     Raises:
         ValueError: if ``threshold`` is not positive.
@@ -104,7 +133,7 @@ class Canary:
     def forget(self) -> None:
         """Begins anew, for another engine or run."""
         self._past: dict[str, deque[Comparison]] = {}
-        self._rounding: float | None = None
+        self._first_mean: float | None = None  # difference that the first sync has shown
         self._syncs = 0
         self._cached = False
 
@@ -152,7 +181,7 @@ class Canary:
         measurement: Measurement,
         trainer: Values,
         *,
-        exact: bool,
+        rounding: Rounding,
         checksums: tuple[int, ...] = (),
         where: Callable[[], str] = str,
     ) -> tuple[float, float]:
@@ -161,7 +190,7 @@ class Canary:
         Args:
             measurement: the engine's part.
             trainer: the same log-probabilities by the policy.
-            exact: whether both sides compute in float32.
+            rounding: of engine and trainer.
             checksums: of the weights as sent, in the engine's dtype.
             where: says which layer differs, if it comes to that.
 
@@ -176,52 +205,58 @@ class Canary:
             gap = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
             name = f"the engine at {url}" if url else "the engine"
             now = Comparison(name, engine, trainer, measurement.version, checksums)
-            past = self._past.setdefault(url, deque(maxlen=REMEMBERED))
-            self._check_movement(now, past[-1] if past else None, alone=len(measurement.values) == 1)
-            if not self.within(gap, exact=exact):
-                raise CanaryError(self._diagnosis(now, past, gap, exact=exact, where=where))
+            past, alone = self._past.setdefault(url, deque(maxlen=REMEMBERED)), len(measurement.values) == 1
+            self._check_movement(now, list(past)[-1:], alone=alone)
+            if not self.within(gap, rounding):
+                raise CanaryError(self._diagnosis(now, past, gap, rounding, where=where))
+            self._check_movement(now, list(past)[:-1], alone=alone)  # a stale engine within rounding
             past.append(now)
             gaps.append(gap)
         gap = torch.cat(gaps)
-        if self._rounding is None and not exact:
-            self._rounding = float(gap.mean())
+        if self._first_mean is None and rounding is not Rounding.FLOAT32:
+            self._first_mean = float(gap.mean())
         return float(gap.max()), float(gap.mean())
 
-    def within(self, gap: Tensor, *, exact: bool) -> bool:
+    def within(self, gap: Tensor, rounding: Rounding) -> bool:
         """Whether rounding explains differences of log-probabilities."""
-        return bool(gap.max() <= self.threshold) if exact else bool(gap.mean() <= self._max_mean())
+        if rounding is Rounding.FLOAT32:
+            return bool(gap.max() <= self.threshold)
+        return bool(gap.mean() <= self._max_mean(rounding))
 
-    def _max_mean(self) -> float:
-        return CEILING if self._rounding is None else max(FACTOR * self._rounding, self.threshold)
+    def _max_mean(self, rounding: Rounding) -> float:
+        measured = rounding.ceiling if self._first_mean is None else FACTOR * self._first_mean
+        return max(measured, self.threshold)
 
-    def _check_movement(self, now: Comparison, before: Comparison | None, *, alone: bool) -> None:
+    def _check_movement(self, now: Comparison, past: Iterable[Comparison], *, alone: bool) -> None:
         """Of several copies any may have drawn, so what was drawn says nothing of this one."""
-        if before is None or now.checksums == before.checksums or len(now.engine.fixed) != len(before.engine.fixed):
-            return
-        same = torch.equal(now.engine.fixed, before.engine.fixed)
-        same = same and not (alone and not torch.equal(now.engine.drawn, before.engine.drawn))
-        moved = float((now.trainer.comparable - before.trainer.comparable).abs().max()) if same else 0.0
-        if moved > NOISE:
-            raise CanaryError(
-                f"expected {now.name} to move with the weights of version {now.version}, but its log-probabilities are "
-                f"bit for bit those of version {before.version}, while the trainer's moved by up to {moved:.2g}: the "
-                "sync did not reach it"
-            )
+        for before in past:
+            if now.checksums == before.checksums or len(now.engine.fixed) != len(before.engine.fixed):
+                continue
+            same = torch.equal(now.engine.fixed, before.engine.fixed)
+            same = same and not (alone and not torch.equal(now.engine.drawn, before.engine.drawn))
+            moved = float((now.trainer.comparable - before.trainer.comparable).abs().max()) if same else 0.0
+            if moved > NOISE:
+                raise CanaryError(
+                    f"expected {now.name} to move with the weights of version {now.version}, but its log-probabilities "
+                    f"are bit for bit those of version {before.version}, while the trainer's moved by up to "
+                    f"{moved:.2g}: the sync did not reach it"
+                )
 
     def _diagnosis(
-        self, now: Comparison, past: Iterable[Comparison], gap: Tensor, *, exact: bool, where: Callable[[], str]
+        self, now: Comparison, past: Iterable[Comparison], gap: Tensor, rounding: Rounding, *, where: Callable[[], str]
     ) -> str:
         size = f"they differ by up to {float(gap.max()):.2g}, {float(gap.mean()):.2g} on average"
         expected = f"expected {now.name} to have the weights of version {now.version}, but "
-        if len(now.engine.fixed) and self.within((now.engine.fixed - now.trainer.fixed).abs(), exact=exact):
+        if len(now.engine.fixed) and self.within((now.engine.fixed - now.trainer.fixed).abs(), rounding):
             return (
                 f"expected {now.name} to sample from the policy's distribution, and its weights agree, but the "
                 f"log-probabilities of sampled tokens do not: its temperature or filter is another; {size}"
             )
         for before in reversed(list(past)) if len(now.engine.fixed) else ():
-            if self.within((now.engine.fixed - before.trainer.fixed).abs(), exact=exact):
+            if self.within((now.engine.fixed - before.trainer.fixed).abs(), rounding):
                 return f"{expected}it is stale: its log-probabilities are those of version {before.version}; {size}"
-        limit = f"{self.threshold:.2g} at most" if exact else f"{self._max_mean():.2g} on average"
+        exact = rounding is Rounding.FLOAT32
+        limit = f"{self.threshold:.2g} at most" if exact else f"{self._max_mean(rounding):.2g} on average"
         return (
             f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {limit}{where()}"
         )
@@ -261,10 +296,15 @@ def policy_in(module: nn.Module) -> PolicyModel:
     return next(part for part in module.modules() if isinstance(part, PolicyModel))
 
 
-def computes_exactly(engine: Engine, model: PolicyModel, layers: Mapping[str, Tensor]) -> bool:
-    """Whether engine and trainer both compute in float32 or wider, by what the trainer's layers put out."""
+def rounding_between(engine: Engine, model: PolicyModel, layers: Mapping[str, Tensor]) -> Rounding:
+    """Return the coarsest rounding of engine and trainer, by settings and by what the trainer's layers put out."""
+    device = model.model.device.type
     dtypes = {engine.dtype or model.model.dtype, model.model.dtype, *(output.dtype for output in layers.values())}
-    return dtypes <= {torch.float32, torch.float64} and not torch.is_autocast_enabled(model.model.device.type)
+    if torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    tf32 = backend.matmul.fp32_precision not in ("none", "ieee")  # torch.set_float32_matmul_precision sets both
+    return Rounding.of(dtypes, tf32=tf32 or engine.allows_tf32)
 
 
 @contextmanager
@@ -288,14 +328,15 @@ def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], *, exact: bool) -> str:
+def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], rounding: Rounding) -> str:
     """The first layer that differs, as a part of a sentence; nothing if no layer can be compared.
 
     Example:
         >>> same, other = torch.ones(3, 2), torch.zeros(3, 2)
-        >>> first_difference({"layers.0": same, "layers.1": other}, {"layers.0": same, "layers.1": same}, exact=True)
+        >>> exact, trainer = Rounding.FLOAT32, {"layers.0": same, "layers.1": same}
+        >>> first_difference({"layers.0": same, "layers.1": other}, trainer, exact)
         '; the first part that differs is layers.1'
-        >>> first_difference({"layers.0": same}, {"layers.0": same}, exact=True)
+        >>> first_difference({"layers.0": same}, trainer, exact)
         '; every layer agrees, so it is the final norm or the head'
     """
     compared = 0
@@ -307,6 +348,6 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
         compared += 1
         expected = trained[:tokens].double().cpu()
         distance = (served[:tokens].double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
-        if not distance <= (LAYER_EXACT if exact else LAYER_COARSE):
+        if not distance <= rounding.layer:
             return f"; the first part that differs is {name}"
     return "; every layer agrees, so it is the final norm or the head" if compared else ""

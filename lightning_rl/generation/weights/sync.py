@@ -54,14 +54,14 @@ def synchronize(
             )
         with canary.capturing_layers(inner.model) as layers:
             trainer = canary.trainer_values(policy, measurement, packed=packed)
-        exact = canary.computes_exactly(engine, inner, layers)
+        rounding = canary.rounding_between(engine, inner, layers)
         with _failing_together(engine):
             return proof.judge(
                 measurement,
                 trainer,
-                exact=exact,
+                rounding=rounding,
                 checksums=checksums.values(),
-                where=lambda: canary.first_difference(engine.layer_outputs(measurement.ids), layers, exact=exact),
+                where=lambda: canary.first_difference(engine.layer_outputs(measurement.ids), layers, rounding),
             )
 
 

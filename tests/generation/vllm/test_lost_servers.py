@@ -1,6 +1,6 @@
 """Servers that die in a rollout: nothing is lost or drawn twice, and one that comes back has the current weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngi
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Canary, CanaryError
 from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.weights.canary import Rounding
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 
@@ -165,23 +166,49 @@ def test_without_any_server_the_run_ends_with_a_checkpoint_that_resumes(
     check_equal(module, undisturbed)
 
 
-def test_a_server_that_comes_back_with_something_else_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    def lies(body: dict[str, Any], answer: Answer) -> Answer:
-        assert isinstance(answer, dict)
-        shifted = [None, *({token: {"logprob": -1.5} for token in known} for known in answer["prompt_logprobs"][1:])]
-        return {**answer, "prompt_logprobs": shifted}
+def shifted_by(shift: float) -> Callable[[dict[str, Any], Answer], Answer]:
+    """A server whose log-probabilities of prompts are lower than they should be."""
 
-    first, policy = ScriptedServer(**HOLDS), tiny_policy()
+    def lower(_: dict[str, Any], answer: Answer) -> Answer:
+        assert isinstance(answer, dict)
+        entries = [dict(known) for known in answer["prompt_logprobs"][1:]]
+        rows = [{token: {"logprob": each["logprob"] - shift} for token, each in entry.items()} for entry in entries]
+        return {**answer, "prompt_logprobs": [None, *rows]}
+
+    return lower
+
+
+@pytest.mark.parametrize(("device", "shift"), [("cpu", 1e-3), ("cuda", 0.1)])
+def test_a_server_that_comes_back_with_something_else_is_refused(device: str, shift: float) -> None:
+    first, policy = ScriptedServer(**{**HOLDS, "device": device}), tiny_policy()
     engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=0.5)
     with servers(first):
         launch(engine, policy)
         engine.expect(policy.named_parameters())
         engine.load_weights(policy.named_parameters(), 0)
         assert engine.score_copies([2, 3, 4]).keys() == {first.url}
-    second = ScriptedServer(lies, port=first.port, **HOLDS)
-    with servers(second), pytest.raises(EngineError, match=r"say what another server says .* differ by up to 1.2"):
+    second = ScriptedServer(shifted_by(shift), port=first.port, **{**HOLDS, "device": device})
+    with (
+        servers(second),
+        pytest.raises(EngineError, match=rf"say what another server says .* differ by up to {shift:g}"),
+    ):
         engine.score([[2, 3, 4]])
     assert second.loads and second.label == "loading"
+    engine.close()
+
+
+def test_a_server_on_a_gpu_may_round_as_tf32_does() -> None:
+    first, policy = ScriptedServer(**{**HOLDS, "device": "cuda"}), tiny_policy()
+    engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=5)
+    with servers(first):
+        engine.start(policy, None)
+        assert engine.allows_tf32
+        engine.expect(policy.named_parameters())
+        engine.load_weights(policy.named_parameters(), 0)
+        (score,) = engine.score_copies([2, 3, 4]).values()
+    second = ScriptedServer(shifted_by(1e-3), port=first.port, **{**HOLDS, "device": "cuda"})
+    with servers(second):
+        assert torch.allclose(engine.score([[2, 3, 4]])[0], score - 1e-3)
     engine.close()
 
 
@@ -199,5 +226,5 @@ def test_each_server_is_measured_by_the_canary(caplog: pytest.LogCaptureFixture)
         trainer = type(measured.values[one.url])(fixed, measured.values[one.url].drawn)
         measured.values[two.url].fixed[3] += 0.2  # pyright: ignore[reportIndexIssue]
         with pytest.raises(CanaryError, match=f"expected the engine at {two.url} to have the weights of version 0"):
-            engine.canary.judge(measured, trainer, exact=True)
+            engine.canary.judge(measured, trainer, rounding=Rounding.FLOAT32)
         engine.close()

@@ -4,20 +4,23 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kit.engine_requests import launch
 from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
-from lightning_rl import FakeEngine, TransformersEngine
+from lightning_rl import FakeEngine, TransformersEngine, VLLMEngine
 from lightning_rl.distributed import collectives
 from lightning_rl.generation import Canary, CanaryError, Engine, EngineState
 from lightning_rl.generation.weights import canary as canaries
-from lightning_rl.generation.weights.canary import Measurement, Values, canary_of
+from lightning_rl.generation.weights.canary import Measurement, Rounding, Values, canary_of
 from lightning_rl.generation.weights.stream import Stream
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.policy import PolicyModel
@@ -104,16 +107,23 @@ def test_a_policy_that_moves_within_rounding_needs_no_engine_that_moves() -> Non
     engine = Values(torch.zeros(3), torch.zeros(2))
     canary, measured = Canary(), Measurement({"": engine}, [], [], 1)
     for move in (0.0, 1e-5):
-        canary.judge(measured, Values(torch.full((3,), move), torch.zeros(2)), exact=True, checksums=(int(move > 0),))
+        canary.judge(
+            measured,
+            Values(torch.full((3,), move), torch.zeros(2)),
+            rounding=Rounding.FLOAT32,
+            checksums=(int(move > 0),),
+        )
     with pytest.raises(CanaryError, match="bit for bit"):
-        canary.judge(measured, Values(torch.full((3,), 5e-5), torch.zeros(2)), exact=True, checksums=(2,))
+        canary.judge(
+            measured, Values(torch.full((3,), 5e-5), torch.zeros(2)), rounding=Rounding.FLOAT32, checksums=(2,)
+        )
 
 
 def test_coarse_dtypes_are_calibrated_on_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     def judged(canary: Canary, difference: float, number: int) -> None:
         noise = Values(torch.randn(64, generator=torch.Generator().manual_seed(number)), torch.zeros(1))
         trainer = Values(noise.fixed + difference, noise.drawn + difference)
-        canary.judge(Measurement({"": noise}, [], [], number), trainer, exact=False, checksums=(number,))
+        canary.judge(Measurement({"": noise}, [], [], number), trainer, rounding=Rounding.HALF, checksums=(number,))
 
     monkeypatch.setattr(canaries, "FACTOR", 4.0)
     canary = Canary()
@@ -123,6 +133,99 @@ def test_coarse_dtypes_are_calibrated_on_the_mean(monkeypatch: pytest.MonkeyPatc
         judged(canary, 0.09, 2)
     with pytest.raises(CanaryError, match=r"0.6 on average, where rounding explains 0.5 on average"):
         judged(Canary(), 0.6, 0)
+
+
+def tf32(tensor: Tensor) -> Tensor:
+    """Float32 with the 10 bits of mantissa that a tensor core reads."""
+    return (tensor.contiguous().view(torch.int32) + 0x1000 & -0x2000).view(torch.float32)
+
+
+def attend_in_tf32(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention as of vLLM's Triton kernel in float32: both products read operands that are rounded to TF32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = tf32(query) @ tf32(key).mT * scaling
+    mask = torch.ones_like(scores, dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2]) if mask is None else mask
+    weights = scores.masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1)
+    return (tf32(weights) @ tf32(value)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("tf32", attend_in_tf32)
+AttentionMaskInterface.register("tf32", sdpa_mask)
+
+
+def rounded_run(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """A policy far from uniform, and an engine whose products are rounded, by itself or by PyTorch's setting."""
+    run = Watched(tiny_model("qwen2", seed, dtype=torch.float32, initializer_range=0.15))
+    model: Any = run.engine._model  # noqa: SLF001
+    model.set_attn_implementation("tf32")
+    if kind == "vllm on a gpu":
+        run.engine.allows_tf32 = True
+        return run
+    products: Any = torch.backends.mkldnn
+    monkeypatch.setattr(products.matmul, "fp32_precision", "tf32")
+    for linear in model.modules():
+        if isinstance(linear, nn.Linear):
+            rounded = partial(lambda linear, x: nn.functional.linear(tf32(x), tf32(linear.weight), linear.bias), linear)
+            monkeypatch.setattr(linear, "forward", rounded)
+    return run
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["vllm on a gpu", "set_float32_matmul_precision"])
+def test_tf32_is_rounding_and_faults_are_still_found(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rounded_run(kind, seed, monkeypatch)
+    name = f"model.layers.1.{'self_attn.q' if seed % 2 else 'mlp.down'}_proj.weight"
+    wrong = {name: torch.zeros_like(run.model.get_parameter(name))}
+    with pytest.raises(
+        CanaryError, match=r"rounding explains 0.02 on average; the first part that differs is layers.1$"
+    ):
+        run.sync(changing(wrong))
+    older = run.step(1e-5)
+    for _ in range(6):
+        found = run.sync()
+        assert found is not None and found[0] > 5e-4, "more than rounds float32"
+        older = run.step(1e-5)
+    version = run.version
+    with pytest.raises(CanaryError, match=rf"bit for bit those of version {version}, while the trainer's moved"):
+        run.sync(changing(older))
+    run.sync()
+    run.step(1e-5)
+    run.sync()
+    run.step(1e-5)
+    with pytest.raises(CanaryError, match=rf"bit for bit those of version {version}, while the trainer's moved"):
+        run.sync(changing(older))
+    with pytest.raises(CanaryError, match=r"not the trainer's: .*; the first part that differs is layers.1$"):
+        run.sync(changing(wrong))
+    run.sync()
+
+
+def test_the_coarsest_rounding_of_both_sides_decides(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+
+    def rounding(device: str = "cpu", layer: torch.dtype = torch.float32, **engine: Any) -> Rounding:
+        one, model = TransformersEngine(), SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+        vars(one).update(engine)
+        policy: Any = SimpleNamespace(model=model)
+        return canaries.rounding_between(one, policy, {"layers.0": torch.zeros(1, dtype=layer)})
+
+    assert rounding() is rounding("cuda") is rounding(layer=torch.float64) is Rounding.FLOAT32
+    assert rounding("cuda", allows_tf32=True) is Rounding.TF32
+    assert rounding(dtype=torch.bfloat16) is rounding(layer=torch.float16, allows_tf32=True) is Rounding.HALF
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rounding() is Rounding.HALF
+    for precision, expected in (("high", Rounding.TF32), ("medium", Rounding.TF32), ("highest", Rounding.FLOAT32)):
+        torch.set_float32_matmul_precision(precision)
+        assert rounding() is rounding("cuda") is expected
+        assert rounding(dtype=torch.bfloat16) is Rounding.HALF
+
+
+def test_vllm_may_round_to_tf32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert VLLMEngine().allows_tf32 is gpu and not TransformersEngine().allows_tf32
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan")])
@@ -169,14 +272,14 @@ def test_each_copy_of_the_weights_is_compared_with_its_own_past() -> None:
         return Values(torch.full((3,), float(version)), torch.full((2,), float(version)))
 
     canary = Canary()
-    canary.judge(measured(1, a=1.0, b=1.0), trainer(1), exact=True, checksums=(1,))
-    canary.judge(measured(2, a=2.0, c=2.0), trainer(2), exact=True, checksums=(2,))
+    canary.judge(measured(1, a=1.0, b=1.0), trainer(1), rounding=Rounding.FLOAT32, checksums=(1,))
+    canary.judge(measured(2, a=2.0, c=2.0), trainer(2), rounding=Rounding.FLOAT32, checksums=(2,))
     with pytest.raises(CanaryError, match="expected the engine at a to move with the weights of version 3"):
-        canary.judge(measured(3, b=3.0, a=2.0), trainer(3), exact=True, checksums=(3,))
+        canary.judge(measured(3, b=3.0, a=2.0), trainer(3), rounding=Rounding.FLOAT32, checksums=(3,))
     with pytest.raises(
         CanaryError, match=r"the engine at c to have the weights of version 4, but .* those of version 2"
     ):
-        canary.judge(measured(4, c=2.0 + 3e-5), trainer(4), exact=True, checksums=(4,))
+        canary.judge(measured(4, c=2.0 + 3e-5), trainer(4), rounding=Rounding.FLOAT32, checksums=(4,))
 
 
 def test_a_rank_whose_neighbour_failed_raises_and_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
