@@ -142,7 +142,7 @@ def _fit(
 def resume(findings: Findings) -> None:
     """Weights after a run that was resumed halfway are those of one that was not."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    torch.use_deterministic_algorithms(mode=True)  # PyTorch's attention does not follow warn_only=True
     backend = "gloo" if findings.tiny else "nccl"
     with tempfile.TemporaryDirectory() as folder:
 

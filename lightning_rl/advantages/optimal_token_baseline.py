@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
 from lightning_rl.arguments import check_bools, check_numbers
 from lightning_rl.rollout import SUM_PI_SQUARED
-from lightning_rl.signal.masked import group_index, masked_fill_invalid
+from lightning_rl.signal.masked import group_index, masked_fill_invalid, prefix_sums
 from lightning_rl.signal.ratios import clipped_weight
 from lightning_rl.signal.returns import discounted_returns
 from lightning_rl.signal.statistics import group_statistics
@@ -123,7 +123,7 @@ def minus_optimal_baseline(
     """
     place, number = _places(groups, steps)
     exact = masked_fill_invalid(returns, counted).double()
-    weights = masked_fill_invalid(sizes, counted).double().cumsum(-1) * counted
+    weights = prefix_sums(masked_fill_invalid(sizes, counted).double()) * counted
 
     def extreme(fill: float, reduce: str) -> Tensor:
         values = torch.where(counted, exact, fill).flatten()

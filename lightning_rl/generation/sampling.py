@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rl.arguments import check_counts, check_numbers
 
 CANDIDATES = 1024  # likeliest tokens that top-p looks at before it sorts a vocabulary
+UNITS = 2**30  # of a probability of 1, see in_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,20 @@ class RowFilters:
         return _nucleus(logprobs.masked_fill(~kept, -torch.inf), self.top_p[rows]) if self.with_top_p else kept
 
 
+def in_units(mass: Float[Tensor, "L V"]) -> Int[Tensor, "L V"]:
+    """Probabilities as integer multiples of 2^-30, in the memory of the given ones, because a vocabulary is large.
+
+    Their sums are exact, so that a draw depends neither on the order in which a device adds nor on the other rows. On
+    CUDA a cumsum of floats depends on both, and raises under ``torch.use_deterministic_algorithms``.
+
+    Example:
+        >>> in_units(torch.tensor([[0.75, 0.25]])).tolist() == [[3 * 2**28, 2**28]]
+        True
+    """
+    whole = torch.int32 if mass.dtype == torch.float32 else torch.int64
+    return mass.view(whole).copy_(mass.mul_(UNITS).round_())
+
+
 def _nucleus(scores: Float[Tensor, "L V"], top_p: Float[Tensor, "L 1"]) -> Bool[Tensor, "L V"]:
     """The fewest tokens, likeliest first, that have a share of the mass; where it is 1, all that have any.
 
@@ -134,7 +149,7 @@ def _until(
     mass: Float[Tensor, "L K"], order: Int[Tensor, "L K"], share: Float[Tensor, "L 1"], vocabulary: int
 ) -> Tensor:
     """Tokens of descending mass, as long as those before have less than a share; the first always."""
-    before = mass.cumsum(-1) - mass
-    kept = (before < share) & (mass > 0)
+    units = in_units(mass.clone())
+    kept = (units.cumsum(-1) - units < share.double() * UNITS) & (mass > 0)
     kept[:, 0] = True
     return torch.zeros(len(mass), vocabulary, dtype=torch.bool, device=mass.device).scatter_(1, order, kept)

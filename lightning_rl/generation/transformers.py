@@ -19,7 +19,7 @@ from lightning_rl.arguments import check_counts
 from lightning_rl.generation.cache import KVCache
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.extras import DecodeExtras
-from lightning_rl.generation.sampling import RowFilters, Sampling
+from lightning_rl.generation.sampling import RowFilters, Sampling, in_units
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
 from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
@@ -264,10 +264,10 @@ class _Decode:
     def _sample(self, live: _Live, step: int) -> Tensor:
         """Draws a token for every row of the cache and keeps those of the live ones."""
         scores = self._filter(self._scores(live), live, step)
-        mass = scores.exp().cumsum_(-1)  # in place: a vocabulary is large
-        target = self.uniforms[live.rows, step, None] * mass[:, -1:]
-        target = torch.minimum(target, mass[:, -1:].nextafter(torch.zeros_like(target)))
-        chosen = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)  # never of probability 0
+        mass = in_units(scores.exp()).cumsum_(-1)  # in place: a vocabulary is large
+        target = (self.uniforms[live.rows, step, None] * mass[:, -1:]).to(mass.dtype)
+        target = torch.minimum(target, mass[:, -1:] - 1)  # of a product that was rounded up
+        chosen = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)  # beyond it only for NaN
         if self.greedy is not None:
             chosen = torch.where(self.greedy[live.rows, None], live.logits.argmax(-1, keepdim=True), chosen)
         rows = live.rows[live.alive]

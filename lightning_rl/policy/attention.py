@@ -213,7 +213,9 @@ def _flash(
     ends, longest = sequences.cu_seqlens, max(sequences.lengths)
     reach = (-1, -1) if window is None else (window - 1, 0)  # inclusive, the token itself not counted
     tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    mixed = function(*tokens, ends, ends, longest, longest, softmax_scale=scaling, causal=True, window_size=reach)
+    options = {"softmax_scale": scaling, "causal": True, "window_size": reach}
+    deterministic = torch.are_deterministic_algorithms_enabled()  # which PyTorch's own kernels look at themselves
+    mixed = function(*tokens, ends, ends, longest, longest, **options, deterministic=deterministic)
     return (mixed[0] if isinstance(mixed, tuple) else mixed)[None]  # some releases of 3 return two
 
 

@@ -102,7 +102,8 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     if not packed:
         shape = len(sizes), max(sizes)
         place = position + line * shape[1]
-        inputs, source = inputs.new_zeros(shape).put_(place, inputs), place.index_select(0, source)
+        padded = inputs.new_zeros(shape[0] * shape[1]).index_copy(0, place, inputs)  # put_ is not deterministic
+        inputs, source = padded.view(shape), place.index_select(0, source)
         position = torch.arange(shape[1], device=inputs.device).expand(shape)
     return Layout(
         input_ids=inputs[None] if packed else inputs,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 GlobalSum = Callable[[Tensor], Tensor]
 """Adds a tensor up over all ranks, in rank order; every rank calls it the same number of times."""
@@ -100,6 +101,24 @@ def whiten(
     std = torch.where(moments.spread, moments.std(unbiased=unbiased) + epsilon, 1.0)
     centred = torch.where(moments.spread, moments.deviation, 0.0)
     return torch.where(mask, centred / std + (0.0 if shifted else moments.mean), 0.0).to(values.dtype)
+
+
+def prefix_sums(values: Float[Tensor, "... T"]) -> Float[Tensor, "... T"]:
+    """Sums of the values up to each one, in an order that their number alone decides.
+
+    CUDA's ``cumsum`` of floats raises under ``torch.use_deterministic_algorithms``.
+
+    Source: Hillis and Steele 1986 (Data parallel algorithms).
+
+    Example:
+        >>> prefix_sums(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
+        [1.0, 3.0, 6.0, 10.0]
+    """
+    shift = 1
+    while shift < values.shape[-1]:
+        values = values + functional.pad(values[..., :-shift], (shift, 0))
+        shift *= 2
+    return values
 
 
 def group_numbers(groups: Int[Tensor, " B"]) -> Int[Tensor, " B"]:

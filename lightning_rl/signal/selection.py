@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid
+from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid, prefix_sums
 
 GlobalConcat = Callable[[Tensor], Tensor]
 """Joins tensors [N], of any length on each rank, in rank order; every rank calls it the same number of times."""
@@ -70,7 +70,7 @@ def smallest_with_mean_below(
     """
     local = torch.cat([score[valid].flatten() for score, valid in zip(scores, valid_tokens, strict=True)])
     everyone = global_concat(local.double()).sort().values
-    means = everyone.cumsum(0) / torch.arange(1, len(everyone) + 1, device=everyone.device)
+    means = prefix_sums(everyone) / torch.arange(1, len(everyone) + 1, device=everyone.device)
     kept = max(int((means < threshold).sum()), 1)
     bound = everyone[kept - 1] if len(everyone) else torch.inf
     return [valid & (score.double() <= bound) for score, valid in zip(scores, valid_tokens, strict=True)]

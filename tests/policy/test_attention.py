@@ -16,15 +16,17 @@ from lightning_rl.policy.attention import AUTO, KERNELS, Hardware, PackedSequenc
 
 LENGTHS = (1, 5, 5, 2, 7)
 NAMES = tuple(KERNELS)
+TOLD = list[bool]()  # whether FlashAttention's packages were asked for a deterministic backward
 exactly = torch.testing.assert_close
 
 
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
-    *, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
+    *, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """As its documentation has it: [N, H, D] tensors, int32 boundaries, a window that leaves the token itself out."""
     assert causal and window_size[1] in (-1, 0)
+    TOLD.append(deterministic)
     return in_sequences(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale, window_size[0])
 
 
@@ -123,6 +125,19 @@ def test_no_token_sees_another_sequence_or_the_future(name: str) -> None:
         expected = [start <= place <= token for place in range(sum(LENGTHS))]
         assert (values[0].abs().sum((0, 2)) > 0).tolist() == expected
         assert not keys[0].abs().sum((0, 2))[~torch.tensor(expected)].any()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_packages_follow_the_switch_of_pytorch(name: str, deterministic: bool) -> None:
+    query, key, value = drawn(2, 2)
+    torch.use_deterministic_algorithms(mode=deterministic)
+    try:
+        attend(query, key, value, sequences_for(name))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert TOLD[-1] is deterministic
 
 
 @pytest.mark.usefixtures("kernels")
