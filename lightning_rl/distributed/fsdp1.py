@@ -61,7 +61,8 @@ class FullyShardedDataParallel1(Parallel):
 
     @override
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else cast(FullyShardedDataParallel, model).no_sync()
+        offloads = cast(Any, self.strategy).cpu_offload.offload_params  # a part on the CPU is overwritten, not added to
+        return cast(FullyShardedDataParallel, model).no_sync() if offloads and not last else nullcontext()
 
     @override
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:

@@ -1,7 +1,6 @@
 """FSDP2: every parameter split over the ranks as a DTensor, gathered layer by layer."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -9,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
@@ -93,12 +92,6 @@ class FullyShardedDataParallel2(Parallel):
             for number, parameters in enumerate(_by_mesh(group["params"])):
                 split.append(group | {"params": parameters, "name": group["name"] + ("/split" if number else "")})
         return split
-
-    @override
-    @contextmanager
-    def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        cast(FSDPModule, model).set_requires_gradient_sync(last)
-        yield
 
     @override
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:

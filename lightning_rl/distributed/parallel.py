@@ -98,7 +98,11 @@ class Parallel:
         return groups
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Around a microbatch's forward and backward: gradients are exchanged only after the last one of the step."""
+        """Around a microbatch's forward and backward.
+
+        Whole gradients are exchanged after the last microbatch of a step alone. Where a rank holds its part, each
+        microbatch ends with a reduce-scatter, or every rank would hold the whole gradient in between.
+        """
         del model, last
         return nullcontext()
 

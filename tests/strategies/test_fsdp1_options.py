@@ -1,13 +1,13 @@
 """What a user sets on FSDPStrategy reaches FSDP, which is wrapped here and not by Lightning, or is refused."""
 
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from kit.ranks import CPUFSDP
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_rl.distributed import parallel_of
 
@@ -24,6 +24,15 @@ def test_options_reach_the_wrapper() -> None:
     options = wrapper.call_args.kwargs
     assert options["sharding_strategy"] is ShardingStrategy.SHARD_GRAD_OP and options["cpu_offload"].offload_params
     assert options["forward_prefetch"] and options["use_orig_params"]
+
+
+@pytest.mark.parametrize(("offload", "last", "whole"), [(False, False, 0), (True, False, 1), (True, True, 0)])
+def test_gradients_add_up_whole_only_where_fsdp_would_overwrite_parts(offload: bool, last: bool, whole: int) -> None:
+    """PyTorch: "FSDP currently does not support gradient accumulation outside no_sync() when using CPU offloading"."""
+    strategy = CPUFSDP(parallel_devices=[torch.device("cpu")], cpu_offload=offload)
+    model = MagicMock(spec=FullyShardedDataParallel)
+    parallel_of(strategy).accumulating(model, last=last)
+    assert model.no_sync.call_count == whole
 
 
 @pytest.mark.parametrize(
