@@ -241,6 +241,7 @@ class Worker:
 
     def __init__(self, connection: Connection, life: socket.socket) -> None:
         self._connection, self._life = connection, life
+        life.settimeout(GONE)
         self._lock = threading.Lock()
         self._report: tuple[int | None, str] | None = None
         self.pids: tuple[int, ...] = ()
@@ -260,9 +261,11 @@ class Worker:
             return False
 
     def forget(self) -> None:
-        """Has the guard keep what is printed from here on."""
+        """Has the guard clear the log, and waits for that: it would clear what the next task prints as well."""
         with contextlib.suppress(OSError):
             self._life.send(b"\0")
+            if self._life.recv(1, socket.MSG_PEEK) == b"\0":  # else the report of a process that died meanwhile
+                self._life.recv(1)
 
     def ask(self, call: str, arguments: Sequence[Any], seconds: float, late: str = "") -> Any:
         """Has the worker do something, and waits.
@@ -348,7 +351,6 @@ class Worker:
     def _read_report(self) -> tuple[int | None, str]:
         text = b""
         try:
-            self._life.settimeout(GONE)
             while part := self._life.recv(2**16):
                 text += part
         except OSError:

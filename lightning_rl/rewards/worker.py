@@ -94,7 +94,7 @@ def split(life: int, others: Sequence[int], log: Log | None = None) -> int | Non
     Args:
         life: line to the trainer: the worker ends when its other end is closed.
         others: descriptors that are the worker's alone.
-        log: what the worker prints, for the guard to read; whatever comes on the life line begins it anew.
+        log: what the worker prints, for the guard to read; a byte on the life line clears it and is answered by one.
 
     Returns:
         None in the worker; in the guard its exit status, 128 and the number of the signal that ended it.
@@ -137,6 +137,8 @@ def guard(worker: int, life: int, ended: int, log: Log | None = None) -> int:
                 break
             if log is not None:
                 log.forget()
+                with contextlib.suppress(OSError):  # the trainer is gone: the next read says so
+                    os.write(life, b"\0")
         if ended in ready:
             _read(ended)
             codes |= reap()

@@ -227,6 +227,20 @@ def test_a_log_is_that_of_one_conversation(pool: WorkerPool) -> None:
     assert transcript.outcome.log == "turn 1\nturn 2\n"
 
 
+def test_a_log_is_whole_however_late_the_guard_clears_the_one_before() -> None:
+    slow = WorkerPool({"bad": Bad}, workers=1)
+    environment: Any = slow.open("bad", slow.budget())
+    _, guard, _ = slow.pids()
+    os.kill(guard, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (guard, signal.SIGCONT)).start()
+    environment.reset({"sample": 0, "end": "raise"}, 0)
+    environment.step((1,), Finish.STOP)
+    with pytest.raises(EnvironmentFailureError) as raised:
+        environment.step((1,), Finish.STOP)
+    slow.close()
+    assert raised.value.failure.log.endswith("turn 1\nturn 2\n")
+
+
 @pytest.mark.parametrize("end", HARMLESS)
 def test_what_a_conversation_started_ends_with_it(pool: WorkerPool, end: str) -> None:
     (transcript,) = run(pool, [end])
