@@ -1,82 +1,89 @@
-"""Writes docs/coming_from_trl.md: what becomes of every option of TRL. Run ``python docs/coming_from_trl.py``."""
+"""Writes docs/coming_from_trl.md, the options of TRL. Run ``python docs/coming_from_trl.py``."""
 
 import json
-from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
-from lightning_rl.translation.option import Option
-from lightning_rl.translation.trl_options import SCRIPT, SECTIONS, TRAINER, VERSION
+from lightning_rl.translation.trl_options import SECTIONS, VERSION, Table
 
 PAGE = Path(__file__).with_suffix(".md")
 STEPS = PAGE.parents[1] / "tests/data/trl/first_steps.json"
 HEAD = f"""# Coming from TRL
 
-`lightning-rl from-trl CONFIG` makes a recipe of a `GRPOConfig` of TRL {VERSION} with the arguments of its
-`GRPOTrainer`. Made by `python docs/coming_from_trl.py` from
-[the table](../lightning_rl/translation/trl_options.py) that the command itself reads.
+`lightning-rl from-trl CONFIG` writes a recipe from a `GRPOConfig` of TRL {VERSION}. It reads the
+[table](../lightning_rl/translation/trl_options.py) from which `python docs/coming_from_trl.py` makes this page.
 
 ```bash
-lightning-rl from-trl grpo.py --output recipe.py
-lightning-rl from-trl grpo.yaml --output recipe.py --yaml run.yaml --devices 8
-lightning-rl from-trl config.json --model Qwen/Qwen2.5-0.5B-Instruct --reward my_rewards.right --prompts prompts.jsonl
+lightning-rl from-trl grpo.py --output recipe.py --model some/model --reward my_rewards.right --prompts some/data
+lightning-rl from-trl grpo.yaml --output recipe.py --devices 8
 ```
 
-* **What it reads**: a script with one `GRPOConfig(...)`, and with one `GRPOTrainer(...)` if there is one; YAML as for
-  `trl grpo --config`; JSON. A script is parsed and never run. Names are followed to what they are bound to, once, in
-  the module or in the function around the call. A value that is computed is refused by name: write it out.
-* **What it carries over**: reward functions, data sets, adapters and tools of a script, as code, with the statements
-  that they need. Reward functions are called here [as TRL calls them](reward_execution.md), and
-  `environment_factory` classes work [as they are](environments.md).
-* **What it writes**: a script of Python, and with `--yaml` a file for [LightningCLI](lightning.md), which cannot hold
-  code. What has to be known about the options that you set stands at its head. Defaults of TRL are written out where
-  ours differ.
-* **What it refuses**: each option that would be lost, by name, with a reason. Nothing is written then.
-* `--devices` says how many processes the run has, which TRL asks its launcher. `--model`, `--reward` and `--prompts`
-  say what a configuration without a `GRPOTrainer` leaves open.
+* **Input**: a script with one `GRPOConfig(...)`, or YAML or JSON for `trl grpo --config`. A script is parsed and never
+  run: its options have to be written out, in the call or in a name that is assigned once.
+* **Output**: a script whose docstring lists the differences from TRL. Where defaults differ, TRL's are written out.
+* **Refused**: an option that would be lost ends the translation, with its name and a reason.
+* `--devices` is the number of processes, which TRL takes from its launcher.
 
-Then look at it before it trains: `lightning-rl doctor recipe.py` ([doctor](doctor.md)).
+Check the recipe before it trains: `lightning-rl doctor recipe.py` ([doctor](doctor.md)).
 
-## What is the same by number
+## Arguments of GRPOTrainer
 
-Both sides were given the same model and the same completions, and took two optimizer steps on one rollout. Loss and
-gradient norm of the translated recipe are within 1e-5 of TRL's in [a test](../tests/cli/test_from_trl.py), which reads
-[the record](../tests/data/trl/first_steps.json) of what TRL computed; `make bench-trl` installs TRL in an environment
-of its own and compares anew ([test](../tests/translation/test_in_trl.py)). In the second step the ratio is no longer 1.
+These are objects, so write them into the recipe.
+
+| argument | here |
+|---|---|
+| `model` | `policy`: a name, or a function that builds the model |
+| `reward_funcs` | `rewards`, [called as TRL calls them](reward_execution.md) |
+| `reward_processing_classes` | `RewardModel(model=, tokenizer=)` |
+| `args` | the options below |
+| `train_dataset`, `eval_dataset` | `PromptDataModule(prompts)`, `Evaluation(prompts=)` |
+| `processing_class` | `tokenizer` |
+| `callbacks` | callbacks of Lightning |
+| `optimizers` | `optimizer=` and `lr_scheduler=`, functions that build them |
+| `peft_config` | `policy` builds the model with its adapter, see [strategies](strategies.md) |
+| `quantization_config` | the policy is not quantized |
+| `tools`, `environment_factory` | `tools`, `environment`; `EnvironmentReward()` for `get_reward` |
+| `rollout_func` | an `Environment`, or an `Engine` |
+
+## Two optimizer steps
+
+TRL and the translated recipe were given the same model and completions, and made two optimizer steps on one rollout.
+Loss and gradient norm agree to 1e-5 ([test](../tests/cli/test_from_trl.py),
+[record](../tests/data/trl/first_steps.json),
+[configurations](../tests/kit/translated.py)); `make bench-trl` compares with TRL itself in a separate environment
+([test](../tests/translation/test_in_trl.py)). vLLM, several devices and `bf16` were not compared.
 
 | configuration | TRL's loss, step 1 | gradient norm | loss, step 2 | gradient norm |
 |---|---|---|---|---|
 """
 WORDS = """
-The configurations stand in [translated.py](../tests/kit/translated.py). What was not compared by number: vLLM, several
-devices, `bf16`.
-
 ## The options
 
-*same*: it means here what it means there. *different*: read the last column. *refused*: any value but TRL's default
-ends the translation. An empty second column means that there is nothing to set.
+*same*: no difference. *different*: see the last column. *refused*: only TRL's default is accepted. Options in one row
+share their counterpart; an empty second column means that there is nothing to set.
 """
 COLUMNS = """
-| option | here | | what has to be known |
+| option | here | | note |
 |---|---|---|---|
 """
 
 
-def rows(options: Mapping[str, Option]) -> str:
-    """The lines of a table."""
-    return "".join(
-        f"| `{option.name}` | {option.ours} | {option.verdict} | {option.says} |\n" for option in options.values()
-    )
+def rows(options: Table) -> str:
+    """Returns the rows of a table; neighbours that differ in their names alone share one."""
+    lines = ""
+    for cells, group in groupby(options, lambda name: (options[name].ours, options[name].verdict, options[name].note)):
+        lines += f"| {', '.join(f'`{name}`' for name in group)} | {' | '.join(cells)} |\n"
+    return lines
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the page."""
     steps = json.loads(STEPS.read_text())
     numbers = "".join(
         f"| `{case}` | " + " | ".join(f"{step[name]:.5f}" for step in both for name in ("loss", "grad_norm")) + " |\n"
         for case, both in steps.items()
     )
-    sections = {**SECTIONS, "Arguments of GRPOTrainer": TRAINER, "Further options of trl grpo": SCRIPT}
-    tables = "".join(f"\n### {name}\n{COLUMNS}{rows(options)}" for name, options in sections.items())
+    tables = "".join(f"\n### {name}\n{COLUMNS}{rows(options)}" for name, options in SECTIONS.items())
     return HEAD + numbers.replace("-0.00000", "0.00000") + WORDS + tables
 
 

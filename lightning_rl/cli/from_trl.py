@@ -1,13 +1,39 @@
 """from-trl: a configuration of TRL as a recipe."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from lightning_rl.cli.translate import choices_of, write_recipe
-from lightning_rl.translation.trl import from_trl
+from lightning_rl.files import write_atomically
+from lightning_rl.translation.trl import RefusedError, UnreadableError, from_trl
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Does what the command line asks for; returns the exit code."""
+    """Writes the recipe; returns the exit code.
+
+    Raises:
+        SystemExit: with every refused option and its reason, or with the fault of the file; nothing is written then.
+    """
     del options
-    return write_recipe(arguments, lambda: from_trl(arguments.config, choices_of(arguments)), "docs/coming_from_trl.md")
+    output: Path | None = arguments.output
+    if output is not None and (output.is_dir() or output.resolve() == arguments.config.resolve()):
+        raise SystemExit(f"expected another file to write to than {output}, which is a folder or the configuration")
+    try:
+        source, notes = from_trl(
+            arguments.config, arguments.devices, arguments.model, arguments.reward, arguments.prompts
+        )
+    except UnreadableError as error:
+        raise SystemExit(str(error)) from error
+    except RefusedError as error:
+        lines = [f"refused {name}: {reason}" for name, reason in error.reasons.items()]
+        raise SystemExit(
+            "\n".join([*lines, "nothing was written; docs/coming_from_trl.md lists every option"])
+        ) from error
+    if output is None:
+        sys.stdout.write(source)
+        return 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, lambda part: Path(part).write_text(source, encoding="utf-8"))
+    sys.stderr.write(f"{output}: {len(notes)} notes in its docstring; check with: lightning-rl doctor {output}\n")
+    return 0

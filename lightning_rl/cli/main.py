@@ -11,7 +11,6 @@ MODULES = {
     "doctor": "lightning_rl.cli.doctor",
     "export": "lightning_rl.cli.export",
     "from-trl": "lightning_rl.cli.from_trl",
-    "from-verl": "lightning_rl.cli.from_verl",
     "plan": "lightning_rl.cli.plan",
     "replay": "lightning_rl.cli.replay",
     "report": "lightning_rl.cli.report",

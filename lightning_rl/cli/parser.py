@@ -19,7 +19,6 @@ def command_line() -> argparse.ArgumentParser:
     _doctor(commands)
     _export(commands)
     _from_trl(commands)
-    _from_verl(commands)
     _plan(commands)
     _replay(commands)
     _report(commands)
@@ -49,22 +48,10 @@ def _export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("from-trl", help="make a recipe of a GRPOConfig of TRL")
+    parser = commands.add_parser("from-trl", help="write a recipe from a GRPOConfig of TRL")
     parser.add_argument("config", type=Path, help="a script with a GRPOConfig, which is read and never run; YAML; JSON")
-    parser.add_argument("--devices", type=int, default=1, help="processes of the run (default: %(default)s)")
-    _translation(parser)
-
-
-def _from_verl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("from-verl", help="make a recipe of the options of a GRPO run of verl")
-    parser.add_argument("config", type=Path, help="YAML with the options that are set")
-    _translation(parser)
-    parser.epilog = "What stands after -- are overrides, name=value, as on verl's command line."
-
-
-def _translation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="write the recipe there (default: print it)")
-    parser.add_argument("--yaml", type=Path, help="write it as a configuration of LightningCLI, too")
+    parser.add_argument("--output", type=Path, help="file of the recipe (default: print it)")
+    parser.add_argument("--devices", type=int, default=1, help="number of processes (default: %(default)s)")
     parser.add_argument("--model", help="name or folder of the policy, if the configuration has none")
     reward = "a reward function, module.function, if the configuration has none; may be repeated"
     parser.add_argument("--reward", action="append", default=[], help=reward)

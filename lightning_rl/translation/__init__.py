@@ -1,1 +1,1 @@
-"""Configurations of other trainers as recipes: what each of their options becomes, and why some are refused."""
+"""Configurations of TRL as recipes: a table of its options, and a writer that reads them."""

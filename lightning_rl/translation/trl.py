@@ -1,701 +1,519 @@
-"""From TRL: a GRPOConfig, with the arguments of its GRPOTrainer, as a recipe."""
+"""From TRL: the options of a GRPOConfig as the source of a recipe."""
 
 import ast
+import json
 import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.translation.option import RefusedError, Settings
-from lightning_rl.translation.recipe import Given, Recipe
-from lightning_rl.translation.scripts import Script, UnreadableError, read_mapping
-from lightning_rl.translation.trl_options import CONFIG, SCRIPT, TRAINER, VERSION
-from lightning_rl.translation.values import Call, Code, Named, imports_of, python
+import yaml
 
-UNKNOWN = f"no option of TRL {VERSION}'s GRPOConfig or GRPOTrainer"
+from lightning_rl.translation.trl_options import OPTIONS, VERSION
+
 EPSILON = 1e-4  # under TRL's standard deviations
-PLACES = tuple(TRAINER)  # GRPOTrainer's arguments in their order
-TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo")
-COUNTS = ("num_generations", "num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
-COUNTS += ("max_completion_length",)
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+SIGNS = {"positive": "pos", "negative": "neg"}
 LOGGERS = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 LOGGERS |= {"comet_ml": "CometLogger", "none": "CSVLogger"}
-LORA = {"lora_task_type": "task_type", "lora_r": "r", "lora_alpha": "lora_alpha", "use_dora": "use_dora"}
-LORA |= {f"lora_{name}": name for name in ("target_modules", "target_parameters", "modules_to_save")}
-LORA |= {"use_rslora": "use_rslora"}
+TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # of get_soft_overlong_punishment in trl grpo
+PATH = re.compile("\0(.*?)\0")  # a dotted name in the source of a value, until it is imported
 
 
-def read_trl(path: Path) -> tuple[dict[str, Any], Script | None]:
-    """The options of a file: a script with a GRPOConfig, or YAML or JSON as ``trl grpo --config`` takes it.
+class UnreadableError(Exception):
+    """A file is no configuration."""
 
-    Returns:
-        Options of GRPOConfig, GRPOTrainer and ``trl grpo`` by name, and the script, if it is one.
 
-    Raises:
-        RefusedError: of options that nothing would read.
-        UnreadableError: saying what is wrong with the file.
+class RefusedError(Exception):
+    """Options that cannot be translated.
+
+    Attributes:
+        reasons: The reason for each option by name.
     """
-    if path.suffix != ".py":
-        values = read_mapping(path)
-        if "args" in values:
-            raise RefusedError({"args": "expected its options beside the others, as `trl grpo --config` takes them"})
-        return values, None
-    if not path.is_file():
-        raise UnreadableError(f"expected {path} to be a file, got {'a folder' if path.is_dir() else 'none'}")
-    try:
-        script = Script(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"expected a script, got an error: {error}") from error
-    config, trainer = script.call("GRPOConfig"), script.call("GRPOTrainer")
-    if config is None and trainer is None:
-        raise UnreadableError(f"expected a GRPOConfig(...) or a GRPOTrainer(...) in {path}, got none")
-    values = {} if config is None else script.arguments(config, ("output_dir",))
-    values |= {} if trainer is None else script.arguments(trainer, PLACES)
-    return {name: value for name, value in values.items() if name != "args"}, script
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__("\n".join(f"{name}: {reason}" for name, reason in self.reasons.items()))
 
 
-def from_trl(path: Path, given: Given = Given()) -> Recipe:  # noqa: B008  frozen
-    """A recipe from a file of TRL.
+def from_trl(
+    path: Path, devices: int = 1, model: str | None = None, rewards: Sequence[str] = (), prompts: str | None = None
+) -> tuple[str, dict[str, str]]:
+    """Translates a script with a GRPOConfig, or YAML or JSON for ``trl grpo --config``.
+
+    Returns the source of the recipe, and the differences from TRL by the names of the options.
 
     Args:
-        path: of a script, YAML or JSON.
-        given: what the file does not say.
+        path: The configuration.
+        devices: Number of processes of the run.
+        model: Name or folder of the policy, if the configuration has none.
+        rewards: Dotted names of reward functions, likewise.
+        prompts: File or data set of prompts, likewise.
 
     Raises:
-        RefusedError: with the name of each option that is refused, and why.
-        UnreadableError: saying what is wrong with the file.
+        RefusedError: with the reason for each refused option.
+        UnreadableError: if the file is no configuration.
     """
-    values, script = read_trl(path)
-    return _Translation(values, script, given).recipe(path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = _read_script(text) if path.suffix == ".py" else yaml.safe_load(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:
+        raise UnreadableError(f"expected {path} to be a script, YAML or JSON, got an error: {error}") from error
+    if not isinstance(values, dict):
+        raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}")
+    beside = {"model_name_or_path": model, "reward_funcs": list(rewards), "dataset_name": prompts}
+    writer = _Writer({name: value for name, value in beside.items() if value} | values, devices)
+    return writer.script(path.name), writer.notes
 
 
-@dataclass(slots=True)
-class _Translation:
-    """One translation; each method makes a part of the recipe from the options that it reads."""
+def _read_script(text: str) -> dict[str, Any]:
+    """Returns the options of the only GRPOConfig of a script, which is parsed and never run.
 
-    values: dict[str, Any]
-    script: Script | None
-    given: Given
-    settings: Settings = field(init=False)
-    functions: list[str] = field(default_factory=list)
+    A name is replaced by the value that it is assigned, if it is assigned once; other expressions are kept.
+    """
+    nodes = list(ast.walk(ast.parse(text)))
+    configs = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOConfig")]
+    if len(configs) != 1:
+        raise ValueError(f"expected one GRPOConfig(...), got {len(configs)}")
+    assigned: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
 
-    def __post_init__(self) -> None:
-        options = {**SCRIPT, **CONFIG, **TRAINER}
-        self.settings = Settings(options, self.values, UNKNOWN)
+    def value_of(node: ast.expr) -> Any:
+        bound = assigned.get(node.id, []) if isinstance(node, ast.Name) else []
+        try:
+            return ast.literal_eval(bound[0] if len(bound) == 1 else node)
+        except ValueError:
+            return node
+
+    values = dict(zip(["output_dir"], map(value_of, configs[0].args), strict=False))
+    for keyword in configs[0].keywords:
+        value = value_of(keyword.value)
+        if keyword.arg is None and not isinstance(value, dict):
+            raise ValueError(f"expected options that are written out, got **{ast.unparse(keyword.value)}")
+        values |= value if keyword.arg is None else {keyword.arg: value}
+    return values
+
+
+class _Source(str):
+    """An expression of Python."""
+
+    __slots__ = ()
+
+
+def _name(path: str) -> _Source:
+    return _Source(f"\0{path}\0")
+
+
+def _call(path: str, *places: Any, **options: Any) -> _Source:
+    arguments = [*map(_literal, places), *(f"{name}={_literal(value)}" for name, value in options.items())]
+    return _Source(f"{_name(path)}({', '.join(arguments)})")
+
+
+def _partial(path: str, *places: Any, **options: Any) -> _Source:
+    return _call("functools.partial", _name(path), *places, **options)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, str):
+        return value if isinstance(value, _Source) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_literal(name)}: {_literal(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        inside = ", ".join(map(_literal, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
+
+
+def _statement(name: str, path: str, options: Mapping[str, Any]) -> str:
+    """Returns an assignment of a call, with one argument in each line."""
+    lines = [f"{name} = {_name(path)}("]
+    for option, value in options.items():
+        parts = [f"        {part}," for part in value] if option == "callbacks" else []
+        lines += [f"    {option}=[", *parts, "    ],"] if parts else [f"    {option}={_literal(value)},"]
+    return "\n".join([*lines, ")"])
+
+
+def _local_name(path: str) -> str:
+    """Returns a dotted name without its module: ``Model.from_pretrained``."""
+    parts = path.split(".")
+    first = next((place for place, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
+    return ".".join(parts[first:])
+
+
+class _Writer:
+    """Writes a recipe; each method reads the options of one part.
+
+    Args:
+        values: Options by name.
+        devices: Number of processes of the run.
+    """
+
+    def __init__(self, values: Mapping[str, Any], devices: int) -> None:
+        self.devices = devices
+        self.values = {name: _as_number(value, name) for name, value in values.items()}
+        self.notes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         for name, value in self.values.items():
-            if isinstance(value, ast.expr) and name not in TRAINER:
-                self.settings.refuse(name, f"expected a value that is written out, got {ast.unparse(value)}")
-        for name in ("epsilon_high", "bf16"):  # None is their default, and means another one
-            self.settings.notes.pop(name, None)
+            option, near = OPTIONS.get(name), get_close_matches(name, OPTIONS, n=1)
+            if option is None:
+                hint = f"; did you mean {near[0]}?" if near else ""
+                self.refuse(name, f"no option of TRL {VERSION}'s GRPOConfig or trl grpo{hint}")
+            elif isinstance(value, ast.expr):
+                self.refuse(name, f"expected a value that is written out, got {ast.unparse(value)}")
+            elif option.verdict == "refused" and value != option.default:
+                self.refuse(name, option.note)
+            elif option.verdict == "different" and value != option.default:
+                self.notes[name] = option.note
 
-    def recipe(self, origin: str) -> Recipe:
-        """The whole of it."""
-        settings = self.settings
-        settings.refuse_below_one(*COUNTS)
-        if not isinstance(settings["bf16"], bool | None):
-            settings.refuse("bf16", f"expected true or false, got {settings['bf16']!r}")
-        if self.given.devices < 1:
-            settings.refuse("--devices", f"expected at least 1, got {self.given.devices}")
-        settings.check()
-        data = self.data()
-        rollout = self.rollout()
-        steps, schedule = self.steps(rollout)
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name, OPTIONS[name].default)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Refuses an option; the first reason is kept."""
+        self.reasons.setdefault(name, reason)
+
+    def raise_refusals(self) -> None:
+        """Ends the translation if an option was refused."""
+        if self.reasons:
+            raise RefusedError(self.reasons)
+
+    def choose(self, name: str, choices: Mapping[Any, Any]) -> Any:
+        """Returns the choice for the value of an option, and refuses a value without one."""
+        if self[name] not in choices:
+            self.refuse(name, f"expected one of {', '.join(map(str, choices))}, got {self[name]!r}")
+        return choices.get(self[name])
+
+    def script(self, origin: str) -> str:
+        """Returns the script.
+
+        Raises:
+            RefusedError: with the reason for each refused option.
+        """
+        self.raise_refusals()
+        prompts, rollout = self.rollout()
+        steps, schedule = self.steps(prompts, rollout)
+        recompute = self["activation_checkpointing"]
+        flags = {
+            "activation_checkpointing": self["gradient_checkpointing"] if recompute is None else recompute,
+            "compile": self["torch_compile"],
+            "liger": self["use_liger_kernel"],
+        }
         module = {
-            "policy": self.policy(),
-            **self.tokenizer(),
+            **self.policy(),
             "rewards": self.rewards(),
             "advantages": self.advantages(),
             "loss": self.loss(),
             "reduction": self.reduction(),
             **self.engine(),
             "sampling": self.sampling(),
-            **self.environment(),
-            **self.evaluation(),
-            "group_size": settings["num_generations"],
-            **{name: rollout[name] for name in ("minibatches", "epochs") if rollout[name] != 1},
+            "group_size": self["num_generations"],
+            **rollout,
             "optimizer": self.optimizer(),
             **schedule,
-            "max_grad_norm": settings["max_grad_norm"] or None,
-            "token_budget": max(4096, settings["per_device_train_batch_size"] * self.max_new_tokens()),
-            **({"activation_checkpointing": True} if self.checkpointing() else {}),
-            **({"compile": True} if settings["torch_compile"] else {}),
-            **({"liger": True} if settings["use_liger_kernel"] else {}),
-            "seed": settings["seed"],
+            "max_grad_norm": self["max_grad_norm"] or None,
+            "token_budget": max(4096, self["per_device_train_batch_size"] * (self["max_completion_length"] or 1)),
+            **{name: True for name, value in flags.items() if value},
+            "seed": self["seed"],
         }
-        trainer = {**self.trainer(), "max_steps": Code("steps") if steps else settings["max_steps"]}
-        trainer["callbacks"] = [*self.corrections(), *self.callbacks()]
-        settings.check()
-        return Recipe(
-            origin=f"{origin}, made for TRL {VERSION}, by `lightning-rl from-trl`",
-            count=len(settings.values),
-            notes=settings.notes,
-            module=module,
-            data={**data, "prompts_per_rollout": rollout["prompts_per_rollout"], **self.order()},
-            trainer=trainer,
-            steps=steps,
-            code=[*(self.script.statements() if self.script is not None else ()), *self.functions],
-        )
+        trainer = {**self.trainer(), "max_steps": _Source("steps") if steps else self["max_steps"]}
+        trainer["callbacks"] = [*self.mismatch(), *self.corrections(), *self.checkpoints()]
+        parts = [_statement("data", "lightning_rl.PromptDataModule", {**self.data(), "prompts_per_rollout": prompts})]
+        parts += [f"steps = {steps}"] if steps else []
+        parts += [_statement("module", "lightning_rl.RLLightningModule", module)]
+        parts += [_statement("trainer", "lightning.pytorch.Trainer", trainer)]
+        self.raise_refusals()
+        body = "\n".join(parts) + '\n\nif __name__ == "__main__":\n    trainer.fit(module, data)\n'
+        names = {path: _local_name(path) for path in PATH.findall(body)}
+        imports = {f"from {p.removesuffix(f'.{name}')} import {name.partition('.')[0]}" for p, name in names.items()}
+        body = PATH.sub(lambda found: names[found[1]], body)
+        return "\n".join([self.docstring(origin), "", *sorted(imports), "", body])
 
-    # What is learned.
+    def docstring(self, origin: str) -> str:
+        """Returns the docstring of the script, with the notes."""
+        lines = [f"From {origin}, made for TRL {VERSION}, by `lightning-rl from-trl`."]
+        if self.notes:
+            fill = textwrap.TextWrapper(119, subsequent_indent="  ", break_on_hyphens=False).fill
+            notes = (fill(f"* {name}: {note}.") for name, note in self.notes.items())
+            lines += ["", "Differences from TRL:", "", *notes, ""]
+        return '"""' + "\n".join(lines).replace("\\", "\\\\") + '"""'
 
-    def advantages(self) -> Call:
-        """TRL's epsilon of 1e-4 is kept."""
-        scale = {True: "group", False: "none"}.get(self.settings["scale_rewards"], self.settings["scale_rewards"])
-        if scale == "none":
-            return Call("lightning_rl.DrGRPO")
-        if scale == "batch":
-            return Call("lightning_rl.Normalized", {"std": "batch", "epsilon": EPSILON})
-        if scale != "group":
-            self.settings.refuse("scale_rewards", f"expected group, batch or none, got {scale!r}")
-        return Call("lightning_rl.GRPO", {"epsilon": EPSILON})
+    # The algorithm.
 
-    def loss(self) -> Call:
-        """By ``loss_type`` and ``importance_sampling_level``."""
-        settings, kind = self.settings, self.settings["loss_type"]
-        if kind == "cispo":
-            return self._cispo()
-        if kind == "sapo":
-            self._check_token_level()
-            taus = {f"tau_{sign}": settings[f"sapo_temperature_{sign[:3]}"] for sign in ("positive", "negative")}
-            return Call("lightning_rl.SAPO", taus)
-        if kind == "vespo":
-            return self._vespo()
-        if kind not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-            settings.refuse("loss_type", f"expected one that TRL {VERSION} has, got {kind!r}")
-        clip = {"clip_low": settings["epsilon"], "clip_high": self._clip_high()}
-        if settings["delta"] is not None:
-            if settings["delta"] <= 1 + clip["clip_high"]:
-                settings.refuse(
-                    "delta", f"expected more than 1 + epsilon_high, {1 + clip['clip_high']:g}, where it binds"
-                )
-            clip["dual_clip"] = settings["delta"]
-        return Call("lightning_rl.GSPO" if self._by_sequence() else "lightning_rl.ClippedSurrogate", clip)
+    def advantages(self) -> _Source:
+        """Returns the estimator, with TRL's epsilon."""
+        group, none = _call("lightning_rl.GRPO", epsilon=EPSILON), _call("lightning_rl.DrGRPO")
+        batch = _call("lightning_rl.Normalized", std="batch", epsilon=EPSILON)
+        return self.choose("scale_rewards", {"group": group, True: group, "batch": batch, "none": none, False: none})
 
-    def reduction(self) -> Any:
-        """By ``loss_type``."""
-        kind = self.settings["loss_type"]
+    def loss(self) -> _Source:
+        """Returns the loss of ``loss_type`` and ``importance_sampling_level``."""
+        kind, delta = self["loss_type"], self["delta"]
+        by_sequence = self.choose("importance_sampling_level", {"token": False, "sequence": True})
+        high = self["epsilon"] if self["epsilon_high"] is None else self["epsilon_high"]
+        if by_sequence and kind in ("cispo", "sapo"):
+            self.refuse("importance_sampling_level", f"expected token with loss_type {kind}: its ratio is of tokens")
+        if kind == "cispo" and high < 1:
+            reason = f"with cispo TRL caps the weight at epsilon_high, {high:g}, below the 1 of samples on policy"
+            self.refuse("epsilon_high", f"{reason}; set at least 1, as 5.0")
+        if kind in CLIPPED and delta is not None and delta <= 1 + high:
+            self.refuse("delta", f"expected more than 1 + epsilon_high, {1 + high:g}, where it binds")
+        clip = {"clip_low": self["epsilon"], "clip_high": high} | ({} if delta is None else {"dual_clip": delta})
+        taus = {f"tau_{sign}": self[f"sapo_temperature_{short}"] for sign, short in SIGNS.items()}
+        vespo = {f"{x}_{sign}": self[f"vespo_{x}_{short}"] for sign, short in SIGNS.items() for x in ("k", "lambda")}
+        anchor = "rollout" if self["use_vllm"] and self["vllm_importance_sampling_correction"] else "old"
+        surrogate = _call("lightning_rl.GSPO" if by_sequence else "lightning_rl.ClippedSurrogate", **clip)
+        losses = {
+            "cispo": _call("lightning_rl.CISPO", clip_low=1.0, clip_high=high - 1),
+            "sapo": _call("lightning_rl.SAPO", **taus),
+            "vespo": _call("lightning_rl.VESPO", **vespo, anchor=anchor),
+        }
+        return self.choose("loss_type", {**losses, **dict.fromkeys(CLIPPED, surrogate)})
+
+    def reduction(self) -> str:
+        """Returns the reduction of ``loss_type``."""
+        kind, lengths = self["loss_type"], {"dr_grpo": self["max_completion_length"], "luspo": 1}
         if kind == "bnpo":
-            self.settings.notes["loss_type"] = "no denominator here runs over a microbatch alone: it becomes token_mean"
-        if kind == "dr_grpo":
-            return Call("lightning_rl.SequenceSumNorm", {"length": self.max_new_tokens()})
-        if kind == "luspo":
-            return Call("lightning_rl.SequenceSumNorm", {"length": 1})
-        return "token_mean" if kind in TOKEN_MEANS else "sequence_mean"
+            self.notes["loss_type"] = "a denominator covers the whole optimizer step: it becomes token_mean"
+        if kind in lengths:
+            return _call("lightning_rl.SequenceSumNorm", length=lengths[kind])
+        return "sequence_mean" if kind in ("grpo", "sapo") else "token_mean"
 
-    def corrections(self) -> list[Call]:
-        """The callbacks that bend the signal."""
-        settings, callbacks = self.settings, "lightning_rl.callbacks"
-        corrections = list(self._mismatch())
-        if settings["beta"]:
-            unbiased = {"unbiased": True} if settings["use_bias_correction_kl"] else {}
-            if unbiased and self._by_sequence():
-                settings.notes["use_bias_correction_kl"] = (
-                    "the KL of a token is weighed with the ratio of the token; beside importance_sampling_level="
-                    "sequence TRL weighs it with that of the response"
+    def corrections(self) -> list[_Source]:
+        """Returns the callbacks that change the signal."""
+        calls, callbacks = list[_Source](), "lightning_rl.callbacks"
+        if self["beta"]:
+            unbiased = {"unbiased": True} if self["use_bias_correction_kl"] else {}
+            if unbiased and self["importance_sampling_level"] == "sequence":
+                self.notes["use_bias_correction_kl"] = (
+                    "the KL of a token is weighted with the ratio of the token; TRL takes that of the response here"
                 )
-            options = {"beta": settings["beta"], "as_loss": True, **unbiased}
-            corrections.append(Call(f"{callbacks}.ReferenceKL", options))
-        if settings["mask_truncated_completions"]:
-            corrections.append(Call(f"{callbacks}.NoEOSMask", {"action": "drop_tokens"}))
-        if settings["off_policy_mask_threshold"] is not None:
-            against = {"against": "rollout"} if settings["use_vllm"] else {}
-            corrections.append(Call(f"{callbacks}.OPSM", {"delta": settings["off_policy_mask_threshold"], **against}))
-        if settings["use_adaptive_entropy"]:
-            options = {"target": settings["entropy_target"], "step": settings["entropy_coef_delta"]}
-            corrections.append(Call(f"{callbacks}.EntropyBonus", {"coef": settings["entropy_coef"], **options}))
-        elif settings["entropy_coef"]:
-            if settings["entropy_coef"] < 0:
-                settings.refuse("entropy_coef", "expected at least 0: here it is a bonus")
-            corrections.append(Call(f"{callbacks}.EntropyBonus", {"coef": settings["entropy_coef"]}))
-        if settings["router_aux_loss_coef"]:
-            settings.refuse(
-                "router_aux_loss_coef", "no load-balancing loss is added; write a callback with `loss_term`"
-            )
-        return corrections
+            calls.append(_call(f"{callbacks}.ReferenceKL", beta=self["beta"], as_loss=True, **unbiased))
+        if self["mask_truncated_completions"]:
+            calls.append(_call(f"{callbacks}.NoEOSMask", action="drop_tokens"))
+        if self["off_policy_mask_threshold"] is not None:
+            against = {"against": "rollout"} if self["use_vllm"] else {}
+            calls.append(_call(f"{callbacks}.OPSM", delta=self["off_policy_mask_threshold"], **against))
+        if self["entropy_coef"] < 0:
+            self.refuse("entropy_coef", "expected at least 0: here it is a bonus")
+        if self["entropy_coef"] or self["use_adaptive_entropy"]:
+            target = {"target": self["entropy_target"], "step": self["entropy_coef_delta"]}
+            adaptive = target if self["use_adaptive_entropy"] else {}
+            calls.append(_call(f"{callbacks}.EntropyBonus", coef=self["entropy_coef"], **adaptive))
+        if self["router_aux_loss_coef"]:
+            self.refuse("router_aux_loss_coef", "no load-balancing loss is added; write a callback with `loss_term`")
+        return calls
 
-    def _mismatch(self) -> list[Call]:
-        """What corrects for the difference of engine and trainer, with vLLM alone."""
-        settings, callbacks = self.settings, "lightning_rl.callbacks"
-        if not settings["use_vllm"] or not settings["vllm_importance_sampling_correction"]:
+    def mismatch(self) -> list[_Source]:
+        """Returns the callbacks that correct for the mismatch of vLLM and trainer."""
+        name, callbacks = "vllm_importance_sampling_", "lightning_rl.callbacks"
+        if not self["use_vllm"] or not self[f"{name}correction"]:
             return []
-        mode = settings["vllm_importance_sampling_mode"]
-        low, high = settings["vllm_importance_sampling_clip_min"], settings["vllm_importance_sampling_clip_max"]
-        if settings["vllm_importance_sampling_cap"] is not None:
-            high = settings["vllm_importance_sampling_cap"]
-        low, high = 0.0 if low is None else low, math.inf if high is None else high
-        if settings["loss_type"] == "vespo":
-            settings.notes["vllm_importance_sampling_mode"] = (
-                "the ratio of VESPO runs from the engine's policy to the current one as it is; TRL bounds the part "
-                "between engine and trainer"
+        if self["loss_type"] == "vespo":
+            self.notes[f"{name}mode"] = (
+                "the ratio of VESPO runs from the engine's policy to the current one; TRL bounds the part between "
+                "engine and trainer"
             )
-            if mode != "token_truncate":
-                settings.refuse("vllm_importance_sampling_mode", "beside vespo expected token_truncate")
-            return []
-        bounds = {"low": low, "high": high}
-        if not (low <= 1 <= high):
-            settings.refuse("vllm_importance_sampling_clip_max", f"expected bounds around 1, got {low} and {high}")
-        weigh = {"cap": math.inf}
-        modes: dict[str, list[Call]] = {
-            "token_truncate": [Call(f"{callbacks}.TruncatedIS", {"cap": high, "floor": low})],
-            "sequence_truncate": [
-                Call(f"{callbacks}.TruncatedIS", {"level": "sequence", "cap": high, "floor": low}),
-            ],
-            "token_mask": [Call(f"{callbacks}.IcePop", bounds), Call(f"{callbacks}.TruncatedIS", weigh)],
-            "sequence_mask": [
-                Call(f"{callbacks}.SequenceRatioMask", {"statistic": "product", **bounds}),
-                Call(f"{callbacks}.TruncatedIS", {"level": "sequence", **weigh}),
-            ],
+            return self.choose(f"{name}mode", {"token_truncate": []}) or []
+        limits = (self[f"{name}cap"], self[f"{name}clip_max"], math.inf)
+        low, high = self[f"{name}clip_min"] or 0.0, next(limit for limit in limits if limit is not None)
+        if not low <= 1 <= high:
+            self.refuse(f"{name}clip_max", f"expected bounds around 1, got {low} and {high}")
+        truncated, sequence = f"{callbacks}.TruncatedIS", {"level": "sequence"}
+        token_mask = _call(f"{callbacks}.IcePop", low=low, high=high)
+        sequence_mask = _call(f"{callbacks}.SequenceRatioMask", statistic="product", low=low, high=high)
+        modes = {
+            "token_truncate": [_call(truncated, cap=high, floor=low)],
+            "sequence_truncate": [_call(truncated, **sequence, cap=high, floor=low)],
+            "token_mask": [token_mask, _call(truncated, cap=math.inf)],
+            "sequence_mask": [sequence_mask, _call(truncated, **sequence, cap=math.inf)],
         }
-        if mode not in modes:
-            settings.refuse("vllm_importance_sampling_mode", f"expected one of {', '.join(modes)}, got {mode!r}")
-        return modes.get(mode, [])
+        return self.choose(f"{name}mode", modes) or []
 
-    def _cispo(self) -> Call:
-        self._check_token_level()
-        if self._clip_high() < 1:
-            self.settings.refuse(
-                "epsilon_high",
-                f"with cispo TRL caps the weight at epsilon_high itself, {self._clip_high():g}, below the 1 of samples "
-                "on policy; set at least 1, as 5.0",
-            )
-        return Call("lightning_rl.CISPO", {"clip_low": 1.0, "clip_high": self._clip_high() - 1})
+    # Rollouts and steps.
 
-    def _vespo(self) -> Call:
-        settings = self.settings
-        corrected = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
-        options = {
-            f"{name}_{sign}": settings[f"vespo_{name}_{sign[:3]}"]
-            for sign in ("positive", "negative")
-            for name in ("k", "lambda")
-        }
-        return Call("lightning_rl.VESPO", {**options, "anchor": "rollout" if corrected else "old"})
+    def sampling(self) -> _Source:
+        """Returns how tokens are sampled."""
+        if self["max_completion_length"] is None:
+            self.refuse("max_completion_length", "expected a number: a rollout needs a limit")
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+        filters = {name: self[name] for name, value in neutral.items() if self[name] != value}
+        return _call("lightning_rl.Sampling", max_new_tokens=self["max_completion_length"], **filters)
 
-    def _clip_high(self) -> float:
-        high = self.settings["epsilon_high"]
-        return self.settings["epsilon"] if high is None else high
-
-    def _by_sequence(self) -> bool:
-        level = self.settings["importance_sampling_level"]
-        if level not in ("token", "sequence"):
-            self.settings.refuse("importance_sampling_level", f"expected token or sequence, got {level!r}")
-        return level == "sequence"
-
-    def _check_token_level(self) -> None:
-        if self._by_sequence():
-            reason = f"expected token with loss_type {self.settings['loss_type']}: its ratio is of tokens"
-            self.settings.refuse("importance_sampling_level", reason)
-
-    # Rollouts.
-
-    def max_new_tokens(self) -> int:
-        """A limit there has to be."""
-        if self.settings["max_completion_length"] is None:
-            self.settings.refuse("max_completion_length", "expected a number: a rollout needs a limit")
-            return 1
-        return self.settings["max_completion_length"]
-
-    def sampling(self) -> Call:
-        """How tokens are drawn."""
-        settings = self.settings
-        options = {"temperature": settings["temperature"], "top_k": settings["top_k"], "top_p": settings["top_p"]}
-        options["min_p"] = settings["min_p"] or 0.0
-        rest = {
-            name: value for name, value in options.items() if value != (1.0 if name in ("temperature", "top_p") else 0)
-        }
-        return Call("lightning_rl.Sampling", {"max_new_tokens": self.max_new_tokens(), **rest})
-
-    def rollout(self) -> dict[str, int]:
-        """Prompts, minibatches and passes of a rollout."""
-        settings = self.settings
-        rows = settings["per_device_train_batch_size"] * self.given.devices
-        accumulation, asked = settings["gradient_accumulation_steps"], settings["steps_per_generation"]
-        if settings["generation_batch_size"] is not None:
-            if asked is not None:
-                settings.refuse("generation_batch_size", "expected it or steps_per_generation, got both")
-            if settings["generation_batch_size"] % rows:
-                settings.refuse("generation_batch_size", f"expected a multiple of {rows} rows of all devices")
-            asked = settings["generation_batch_size"] // rows
-        steps = accumulation if asked is None else asked
-        prompts, rest = divmod(rows * steps, settings["num_generations"])
-        minibatches, over = divmod(steps, accumulation)
-        if over or not minibatches:
+    def rollout(self) -> tuple[int, dict[str, int]]:
+        """Returns the prompts of a rollout, and minibatches and epochs if they are not 1."""
+        rows, group = self["per_device_train_batch_size"] * self.devices, self["num_generations"]
+        accumulation, steps = self["gradient_accumulation_steps"], self["steps_per_generation"]
+        if self["generation_batch_size"] is not None:
+            if steps is not None or self["generation_batch_size"] % rows:
+                reason = f"expected a multiple of {rows} rows of all devices, without steps_per_generation"
+                self.refuse("generation_batch_size", reason)
+            steps = self["generation_batch_size"] // rows
+        steps = accumulation if steps is None else steps
+        prompts, minibatches = rows * steps // group, steps // accumulation
+        if steps % accumulation or not steps:
             reason = f"expected a multiple of gradient_accumulation_steps={accumulation}, got {steps}"
-            settings.refuse("steps_per_generation", f"{reason}: a rollout is a whole number of optimizer steps")
-        if rest or not prompts:
-            reason = (
-                f"{rows * steps} rows of a rollout are no multiple of num_generations={settings['num_generations']}"
-            )
-            settings.refuse("per_device_train_batch_size", f"{reason}; --devices says how many processes there are")
-        elif minibatches and prompts % (minibatches * self.given.devices):
-            reason = (
-                f"{prompts} prompts of a rollout cannot be dealt to {minibatches} steps of {self.given.devices} devices"
-            )
-            settings.refuse("per_device_train_batch_size", f"{reason}: a group is never split")
+            self.refuse("steps_per_generation", f"{reason}: a rollout is a whole number of optimizer steps")
+        elif rows * steps % group or not prompts or prompts % (minibatches * self.devices):
+            reason = f"expected whole groups of {group} for {minibatches} steps of {self.devices} devices"
+            self.refuse("per_device_train_batch_size", f"{reason}, got {rows * steps} rows; see --devices")
         if minibatches > 1:
-            settings.notes["steps_per_generation"] = (
-                f"{CONFIG['steps_per_generation'].says}, and under dapo, cispo and vespo it divides by the tokens of "
+            self.notes["steps_per_generation"] = (
+                f"{OPTIONS['steps_per_generation'].note}, and under dapo, cispo and vespo it divides by the tokens of "
                 "the rollout over the number of its steps, where the step's own tokens count here"
             )
-        return {
-            "prompts_per_rollout": prompts,
-            "minibatches": max(minibatches, 1),
-            "epochs": settings["num_iterations"],
-        }
+        counts = {"minibatches": minibatches, "epochs": self["num_iterations"]}
+        return prompts, {name: count for name, count in counts.items() if count != 1}
 
-    def steps(self, rollout: Mapping[str, int]) -> tuple[str | None, dict[str, Any]]:
-        """The number of optimizer steps, as code unless it is written, and the schedule of the learning rate."""
-        settings, steps = self.settings, None
-        if settings["max_steps"] <= 0:
-            per_rollout = rollout["minibatches"] * rollout["epochs"]
-            epochs = float(settings["num_train_epochs"])
-            pass_steps = f"data.pass_length // {rollout['prompts_per_rollout']}"
-            pass_steps = f"({pass_steps})" + (f" * {per_rollout}" if per_rollout > 1 else "")
-            steps = f"{int(epochs)} * {pass_steps}" if epochs.is_integer() else f"ceil({epochs} * {pass_steps})"
-        kind, warmup = settings["lr_scheduler_type"], settings["warmup_steps"]
-        total: Any = Code("steps") if steps else settings["max_steps"]
-        if warmup and warmup < 1:
-            warmup = Code(f"ceil({warmup} * steps)", ("math.ceil",)) if steps else math.ceil(warmup * total)
-        warmup = int(warmup) if isinstance(warmup, float) else warmup
-        if kind == "constant":
-            return steps, {}
+    def steps(self, prompts: int, rollout: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
+        """Returns the number of optimizer steps as code, empty if ``max_steps`` is set, and the schedule."""
+        steps, total = "", self["max_steps"]
+        if total <= 0:
+            passes, per_rollout = float(self["num_train_epochs"]), math.prod(rollout.values())
+            whole = f"(data.pass_length // {prompts})" + (f" * {per_rollout}" if per_rollout > 1 else "")
+            exact = f"{_name('math.ceil')}({passes} * {whole})"
+            steps, total = f"{int(passes)} * {whole}" if passes.is_integer() else exact, _Source("steps")
+        kind, warmup = self["lr_scheduler_type"], self["warmup_steps"]
+        if 0 < warmup < 1:
+            warmup = _Source(f"{_name('math.ceil')}({warmup} * steps)") if steps else math.ceil(warmup * total)
         if kind == "linear":
             if warmup:
-                settings.notes.setdefault("warmup_steps", CONFIG["lr_scheduler_type"].says)
-            options = {"warmup": warmup, "total": total}
-            return steps, {"lr_scheduler": Call("lightning_rl.optimizers.WarmupThenLinear", options, bound=True)}
-        options = {"num_warmup_steps": warmup, "num_training_steps": total}
-        return steps, {"lr_scheduler": Call("transformers.get_scheduler", options, (kind,), bound=True)}
+                self.notes["warmup_steps"] = OPTIONS["lr_scheduler_type"].note
+            schedule = _partial("lightning_rl.optimizers.WarmupThenLinear", warmup=warmup, total=total)
+        else:
+            counts = {"num_warmup_steps": warmup, "num_training_steps": total}
+            schedule = _partial("transformers.get_scheduler", kind, **counts)
+        return steps, {} if kind == "constant" else {"lr_scheduler": schedule}
 
-    def order(self) -> dict[str, Any]:
-        """Which prompt is next."""
-        settings = self.settings
-        seed = settings["seed"] if settings["data_seed"] is None else settings["data_seed"]
-        template = settings["chat_template_kwargs"]
-        options: dict[str, Any] = {"seed": seed} if settings["shuffle_dataset"] else {"shuffle": False}
-        return {**options, **({"chat_template_kwargs": template} if template else {})}
-
-    # What a script builds.
+    # Models, data and rewards.
 
     def data(self) -> dict[str, Any]:
-        """Where the prompts come from."""
-        if self.settings["train_dataset"] is not None:
-            return self._source("train_dataset")
-        name, split = self.settings["dataset_name"], self.settings["dataset_train_split"]
-        if self.given.prompts is not None:
-            return {"prompts": self.given.prompts}
+        """Returns the prompts and their order."""
+        name, template = self["dataset_name"], self["chat_template_kwargs"]
         if name is None:
-            self.settings.refuse("train_dataset", "missing: say which with --prompts FILE")
-            return {}
-        config = {"name": self.settings["dataset_config"]} if self.settings["dataset_config"] else {}
-        return {"prompts": name, **config, "split": split}
+            self.refuse("dataset_name", "missing: pass it with --prompts")
+        data = {"prompts": name} | ({"name": self["dataset_config"]} if self["dataset_config"] else {})
+        data |= {} if Path(str(name)).suffix else {"split": self["dataset_train_split"]}
+        seed = self["seed"] if self["data_seed"] is None else self["data_seed"]
+        data |= {"seed": seed} if self["shuffle_dataset"] else {"shuffle": False}
+        return data | ({"chat_template_kwargs": template} if template else {})
 
-    def _source(self, name: str) -> dict[str, Any]:
-        """A data set of a script: a call of load_dataset by its arguments, anything else as it is written there."""
-        node = self.settings[name]
-        if not isinstance(node, ast.expr) or self.script is None:
-            return {"prompts": node}
-        call = self.script.follow(node)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "load_dataset":
-            arguments = self.script.arguments(call, ("path", "name", "data_files"))
-            if all(isinstance(value, str) for value in arguments.values()):
-                path, files = arguments.pop("path"), arguments.pop("data_files", None)
-                arguments.pop("split", None) if files else None
-                if set(arguments) <= {"name", "split"} and (files is None or path in ("json", "csv", "parquet")):
-                    return {"prompts": files or path, **arguments}
-        return {"prompts": self._carry(name, node)}
-
-    def _carry(self, name: str, node: ast.expr) -> Any:
-        """An expression of the script; refused under a name if it cannot stand elsewhere."""
-        if self.script is None:
-            raise TypeError("expected an expression of a script, got one without")
-        try:
-            return self.script.carry(node)
-        except UnreadableError as error:
-            self.settings.refuse(name, str(error))
-            return None
-
-    def policy(self) -> Any:
-        """A name, or what builds the model."""
-        settings = self.settings
-        node = settings["model"] or settings["model_name_or_path"] or self.given.model
-        if node is None:
-            settings.refuse("model", "missing: say which with --model NAME")
-        if isinstance(node, ast.expr) and self.script is not None:
-            node = self.script.follow(node)
-            built = self._carry("model", node)
-            if not isinstance(built, Code):
-                settings.refuse("model", "expected its name, or what builds it, written out")
-                return None
-            return self._policy_function(self._with_adapter(built))
-        options = self._init_options()
-        built = Call("transformers.AutoModelForCausalLM.from_pretrained", options, (node,), bound=True)
-        if settings["peft_config"] is not None or settings["use_peft"]:
-            return self._policy_function(self._with_adapter(replace(built, bound=False)))
-        return built if options else node
-
-    def _init_options(self) -> dict[str, Any]:
-        """Arguments of from_pretrained."""
-        settings = self.settings
-        options = dict(settings["model_init_kwargs"] or {})
-        for name, ours in (("model_revision", "revision"), ("attn_implementation", "attn_implementation")):
-            if settings[name] not in (None, "main"):
-                options.setdefault(ours, settings[name])
-        if settings["dtype"] not in (None, "float32"):
-            options.setdefault("dtype", settings["dtype"])
-        if options.get("dtype") == "float32":
-            del options["dtype"]
+    def policy(self) -> dict[str, Any]:
+        """Returns the policy, with its tokenizer if it is built with options."""
+        name = self["model_name_or_path"]
+        options = {"dtype": self["dtype"], "attn_implementation": self["attn_implementation"]}
+        options |= {"revision": self["model_revision"], **(self["model_init_kwargs"] or {})}
+        options = {option: value for option, value in options.items() if value not in (None, "main", "float32")}
+        if name is None:
+            self.refuse("model_name_or_path", "missing: pass it with --model")
         if options.get("trust_remote_code"):
-            settings.refuse("model_init_kwargs", CONFIG["trust_remote_code"].says)
-        return options
-
-    def _policy_function(self, model: Call | Code) -> Code:
-        """A function of the recipe that builds the policy."""
-        self.functions.append(f"def policy():\n    return {python(model, 4, 7)}")
-        return Code("policy", tuple(imports_of(model)))
-
-    def _with_adapter(self, model: Call | Code) -> Call | Code:
-        """A model with its adapter, if there is one."""
-        settings, node = self.settings, self.settings["peft_config"]
-        if node is None and not settings["use_peft"]:
-            return model
-        if node is not None:
-            return Call("peft.get_peft_model", {}, (model, self._carry("peft_config", node)))
-        settings.notes.setdefault("lora_dropout", SCRIPT["lora_dropout"].says)
-        values = {ours: settings[name] for name, ours in LORA.items()}
-        options = {ours: value for ours, value in values.items() if value not in (None, False)}
-        return Call("peft.get_peft_model", {}, (model, Call("peft.LoraConfig", options)))
-
-    def tokenizer(self) -> dict[str, Any]:
-        """Needed wherever the policy is no name."""
-        node = self.settings["processing_class"]
-        if isinstance(node, ast.expr):
-            return {"tokenizer": self._carry("processing_class", node)}
-        model = self.settings["model"] or self.settings["model_name_or_path"] or self.given.model
-        built = isinstance(model, ast.expr)
-        if built and self.script is not None:
-            call = self.script.follow(model)
-            names = [self.script.value(part) for part in call.args] if isinstance(call, ast.Call) else []
-            if names and isinstance(names[0], str):
-                return {"tokenizer": names[0]}
-            self.settings.refuse("processing_class", "missing: the policy is no name, so the tokenizer has to be named")
-            return {}
-        adapted = self.settings["peft_config"] is not None or self.settings["use_peft"]
-        return {"tokenizer": model} if self._init_options() or adapted else {}
+            self.refuse("model_init_kwargs", OPTIONS["trust_remote_code"].note)
+        built = _partial("transformers.AutoModelForCausalLM.from_pretrained", name, **options)
+        return {"policy": built, "tokenizer": name} if options else {"policy": name}
 
     def rewards(self) -> Any:
-        """By name, each with its weight."""
-        parts = self._reward_list()
-        weights = self.settings["reward_weights"] or [1.0] * len(parts)
-        if not isinstance(weights, list | tuple):
-            self.settings.refuse("reward_weights", f"expected a list, got {weights!r}")
-            weights = [weights] * len(parts)
+        """Returns the rewards by name, each with its weight."""
+        names, model = self["reward_funcs"] or [], self["reward_model_name_or_path"]
+        parts = {"reward_model": _call("lightning_rl.rewards.RewardModel", model=model)} if model else {}
+        parts |= dict(map(self.reward, names if isinstance(names, list) else [names]))
+        weights = self["reward_weights"] or [1.0] * len(parts)
         if len(weights) != len(parts):
-            self.settings.refuse("reward_weights", f"expected {len(parts)}, one for each reward, got {len(weights)}")
+            self.refuse("reward_weights", f"expected {len(parts)}, one for each reward by its name, got {len(weights)}")
         if not parts:
-            if self.settings["environment_factory"] is not None:
-                return Call("lightning_rl.environments.EnvironmentReward")
-            self.settings.refuse("reward_funcs", "missing: say which with --reward module.function")
-        names = [name for name, _ in parts]
-        if len(set(names)) < len(names):
-            self.settings.refuse("reward_funcs", f"expected names of their own, got {', '.join(names)}")
-        if len(parts) == 1 and weights == [1.0]:
-            return parts[0][1]
-        return {
-            name: part if weight == 1.0 else (part, weight)
-            for (name, part), weight in zip(parts, weights, strict=False)
-        }
+            self.refuse("reward_funcs", "missing: pass it with --reward module.function")
+        if weights == [1.0]:
+            return next(iter(parts.values()), None)
+        weighted = zip(parts.items(), weights, strict=False)
+        return {name: part if weight == 1.0 else (part, weight) for (name, part), weight in weighted}
 
-    def _reward_list(self) -> list[tuple[str, Any]]:
-        node = self.settings["reward_funcs"]
-        if isinstance(node, ast.expr) and self.script is not None:
-            node = self.script.follow(node)
-            nodes: Sequence[Any] = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-        else:
-            nodes = [] if node is None else node if isinstance(node, list) else [node]
-            nodes = [*nodes, *self.given.rewards]
-            if self.settings["reward_model_name_or_path"]:
-                nodes = [
-                    Call("lightning_rl.rewards.RewardModel", {"model": self.settings["reward_model_name_or_path"]}),
-                    *nodes,
-                ]
-        return [self._reward(part, number) for number, part in enumerate(nodes, 1)]
-
-    def _reward(self, node: Any, number: int) -> tuple[str, Any]:
-        """Name and function of one reward."""
-        if isinstance(node, Call):
-            return f"reward_{number}", node
-        value = self.script.value(node) if isinstance(node, ast.expr) and self.script is not None else node
-        if isinstance(value, str) and isinstance(node, ast.expr):
-            return f"reward_{number}", Call("lightning_rl.rewards.RewardModel", {"model": value})
-        if isinstance(value, str):
-            if value in TRL_REWARDS:
-                return value, Named(f"trl.rewards.{value}")
-            if value == "get_soft_overlong_punishment":
-                options = {"max_completion_len": 1280, "soft_punish_cache": 256}
-                return value, Call(f"trl.rewards.{value}", options)
-            if "." not in value or not all(map(str.isidentifier, value.split("."))):
-                self.settings.refuse("reward_funcs", f"expected module.function, got {value!r}")
-            return value.rpartition(".")[2], Named(value)
-        if not isinstance(node, ast.expr):
-            self.settings.refuse("reward_funcs", f"expected names of functions, got {node!r}")
-            return f"reward_{number}", node
-        name = node.id if isinstance(node, ast.Name) else f"reward_{number}"
-        return name, self._carry("reward_funcs", node)
-
-    def environment(self) -> dict[str, Any]:
-        """What the policy talks to over several turns."""
-        settings, options = self.settings, {}
-        for theirs, ours in (("tools", "tools"), ("environment_factory", "environment")):
-            if isinstance(settings[theirs], ast.expr):
-                options[ours] = self._carry(theirs, settings[theirs])
-            elif settings[theirs] is not None:
-                settings.refuse(theirs, "expected it in a script: functions have no form in YAML")
-        if options and settings["max_tool_calling_iterations"] is not None:
-            options["max_turns"] = settings["max_tool_calling_iterations"] + 1
-        return options
+    def reward(self, name: str) -> tuple[str, Any]:
+        """Returns name and function of a reward: a dotted name, or one of TRL's own."""
+        if name == "get_soft_overlong_punishment":
+            return name, _call(f"trl.rewards.{name}", **OVERLONG)
+        path = f"trl.rewards.{name}" if name in TRL_REWARDS else str(name)
+        if "." not in path or not all(map(str.isidentifier, path.split("."))):
+            self.refuse("reward_funcs", f"expected module.function, got {name!r}")
+        return path.rpartition(".")[2], _name(path)
 
     def engine(self) -> dict[str, Any]:
-        """vLLM, or the policy itself."""
-        settings = self.settings
-        if not settings["use_vllm"]:
+        """Returns the engine, if it is vLLM."""
+        if not self["use_vllm"]:
             return {}
-        if settings["vllm_mode"] == "server":
-            url = settings["vllm_server_base_url"]
-            host = "127.0.0.1" if settings["vllm_server_host"] == "0.0.0.0" else settings["vllm_server_host"]
-            options = {"servers": url or f"http://{host}:{settings['vllm_server_port']}"}
-            options |= {"patience": settings["vllm_server_timeout"]}
-            settings.notes.setdefault("vllm_mode", CONFIG["vllm_server_host"].says)
-            return {"engine": Call("lightning_rl.VLLMServerEngine", options)}
-        if settings["vllm_mode"] != "colocate":
-            settings.refuse("vllm_mode", f"expected colocate or server, got {settings['vllm_mode']!r}")
-        options = {"gpu_memory_utilization": settings["vllm_gpu_memory_utilization"]}
-        options |= {"sleeps": settings["vllm_enable_sleep_mode"]}
-        if settings["vllm_max_model_length"] is not None:
-            options["max_model_len"] = settings["vllm_max_model_length"]
-        if settings["vllm_tensor_parallel_size"] != 1:
-            options["tensor_parallel_size"] = settings["vllm_tensor_parallel_size"]
-        return {"engine": Call("lightning_rl.VLLMEngine", options)}
+        host = "127.0.0.1" if self["vllm_server_host"] == "0.0.0.0" else self["vllm_server_host"]
+        url = self["vllm_server_base_url"] or f"http://{host}:{self['vllm_server_port']}"
+        if self["vllm_mode"] == "server":
+            self.notes["vllm_mode"] = OPTIONS["vllm_server_host"].note
+        share, sleeps = self["vllm_gpu_memory_utilization"], self["vllm_enable_sleep_mode"]
+        length, ranks = self["vllm_max_model_length"], self["vllm_tensor_parallel_size"]
+        options = {} if length is None else {"max_model_len": length}
+        options |= {"tensor_parallel_size": ranks} if ranks != 1 else {}
+        colocate = _call("lightning_rl.VLLMEngine", gpu_memory_utilization=share, sleeps=sleeps, **options)
+        server = _call("lightning_rl.VLLMServerEngine", servers=url, patience=self["vllm_server_timeout"])
+        return {"engine": self.choose("vllm_mode", {"colocate": colocate, "server": server})}
 
     # The rest.
 
-    def optimizer(self) -> Call:
-        """AdamW in most cases."""
-        settings, name = self.settings, str(self.settings["optim"])
-        options: dict[str, Any] = {"lr": settings["learning_rate"], "weight_decay": settings["weight_decay"]}
-        if name == "sgd":
-            return Call("torch.optim.SGD", options, bound=True)
-        betas = (settings["adam_beta1"], settings["adam_beta2"])
-        options |= {"betas": betas} if betas != (0.9, 0.999) else {}
-        options |= {"eps": settings["adam_epsilon"]} if settings["adam_epsilon"] != 1e-8 else {}
-        if name in ("adamw_bnb_8bit", "adamw_8bit"):
-            return Call("lightning_rl.adamw_8bit", options)
-        if name not in ("adamw_torch", "adamw_torch_fused"):
-            settings.refuse("optim", f"expected adamw_torch, adamw_torch_fused, adamw_8bit or sgd, got {name!r}")
-        return Call("torch.optim.AdamW", {**options, "fused": True}, bound=True)
-
-    def checkpointing(self) -> bool:
-        """Whether activations are computed again, which TRL does by default."""
-        explicit = self.settings["activation_checkpointing"]
-        return bool(self.settings["gradient_checkpointing"] if explicit is None else explicit)
+    def optimizer(self) -> _Source:
+        """Returns the optimizer."""
+        options = {"lr": self["learning_rate"], "weight_decay": self["weight_decay"]}
+        betas, epsilon = (self["adam_beta1"], self["adam_beta2"]), self["adam_epsilon"]
+        adam = {**options, "betas": betas} if betas != (0.9, 0.999) else options
+        adam = {**adam, "eps": epsilon} if epsilon != 1e-8 else adam
+        choices = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), _partial("torch.optim.AdamW", **adam, fused=True))
+        choices |= dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), _call("lightning_rl.adamw_8bit", **adam))
+        return self.choose("optim", {**choices, "sgd": _partial("torch.optim.SGD", **options)})
 
     def trainer(self) -> dict[str, Any]:
-        """Devices, precision, logging."""
-        settings = self.settings
-        bf16 = not settings["fp16"] if settings["bf16"] is None else settings["bf16"]
-        precision = "bf16-mixed" if bf16 else "16-mixed" if settings["fp16"] else "32-true"
-        options: dict[str, Any] = {"accelerator": "cpu"} if settings["use_cpu"] else {}
-        options |= {"devices": self.given.devices, "precision": precision}
-        if settings["fsdp"]:
-            options["strategy"] = "fsdp2"
-        elif self.given.devices > 1:
-            options["strategy"] = "ddp"
-        if settings["full_determinism"]:
-            options["deterministic"] = True
-        if settings["disable_tqdm"]:
-            options["enable_progress_bar"] = False
-        if settings["save_strategy"] == "no":
-            options["enable_checkpointing"] = False
-        return {**options, **self._logging(), **self._validation()}
+        """Returns the arguments of the Trainer."""
+        bf16 = not self["fp16"] if self["bf16"] is None else self["bf16"]
+        options: dict[str, Any] = {"accelerator": "cpu"} if self["use_cpu"] else {}
+        options |= {"devices": self.devices}
+        options |= {"precision": "bf16-mixed" if bf16 else "16-mixed" if self["fp16"] else "32-true"}
+        options |= {"strategy": "fsdp2"} if self["fsdp"] else {"strategy": "ddp"} if self.devices > 1 else {}
+        options |= {"deterministic": True} if self["full_determinism"] else {}
+        options |= {"enable_progress_bar": False} if self["disable_tqdm"] else {}
+        options |= {"enable_checkpointing": False} if self["save_strategy"] == "no" else {}
+        if not self.choose("logging_strategy", {"no": False, "steps": True}):
+            return {**options, "logger": False}
+        for name in ("logging_steps", "save_steps"):
+            if self[name] < 1:
+                self.refuse(name, "expected a number of steps, not a share of them")
+        names = self["report_to"] if isinstance(self["report_to"], list) else [self["report_to"]]
+        loggers = [self.logger(name) for name in names]
+        logger = loggers[0] if len(loggers) == 1 else loggers
+        return {**options, "logger": logger, "log_every_n_steps": int(self["logging_steps"])}
 
-    def _logging(self) -> dict[str, Any]:
-        settings = self.settings
-        if settings["logging_strategy"] == "no":
-            return {"logger": False}
-        if settings["logging_strategy"] != "steps":
-            settings.refuse("logging_strategy", "expected steps or no: a row of metrics is of optimizer steps")
-        if settings["logging_steps"] < 1:
-            settings.refuse("logging_steps", "expected a number of steps, not a share of them")
-        names = settings["report_to"] if isinstance(settings["report_to"], list) else [settings["report_to"]]
-        unknown = [name for name in names if name not in LOGGERS]
-        if unknown:
-            known = ", ".join(LOGGERS)
-            settings.refuse("report_to", f"expected loggers out of {known}, got {unknown[0]!r}")
-            return {}
-        loggers = [self._logger(LOGGERS[name]) for name in names]
-        return {
-            "logger": loggers[0] if len(loggers) == 1 else loggers,
-            "log_every_n_steps": int(settings["logging_steps"]),
-        }
+    def logger(self, kind: str) -> _Source:
+        """Returns a logger of Lightning."""
+        if kind not in LOGGERS:
+            self.refuse("report_to", f"expected loggers out of {', '.join(LOGGERS)}, got {kind!r}")
+        options = {} if kind in ("mlflow", "comet_ml") else {"save_dir": self["output_dir"] or "trainer_output"}
+        options |= {"project": self["project"]} if kind == "wandb" else {}
+        if self["run_name"] and kind != "comet_ml":
+            options |= {"run_name" if kind == "mlflow" else "name": self["run_name"]}
+        return _call(f"lightning.pytorch.loggers.{LOGGERS.get(kind)}", **options)
 
-    def _logger(self, kind: str) -> Call:
-        settings, path = self.settings, f"lightning.pytorch.loggers.{kind}"
-        folder, name = settings["output_dir"] or "trainer_output", settings["run_name"]
-        if kind in ("CSVLogger", "TensorBoardLogger"):
-            return Call(path, {"save_dir": folder, **({"name": name} if name else {})})
-        if kind == "WandbLogger":
-            return Call(path, {"project": settings["project"], "save_dir": folder, **({"name": name} if name else {})})
-        return Call(path, {"run_name": name} if name and kind == "MLFlowLogger" else {})
+    def checkpoints(self) -> list[_Source]:
+        """Returns the callback that saves checkpoints."""
+        limit, folder = self["save_total_limit"], self["output_dir"] or "trainer_output"
+        keep = {"save_top_k": -1} if limit is None else {"monitor": "step", "mode": "max", "save_top_k": limit}
+        steps = {"every_n_train_steps": int(self["save_steps"])}
+        often = self.choose("save_strategy", {"no": None, "steps": steps, "epoch": {"every_n_epochs": 1}})
+        saves = _call("lightning.pytorch.callbacks.ModelCheckpoint", dirpath=folder, **(often or {}), **keep)
+        return [saves] if often else []
 
-    def callbacks(self) -> list[Call]:
-        """Checkpoints and a table of samples."""
-        settings, callbacks = self.settings, []
-        if settings["save_strategy"] in ("steps", "epoch"):
-            folder = settings["output_dir"] or "trainer_output"
-            if settings["save_strategy"] == "epoch":
-                often = {"every_n_epochs": 1}
-            else:
-                often = {"every_n_train_steps": int(settings["save_steps"])}
-                if settings["save_steps"] < 1:
-                    settings.refuse("save_steps", "expected a number of steps, not a share of them")
-            limit = settings["save_total_limit"]
-            keep = {"save_top_k": -1} if limit is None else {"monitor": "step", "mode": "max", "save_top_k": limit}
-            callbacks.append(Call("lightning.pytorch.callbacks.ModelCheckpoint", {"dirpath": folder, **often, **keep}))
-        elif settings["save_strategy"] != "no":
-            settings.refuse(
-                "save_strategy", "expected steps, epoch or no; `ModelCheckpoint(monitor=...)` keeps the best"
-            )
-        if settings["log_completions"]:
-            rows = settings["num_completions_to_print"]
-            options = {"every_n_rollouts": max(int(settings["logging_steps"]), 1), **({"rows": rows} if rows else {})}
-            callbacks.append(Call("lightning_rl.reporting.SampleTable", options))
-        return callbacks
 
-    def evaluation(self) -> dict[str, Any]:
-        """Answers to the prompts of the test split."""
-        settings = self.settings
-        if settings["eval_strategy"] == "no":
-            return {}
-        if settings["eval_dataset"] is not None:
-            source = self._source("eval_dataset")
-        elif settings["dataset_name"] is not None:
-            config = {"name": settings["dataset_config"]} if settings["dataset_config"] else {}
-            source = {"prompts": settings["dataset_name"], **config, "split": settings["dataset_test_split"]}
-        else:
-            settings.refuse("eval_dataset", "missing, though eval_strategy asks for it")
-            return {}
-        prompts, rest = source.pop("prompts"), source
-        samples = settings["num_generations_eval"] or settings["num_generations"]
-        if rest:
-            prompts = Call("lightning_rl.data.PromptDataset", {"source": prompts, **rest})
-        return {"evaluation": Call("lightning_rl.Evaluation", {"name": "eval", "prompts": prompts, "samples": samples})}
-
-    def _validation(self) -> dict[str, Any]:
-        settings = self.settings
-        if settings["eval_strategy"] == "steps":
-            every = int(settings["eval_steps"] or settings["logging_steps"])
-            return {"val_check_interval": every, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
-        if settings["eval_strategy"] not in ("no", "epoch"):
-            settings.refuse("eval_strategy", f"expected no, steps or epoch, got {settings['eval_strategy']!r}")
-        return {"num_sanity_val_steps": 0} if settings["eval_strategy"] == "epoch" else {}
+def _as_number(value: Any, name: str) -> Any:
+    """Returns a text as a number if the option is one: YAML reads ``1e-6``, without a point, as text."""
+    number = name in OPTIONS and isinstance(OPTIONS[name].default, int | float)
+    for kind in (int, float) if number and isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -1,472 +1,330 @@
-"""Every option of TRL 1.16's GRPOConfig and GRPOTrainer, and of its command ``trl grpo``: what becomes of each."""
+"""Every option of TRL 1.16's GRPOConfig and ``trl grpo``: its default and its place in a recipe."""
 
-from lightning_rl.translation.option import different, refusal, same, table
+from dataclasses import dataclass
+from typing import Any, Literal
 
 VERSION = "1.16"
 
-NOT_LEARNED = "how fast or with how much memory, never what is learned: there is nothing to set"
-HUB = "nothing is uploaded; `module.save_pretrained(folder)` writes what can be"
+SPEED = "changes speed or memory, not what is learned: there is nothing to set"
+HUB = "nothing is uploaded; `module.save_pretrained(folder)` writes a folder for the hub"
 LOADER = "prompts are read, not decoded: there are no loader processes"
-ONLY_LOGS = "what is shown, never what is learned; see [metrics](metrics.md)"
-BUILD = "build the Trainer's strategy yourself, see [strategies](strategies.md)"
-ONE_VALUE = "the `Trainer` has one `precision`, for training and evaluation"
-VLLM = "`VLLMEngine` "
-SERVER = "servers are started by `lightning-rl serve`, see [vLLM](vllm.md)"
+DISPLAY = "changes what is shown, not what is learned; see [metrics](metrics.md)"
+STRATEGY = "build the Trainer's strategy yourself, see [strategies](strategies.md)"
+OPTIMIZER = "write the optimizer as `optimizer=partial(...)`"
+EVALUATE = "write `evaluation=Evaluation(...)` and `Trainer(val_check_interval=)`"
+SHOW = "add `SampleTable()` to the callbacks"
+ADAPTER = "with `use_peft` only"
+SERVERS = "servers are started by `lightning-rl serve`, see [vLLM](vllm.md)"
+OTHER_POLICY = "samples would not come from the policy that trains"
+REFUSED_SYNC = "without a meaning, as `sync_ref_model` is refused"
+NO_TRACKIO = "Lightning has no logger for it"
+NOT_QUANTIZED = "the policy is not quantized"
 
-ALGORITHM = table(
-    [
-        same("num_generations", 8, "`group_size`"),
-        same("num_iterations", 1, "`epochs`"),
-        same("epsilon", 0.2, "`clip_low` of the loss"),
-        same("epsilon_high", None, "`clip_high` of the loss"),
-        same(
-            "delta",
-            None,
-            "`dual_clip` of the loss; refused up to 1 + `epsilon_high`",
-        ),
-        same("loss_type", "dapo", "`loss` and `reduction`; `bnpo` becomes `token_mean`"),
-        same(
-            "importance_sampling_level",
-            "token",
-            "`GSPO` for `sequence`; refused beside `cispo` and `sapo`, whose ratio is of tokens",
-        ),
-        same("sapo_temperature_pos", 1.0, "`SAPO(tau_positive=)`"),
-        same("sapo_temperature_neg", 1.05, "`SAPO(tau_negative=)`"),
-        same("vespo_k_pos", 2.0, "`VESPO(k_positive=)`"),
-        same("vespo_lambda_pos", 3.0, "`VESPO(lambda_positive=)`"),
-        same("vespo_k_neg", 3.0, "`VESPO(k_negative=)`"),
-        same("vespo_lambda_neg", 2.0, "`VESPO(lambda_negative=)`"),
-        same("scale_rewards", "group", '`GRPO`, `Normalized(std="batch")` or `DrGRPO`, with TRL\'s epsilon of 1e-4'),
-        refusal(
-            "multi_objective_aggregation",
-            "sum_then_normalize",
-            "each reward standardised by itself is not offered; write an estimator of your own, or scale the rewards",
-        ),
-        same("reward_weights", None, "the weights in `rewards`"),
-        same("beta", 0.0, "`ReferenceKL(beta, as_loss=True)`"),
-        same("use_bias_correction_kl", True, "`ReferenceKL(unbiased=)`"),
-        different(
-            "mask_truncated_completions",
-            False,
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of TRL.
+
+    Attributes:
+        default: TRL's default.
+        verdict: ``"same"`` if it is translated without a difference, ``"different"`` if ``note`` describes one,
+            ``"refused"`` if the translation ends at any other value than the default.
+        ours: its place in a recipe, as code in Markdown; empty if there is nothing to set.
+        note: the difference, or the reason and the remedy; empty for ``"same"``.
+    """
+
+    default: Any
+    verdict: Literal["same", "different", "refused"]
+    ours: str = ""
+    note: str = ""
+
+
+Table = dict[str, Option]
+
+
+def same(ours: str, **defaults: Any) -> Table:
+    """Options that mean here what they mean in TRL."""
+    return {name: Option(default, "same", ours) for name, default in defaults.items()}
+
+
+def different(ours: str, note: str, **defaults: Any) -> Table:
+    """Options that are translated with a difference."""
+    return {name: Option(default, "different", ours, note) for name, default in defaults.items()}
+
+
+def inert(note: str, **defaults: Any) -> Table:
+    """Options without a counterpart, which are accepted with a note."""
+    return different("", note, **defaults)
+
+
+def refusal(note: str, **defaults: Any) -> Table:
+    """Options that have to keep their defaults."""
+    return {name: Option(default, "refused", "", note) for name, default in defaults.items()}
+
+
+SECTIONS: dict[str, Table] = {
+    "Algorithm": (
+        same("`group_size`", num_generations=8)
+        | same("`epochs`", num_iterations=1)
+        | same("`clip_low` of the loss", epsilon=0.2)
+        | same("`clip_high` of the loss", epsilon_high=None)
+        | same("`dual_clip` of the loss; refused up to 1 + `epsilon_high`", delta=None)
+        | same("`loss` and `reduction`; `bnpo` becomes `token_mean`", loss_type="dapo")
+        | same("`GSPO` for `sequence`; refused with `cispo` and `sapo`", importance_sampling_level="token")
+        | same("`SAPO(tau_positive=, tau_negative=)`", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
+        | same("`VESPO(k_positive=, k_negative=)`", vespo_k_pos=2.0, vespo_k_neg=3.0)
+        | same("`VESPO(lambda_positive=, lambda_negative=)`", vespo_lambda_pos=3.0, vespo_lambda_neg=2.0)
+        | same('`GRPO`, `Normalized(std="batch")` or `DrGRPO`, with TRL\'s epsilon of 1e-4', scale_rewards="group")
+        | refusal(
+            "rewards are not standardized one by one; scale them", multi_objective_aggregation="sum_then_normalize"
+        )
+        | same("the weights in `rewards`", reward_weights=None)
+        | same("`ReferenceKL(beta, as_loss=True)`", beta=0.0)
+        | same("`ReferenceKL(unbiased=)`", use_bias_correction_kl=True)
+        | different(
             '`NoEOSMask("drop_tokens")`',
-            "a truncated row leaves the statistics of its group and every denominator; in TRL its reward still "
-            "counts in the group, and under `grpo` the row counts in the mean",
-        ),
-        same("off_policy_mask_threshold", None, '`OPSM(delta)`, with vLLM `OPSM(delta, against="rollout")`'),
-        different(
-            "entropy_coef",
-            0.0,
+            "a truncated row leaves the statistics of its group and every denominator; in TRL its reward counts",
+            mask_truncated_completions=False,
+        )
+        | same('`OPSM(delta)`, with vLLM `OPSM(delta, against="rollout")`', off_policy_mask_threshold=None)
+        | different(
             "`EntropyBonus(coef)`",
-            "the entropy is reduced as the loss is; TRL takes the mean over the tokens of a microbatch under every "
-            "`loss_type`. The two agree under `token_mean` where every microbatch has as many tokens",
-        ),
-        different(
-            "use_adaptive_entropy",
-            False,
-            "`EntropyBonus(coef, target=)`",
-            "the first step has the bonus already; in TRL it begins once an entropy was measured",
-        ),
-        different(
-            "entropy_target", 0.2, "`EntropyBonus(target=)`", "used with `use_adaptive_entropy` alone, as in TRL"
-        ),
-        different("entropy_coef_delta", 0.005, "`EntropyBonus(step=)`", "used with `use_adaptive_entropy` alone"),
-        refusal("entropy_coef_min", 0.0, "the coefficient goes down to 0; write a callback for another bound"),
-        different("entropy_coef_max", 1.0, "", "the coefficient has no upper bound here"),
-        refusal("top_entropy_quantile", 1.0, "no token is left out for its entropy; a callback with `token_mask` can"),
-        refusal("sync_ref_model", False, "the reference is frozen"),
-        different("ref_model_mixup_alpha", 0.6, "", "without a meaning, as `sync_ref_model` is refused"),
-        different("ref_model_sync_steps", 512, "", "without a meaning, as `sync_ref_model` is refused"),
-        different(
-            "router_aux_loss_coef",
-            None,
-            "",
-            "no load-balancing loss is added, so only 0 is accepted; without it TRL takes the one of a mixture of "
-            "experts from its configuration",
-        ),
-        refusal("label_smoothing_factor", 0.0, "it is for labels, which there are none of"),
-        refusal("neftune_noise_alpha", None, "no noise is added to embeddings"),
-    ]
-)
-
-BATCHES = table(
-    [
-        same("per_device_train_batch_size", 8, "`prompts_per_rollout` and `minibatches`, with the two options below"),
-        same("gradient_accumulation_steps", 1, "`minibatches`; microbatches follow from `token_budget`"),
-        different(
-            "steps_per_generation",
-            None,
-            "`minibatches`",
-            "a group is never split over optimizer steps; TRL shuffles rows before it splits them; refused but as a "
-            "multiple of `gradient_accumulation_steps`",
-        ),
-        different("generation_batch_size", None, "`prompts_per_rollout`", "as `steps_per_generation`"),
-        different(
-            "num_train_epochs",
-            3.0,
-            "`Trainer(max_steps=)`, computed from the number of prompts",
-            "prompts that do not fill a rollout wait for the next pass",
-        ),
-        same("max_steps", -1, "`Trainer(max_steps=)`"),
-        same("shuffle_dataset", True, "`PromptDataModule(shuffle=)`"),
-        different("seed", 42, "`seed`", "other random numbers follow from the same seed"),
-        different("data_seed", None, "`PromptDataModule(seed=)`", "another order follows from the same seed"),
-        refusal("auto_find_batch_size", False, "TRL refuses it too"),
-        different("average_tokens_across_devices", True, "", "every denominator runs over all ranks"),
-        different("ignore_data_skip", False, "", "a resumed run goes on at its prompt"),
-        different(
-            "train_sampling_strategy", "random", "", "TRL's GRPOTrainer has a sampler of its own and reads it not"
-        ),
-        different("length_column_name", "length", "", "TRL's GRPOTrainer reads it not"),
-        different("pad_to_multiple_of", "auto", "", "microbatches are packed without padding"),
-        different("remove_unused_columns", False, "", "every column goes to the rewards"),
-        different("label_names", None, "", "there are no labels"),
-    ]
-)
-
-GENERATION = table(
-    [
-        same("max_completion_length", 512, "`Sampling(max_new_tokens=)`; None is refused"),
-        same("temperature", 1.0, "`Sampling(temperature=)`"),
-        different(
-            "top_p",
-            1.0,
-            "`Sampling(top_p=)`",
-            "log-probabilities are of the distribution over the tokens that the filter let through; TRL's are of all",
-        ),
-        different("top_k", 0, "`Sampling(top_k=)`", "as `top_p`"),
-        different("min_p", None, "`Sampling(min_p=)`", "as `top_p`"),
-        refusal("repetition_penalty", 1.0, "its samples are not of the policy that trains"),
-        refusal(
-            "generation_kwargs",
-            None,
-            "set `Sampling` instead; what else changes the distribution makes samples of another policy",
-        ),
-        same("chat_template_kwargs", None, "`PromptDataModule(chat_template_kwargs=)`"),
-        different("cache_implementation", None, "", NOT_LEARNED),
-        different(
-            "use_transformers_continuous_batching", False, "`TransformersEngine()`", "rows decode together anyway"
-        ),
-        different("transformers_continuous_batching_config", None, "", NOT_LEARNED),
-        different("use_transformers_paged", False, "", "as `use_transformers_continuous_batching`"),
-        different(
-            "ds3_gather_for_generation",
-            True,
-            "",
-            "each rank keeps a copy that generates, see [strategies](strategies.md)",
-        ),
-        different("use_cache", False, "", "generation has a cache, training has none"),
-    ]
-)
-
-ENGINE = table(
-    [
-        same("use_vllm", False, "`engine=VLLMEngine()` or `VLLMServerEngine(servers)`"),
-        same("vllm_mode", "colocate", "which of the two"),
-        refusal("vllm_model_impl", "vllm", "the weights are streamed into vLLM's own implementation"),
-        same("vllm_enable_sleep_mode", False, "`VLLMEngine(sleeps=)`"),
-        refusal("vllm_structured_outputs_regex", None, "its samples are not of the policy that trains"),
-        different("vllm_server_base_url", None, "`VLLMServerEngine(servers)`", SERVER),
-        different("vllm_server_host", "0.0.0.0", "`VLLMServerEngine(servers)`", SERVER),
-        different("vllm_server_port", 8000, "`VLLMServerEngine(servers)`", SERVER),
-        different(
-            "vllm_server_timeout",
-            240.0,
-            "`VLLMServerEngine(patience=)`",
-            "at any time of the run, not at its start alone",
-        ),
-        different("vllm_group_port", 51216, "", "weights go through a folder that trainer and servers share"),
-        same("vllm_gpu_memory_utilization", 0.3, "`VLLMEngine(gpu_memory_utilization=)`"),
-        same("vllm_max_model_length", None, "`VLLMEngine(max_model_len=)`"),
-        same("vllm_tensor_parallel_size", 1, "`VLLMEngine(tensor_parallel_size=)`"),
-        same(
-            "vllm_importance_sampling_correction",
-            True,
-            "`TruncatedIS`, with `IcePop` or `SequenceRatioMask` for the modes that mask",
-        ),
-        same("vllm_importance_sampling_mode", "sequence_mask", "which of them"),
-        same("vllm_importance_sampling_clip_max", 3.0, "`cap` or `high`"),
-        same("vllm_importance_sampling_clip_min", None, "`floor` or `low`"),
-        same("vllm_importance_sampling_cap", None, "the old name of `vllm_importance_sampling_clip_max`"),
-    ]
-)
-
-OPTIMIZER = table(
-    [
-        same("learning_rate", 1e-6, "`optimizer=partial(AdamW, lr=)`"),
-        different(
-            "weight_decay",
-            0.0,
-            "`AdamW(weight_decay=)`",
-            "every parameter decays; in TRL biases and norms do not",
-        ),
-        same("adam_beta1", 0.9, "`AdamW(betas=)`"),
-        same("adam_beta2", 0.999, "`AdamW(betas=)`"),
-        same("adam_epsilon", 1e-8, "`AdamW(eps=)`"),
-        same("optim", "adamw_torch_fused", "`AdamW`, `adamw_8bit` or `SGD`; other names are refused"),
-        refusal("optim_args", None, "write the optimizer as `optimizer=partial(...)`"),
-        refusal("optim_target_modules", None, "write the optimizer as `optimizer=partial(...)`"),
-        same("max_grad_norm", 1.0, "`max_grad_norm`"),
-        different(
-            "lr_scheduler_type",
-            "linear",
+            "the entropy is reduced as the loss is; TRL averages over the tokens of a microbatch",
+            entropy_coef=0.0,
+        )
+        | different(
+            "`EntropyBonus(target=)`", "begins with the first step, in TRL with the second", use_adaptive_entropy=False
+        )
+        | different(
+            "`EntropyBonus(target=, step=)`", "as `use_adaptive_entropy`", entropy_target=0.2, entropy_coef_delta=0.005
+        )
+        | refusal("the lower bound of the coefficient is 0; write a callback for another one", entropy_coef_min=0.0)
+        | inert("the coefficient has no upper bound here", entropy_coef_max=1.0)
+        | refusal("tokens are not masked by entropy; a callback with `token_mask` can do it", top_entropy_quantile=1.0)
+        | refusal("the reference is frozen", sync_ref_model=False)
+        | inert(REFUSED_SYNC, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512)
+        | inert("no load-balancing loss is added: only 0 is accepted", router_aux_loss_coef=None)
+        | refusal("there are no labels to smooth", label_smoothing_factor=0.0)
+        | refusal("no noise is added to embeddings", neftune_noise_alpha=None)
+    ),
+    "Batches and epochs": (
+        same("`prompts_per_rollout` and `minibatches`, with the two options below", per_device_train_batch_size=8)
+        | same("`minibatches`; microbatches follow from `token_budget`", gradient_accumulation_steps=1)
+        | different("`minibatches`", "a group is never split; TRL shuffles rows", steps_per_generation=None)
+        | different("`prompts_per_rollout`", "as `steps_per_generation`", generation_batch_size=None)
+        | different("`Trainer(max_steps=)`", "a rest of prompts waits for the next pass", num_train_epochs=3.0)
+        | same("`Trainer(max_steps=)`", max_steps=-1)
+        | same("`PromptDataModule(shuffle=)`", shuffle_dataset=True)
+        | different("`seed`", "the same seed gives other random numbers", seed=42)
+        | different("`PromptDataModule(seed=)`", "the same seed gives another order", data_seed=None)
+        | refusal("TRL refuses it too", auto_find_batch_size=False)
+        | inert("every denominator runs over all ranks", average_tokens_across_devices=True)
+        | inert("a resumed run continues at its prompt", ignore_data_skip=False)
+        | inert("TRL's GRPOTrainer does not read it", train_sampling_strategy="random", length_column_name="length")
+        | inert("microbatches are packed without padding", pad_to_multiple_of="auto")
+        | inert("every column goes to the rewards", remove_unused_columns=False)
+        | inert("there are no labels", label_names=None)
+    ),
+    "Generation": (
+        same("`Sampling(max_new_tokens=)`; None is refused", max_completion_length=512)
+        | same("`Sampling(temperature=)`", temperature=1.0)
+        | different("`Sampling(top_p=)`", "log-probabilities are normalized over the filtered tokens", top_p=1.0)
+        | different("`Sampling(top_k=)`", "as `top_p`", top_k=0)
+        | different("`Sampling(min_p=)`", "as `top_p`", min_p=None)
+        | refusal(OTHER_POLICY, repetition_penalty=1.0)
+        | refusal("set `Sampling`; other options change the sampled distribution", generation_kwargs=None)
+        | same("`PromptDataModule(chat_template_kwargs=)`", chat_template_kwargs=None)
+        | inert(SPEED, cache_implementation=None, transformers_continuous_batching_config=None)
+        | different("`TransformersEngine()`", "always on", use_transformers_continuous_batching=False)
+        | inert("as `use_transformers_continuous_batching`", use_transformers_paged=False)
+        | inert("each rank generates with its replica, see [strategies](strategies.md)", ds3_gather_for_generation=True)
+        | inert("generation uses a cache, training does not", use_cache=False)
+    ),
+    "vLLM": (
+        same("`engine=VLLMEngine()` or `VLLMServerEngine(servers)`", use_vllm=False)
+        | same("which of the two", vllm_mode="colocate")
+        | refusal("weights are streamed into vLLM's own implementation", vllm_model_impl="vllm")
+        | refusal(OTHER_POLICY, vllm_structured_outputs_regex=None)
+        | different(
+            "`VLLMServerEngine(servers)`",
+            SERVERS,
+            vllm_server_base_url=None,
+            vllm_server_host="0.0.0.0",
+            vllm_server_port=8000,
+        )
+        | different("`VLLMServerEngine(patience=)`", "for the whole run, not only its start", vllm_server_timeout=240.0)
+        | inert("weights go through a folder that trainer and servers share", vllm_group_port=51216)
+        | same("`VLLMEngine(sleeps=)`", vllm_enable_sleep_mode=False)
+        | same("`VLLMEngine(gpu_memory_utilization=)`", vllm_gpu_memory_utilization=0.3)
+        | same("`VLLMEngine(max_model_len=)`", vllm_max_model_length=None)
+        | same("`VLLMEngine(tensor_parallel_size=)`", vllm_tensor_parallel_size=1)
+        | same("`TruncatedIS`, `IcePop`, `SequenceRatioMask`", vllm_importance_sampling_correction=True)
+        | same("which of them", vllm_importance_sampling_mode="sequence_mask")
+        | same("`cap` or `high`", vllm_importance_sampling_clip_max=3.0)
+        | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
+        | same("the old name of `vllm_importance_sampling_clip_max`", vllm_importance_sampling_cap=None)
+    ),
+    "Several turns": inert("`max_turns=` is one more; its default is 8", max_tool_calling_iterations=None),
+    "Optimizer": (
+        same("`optimizer=partial(AdamW, lr=)`", learning_rate=1e-6)
+        | different("`AdamW(weight_decay=)`", "biases and norms decay too, not in TRL", weight_decay=0.0)
+        | same("`AdamW(betas=)`", adam_beta1=0.9, adam_beta2=0.999)
+        | same("`AdamW(eps=)`", adam_epsilon=1e-8)
+        | same("`AdamW`, `adamw_8bit` or `SGD`; other names are refused", optim="adamw_torch_fused")
+        | refusal(OPTIMIZER, optim_args=None, optim_target_modules=None)
+        | same("`max_grad_norm`", max_grad_norm=1.0)
+        | different(
             "`lr_scheduler`",
-            "a linear warmup begins with a step of rate 1/n, TRL's with one of rate 0; types beside `linear` "
-            "and `constant` are those of transformers",
-        ),
-        refusal("lr_scheduler_kwargs", None, "write the schedule as `lr_scheduler=`, a function of the optimizer"),
-        same("warmup_steps", 0, "the schedule; below 1 it is a share of the steps, as in TRL"),
-    ]
-)
-
-PRECISION = table(
-    [
-        same("bf16", None, "`Trainer(precision=)`: `bf16-mixed`, as TRL by default"),
-        same("fp16", False, '`Trainer(precision="16-mixed")`'),
-        different("bf16_full_eval", False, "", ONE_VALUE),
-        different("fp16_full_eval", False, "", ONE_VALUE),
-        different("tf32", None, "", "call `torch.set_float32_matmul_precision` in the recipe"),
-        same("gradient_checkpointing", True, "`activation_checkpointing`"),
-        different("gradient_checkpointing_kwargs", None, "", "checkpoints are not reentrant"),
-        same("activation_checkpointing", None, "`activation_checkpointing`"),
-        different("activation_checkpointing_kwargs", None, "", "as `gradient_checkpointing_kwargs`"),
-        different("torch_compile", False, "`compile`", "the parts of each layer, for rows of any length"),
-        refusal("torch_compile_backend", None, "`compile=True` is inductor"),
-        refusal("torch_compile_mode", None, "`compile=True` is its default mode"),
-        different("use_liger_kernel", False, "`liger`", "not its loss, which is the library's own"),
-        refusal("liger_kernel_config", None, "`liger=True` is norms, rotary embedding and feed-forward"),
-        different("torch_empty_cache_steps", None, "", NOT_LEARNED),
-        refusal("cast_lm_head_to_fp32", False, "the head has the precision of the run; its logits become float32"),
-        different("disable_dropout", False, "", "a policy with dropout is refused, whatever this says"),
-    ]
-)
-
-DEVICES = table(
-    [
-        same("use_cpu", False, '`Trainer(accelerator="cpu")`'),
-        different("local_rank", -1, "", "the launcher sets it"),
-        different("fsdp", None, '`Trainer(strategy="fsdp2")`', "FSDP2 over all ranks, a unit for each layer"),
-        refusal("fsdp_config", None, BUILD),
-        refusal("deepspeed", None, "`DeepSpeedStrategy(stage=...)` of Lightning, see [strategies](strategies.md)"),
-        refusal("accelerator_config", None, BUILD),
-        refusal("parallelism_config", None, BUILD),
-        different("ddp_find_unused_parameters", None, "", BUILD),
-        different("ddp_bucket_cap_mb", None, "", BUILD),
-        different("ddp_broadcast_buffers", None, "", BUILD),
-        different("ddp_static_graph", None, "", BUILD),
-        different("ddp_backend", None, "", BUILD),
-        different("ddp_timeout", 1800, "", BUILD),
-        same("full_determinism", False, "`Trainer(deterministic=True)`"),
-        different("dataloader_drop_last", False, "", "a rollout has all its prompts"),
-        different("dataloader_num_workers", 0, "", LOADER),
-        different("dataloader_pin_memory", True, "", LOADER),
-        different("dataloader_persistent_workers", False, "", LOADER),
-        different("dataloader_prefetch_factor", None, "", LOADER),
-        different("dataloader_multiprocessing_context", None, "", LOADER),
-        different("dataloader_in_order", True, "", LOADER),
-    ]
-)
-
-MODELS = table(
-    [
-        same("model_init_kwargs", None, "`policy=partial(AutoModelForCausalLM.from_pretrained, ...)`"),
-        refusal(
-            "trust_remote_code",
-            False,
-            "code that lies beside weights is never run; pass a function that builds the model, see SECURITY.md",
-        ),
-        different(
-            "num_generations_eval", None, "`Evaluation(samples=)`", "the figures are `pass@k`, `avg@n` and rewards"
-        ),
-    ]
-)
-
-EVALUATION = table(
-    [
-        different(
-            "eval_strategy",
-            "no",
-            "`evaluation=Evaluation(...)`, `Trainer(val_check_interval=)`",
-            "answers of the `eval_dataset` with the rewards of training; there is no evaluation loss",
-        ),
-        different(
-            "eval_steps", None, "`Trainer(val_check_interval=)`", "in optimizer steps; by default `logging_steps`"
-        ),
-        refusal("eval_delay", 0, "an evaluation begins with the run"),
-        different("eval_on_start", False, "", "call `trainer.validate(module, data)` before `fit`"),
-        different("per_device_eval_batch_size", 8, "", NOT_LEARNED),
-        different("prediction_loss_only", False, "", "an evaluation gives rewards, never a loss"),
-        different("eval_do_concat_batches", True, "", NOT_LEARNED),
-        different("eval_use_gather_object", False, "", NOT_LEARNED),
-        different("eval_accumulation_steps", None, "", NOT_LEARNED),
-        different("include_for_metrics", [], "", "rewards see every column"),
-        different("batch_eval_metrics", False, "", NOT_LEARNED),
-        different("do_train", False, "", "the recipe calls `trainer.fit`"),
-        different("do_eval", False, "", "`trainer.validate`"),
-        different("do_predict", False, "", "`trainer.predict`"),
-    ]
-)
-
-LOGGING = table(
-    [
-        same("output_dir", None, "folder of loggers and checkpoints"),
-        different(
-            "logging_steps",
-            10,
-            "`Trainer(log_every_n_steps=)`",
-            "a row is of all steps since the last one; below 1 is refused",
-        ),
-        different("logging_strategy", "steps", "`Trainer(logger=False)` for `no`", "`epoch` is refused"),
-        different(
-            "report_to",
-            "none",
-            "`Trainer(logger=)`",
-            "`none` keeps a table of CSV; a name without a logger of Lightning is refused",
-        ),
-        same("run_name", None, "the name that the logger gives the run"),
-        different("project", "huggingface", "`WandbLogger(project=)`", "of W&B alone"),
-        refusal("trackio_space_id", None, "there is no logger for it"),
-        refusal("trackio_bucket_id", None, "there is no logger for it"),
-        refusal("trackio_static_space_id", None, "there is no logger for it"),
-        different("logging_first_step", False, "", ONLY_LOGS),
-        different("log_on_each_node", True, "", ONLY_LOGS),
-        different(
-            "logging_nan_inf_filter",
-            True,
-            "",
-            "a loss that is not finite ends the run, see [reliability](reliability.md)",
-        ),
-        different("include_num_input_tokens_seen", "no", "", ONLY_LOGS),
-        different("log_level", "passive", "", ONLY_LOGS),
-        different("log_level_replica", "warning", "", ONLY_LOGS),
-        same("disable_tqdm", None, "`Trainer(enable_progress_bar=)`"),
-        different(
-            "log_completions", False, "`SampleTable(every_n_rollouts)`", "the best and the worst of a few groups"
-        ),
-        different("num_completions_to_print", None, "`SampleTable(rows=)`", "with `log_completions` alone"),
-        different("log_unique_prompts", False, "", "a table shows each prompt once or twice"),
-        different("log_multimodal", True, "", "there are no images"),
-        refusal("log_completions_hub_repo", None, HUB),
-        different("debug", "", "", ONLY_LOGS),
-        different("skip_memory_metrics", True, "", "`DeviceStatsMonitor` of Lightning"),
-    ]
-)
-
-CHECKPOINTS = table(
-    [
-        same("save_strategy", "steps", "`ModelCheckpoint`; `best` is refused"),
-        same("save_steps", 500, "`ModelCheckpoint(every_n_train_steps=)`; below 1 is refused"),
-        same("save_total_limit", None, "`ModelCheckpoint(save_top_k=)` of the last ones"),
-        different("save_only_model", False, "", "a checkpoint holds what a resume needs"),
-        different("save_on_each_node", False, "", "checkpoints lie in a folder that all nodes share"),
-        refusal("enable_jit_checkpoint", False, "SIGTERM saves anyway, see [reliability](reliability.md)"),
-        refusal("load_best_model_at_end", False, "`ModelCheckpoint(monitor=...)` keeps it"),
-        different("metric_for_best_model", None, "", "with `load_best_model_at_end` alone"),
-        different("greater_is_better", None, "", "with `load_best_model_at_end` alone"),
-        different("restore_callback_states_from_checkpoint", False, "", "a resume restores every callback"),
-        refusal(
-            "resume_from_checkpoint",
-            None,
-            "a checkpoint of TRL cannot be resumed",
-        ),
-        different("push_to_hub", False, "", HUB),
-        different("hub_token", None, "", HUB),
-        different("hub_private_repo", None, "", HUB),
-        different("hub_model_id", None, "", HUB),
-        different("hub_strategy", "every_save", "", HUB),
-        different("hub_always_push", False, "", HUB),
-        different("hub_revision", None, "", HUB),
-    ]
-)
-
-TURNS = table(
-    [
-        different(
-            "max_tool_calling_iterations",
-            None,
-            "`max_turns`",
-            "one more than it, for the last answer; without it 8 turns, where TRL has no limit",
-        ),
-    ]
-)
-
-SECTIONS = {
-    "Algorithm": ALGORITHM,
-    "Batches and epochs": BATCHES,
-    "Generation": GENERATION,
-    "vLLM": ENGINE,
-    "Several turns": TURNS,
-    "Optimizer": OPTIMIZER,
-    "Precision and memory": PRECISION,
-    "Devices": DEVICES,
-    "Models": MODELS,
-    "Evaluation": EVALUATION,
-    "Logging": LOGGING,
-    "Checkpoints": CHECKPOINTS,
+            "a linear warmup begins with a step of rate 1/n, TRL's with one of rate 0",
+            lr_scheduler_type="linear",
+        )
+        | refusal("write the schedule as `lr_scheduler=`, a function of the optimizer", lr_scheduler_kwargs=None)
+        | same("the schedule; below 1 it is a share of the steps, as in TRL", warmup_steps=0)
+    ),
+    "Precision and memory": (
+        same("`Trainer(precision=)`: `bf16-mixed`, as TRL by default", bf16=None)
+        | same('`Trainer(precision="16-mixed")`', fp16=False)
+        | inert("training and evaluation share the Trainer's `precision`", bf16_full_eval=False, fp16_full_eval=False)
+        | inert("call `torch.set_float32_matmul_precision` in the recipe", tf32=None)
+        | same("`activation_checkpointing`", gradient_checkpointing=True, activation_checkpointing=None)
+        | inert("not reentrant", gradient_checkpointing_kwargs=None, activation_checkpointing_kwargs=None)
+        | different("`compile`", "compiles the parts of each layer, for rows of any length", torch_compile=False)
+        | refusal("inductor in its default mode", torch_compile_backend=None, torch_compile_mode=None)
+        | different("`liger`", "without Liger's loss", use_liger_kernel=False)
+        | refusal("`liger=True` is norms, rotary embedding and feed-forward", liger_kernel_config=None)
+        | inert(SPEED, torch_empty_cache_steps=None)
+        | refusal("the head has the precision of the run; its logits are float32", cast_lm_head_to_fp32=False)
+        | inert("a policy with dropout is refused in any case", disable_dropout=False)
+    ),
+    "Devices": (
+        same('`Trainer(accelerator="cpu")`', use_cpu=False)
+        | inert("the launcher sets it", local_rank=-1)
+        | different('`Trainer(strategy="fsdp2")`', "FSDP2 over all ranks, one unit per layer", fsdp=None)
+        | refusal(STRATEGY, fsdp_config=None, accelerator_config=None, parallelism_config=None)
+        | refusal("`DeepSpeedStrategy(stage=...)` of Lightning, see [strategies](strategies.md)", deepspeed=None)
+        | inert(
+            STRATEGY,
+            ddp_find_unused_parameters=None,
+            ddp_bucket_cap_mb=None,
+            ddp_broadcast_buffers=None,
+            ddp_static_graph=None,
+            ddp_backend=None,
+            ddp_timeout=1800,
+        )
+        | same("`Trainer(deterministic=True)`", full_determinism=False)
+        | inert("a rollout has all its prompts", dataloader_drop_last=False)
+        | inert(
+            LOADER,
+            dataloader_num_workers=0,
+            dataloader_pin_memory=True,
+            dataloader_persistent_workers=False,
+            dataloader_prefetch_factor=None,
+            dataloader_multiprocessing_context=None,
+            dataloader_in_order=True,
+        )
+    ),
+    "Models": (
+        same("`policy=partial(AutoModelForCausalLM.from_pretrained, ...)`", model_init_kwargs=None)
+        | refusal("pass a function that builds the model, see SECURITY.md", trust_remote_code=False)
+        | inert(EVALUATE, num_generations_eval=None)
+    ),
+    "Evaluation": (
+        inert(EVALUATE, eval_strategy="no", eval_steps=None)
+        | refusal("an evaluation cannot be delayed", eval_delay=0)
+        | inert("call `trainer.validate(module, data)` before `fit`", eval_on_start=False)
+        | inert(
+            SPEED,
+            per_device_eval_batch_size=8,
+            eval_do_concat_batches=True,
+            eval_use_gather_object=False,
+            eval_accumulation_steps=None,
+            batch_eval_metrics=False,
+        )
+        | inert("an evaluation logs rewards, never a loss", prediction_loss_only=False)
+        | inert("rewards get every column", include_for_metrics=[])
+        | inert("call `trainer.fit`, `validate` or `predict`", do_train=False, do_eval=False, do_predict=False)
+    ),
+    "Logging": (
+        same("folder of loggers and checkpoints", output_dir=None)
+        | different("`Trainer(log_every_n_steps=)`", "a row covers all steps since the last one", logging_steps=10)
+        | different("`Trainer(logger=False)` for `no`", "`epoch` is refused", logging_strategy="steps")
+        | different("`Trainer(logger=)`", "`none` becomes a CSVLogger; names of Lightning's loggers", report_to="none")
+        | same("the name of the run in the logger", run_name=None)
+        | different("`WandbLogger(project=)`", "used by W&B only", project="huggingface")
+        | refusal(NO_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None)
+        | inert(
+            DISPLAY,
+            logging_first_step=False,
+            log_on_each_node=True,
+            include_num_input_tokens_seen="no",
+            log_level="passive",
+            log_level_replica="warning",
+            debug="",
+        )
+        | inert("a non-finite loss ends the run, see [reliability](reliability.md)", logging_nan_inf_filter=True)
+        | same("`Trainer(enable_progress_bar=)`", disable_tqdm=None)
+        | inert(SHOW, log_completions=False, num_completions_to_print=None, log_unique_prompts=False)
+        | inert("there are no images", log_multimodal=True)
+        | refusal(HUB, log_completions_hub_repo=None)
+        | inert("`DeviceStatsMonitor` of Lightning", skip_memory_metrics=True)
+    ),
+    "Checkpoints": (
+        same("`ModelCheckpoint`; `best` is refused", save_strategy="steps")
+        | same("`ModelCheckpoint(every_n_train_steps=)`; below 1 is refused", save_steps=500)
+        | same("`ModelCheckpoint(save_top_k=)` of the last ones", save_total_limit=None)
+        | inert("a checkpoint holds everything that a resume needs", save_only_model=False)
+        | inert("all nodes share the folder of checkpoints", save_on_each_node=False)
+        | refusal("SIGTERM always saves, see [reliability](reliability.md)", enable_jit_checkpoint=False)
+        | refusal("`ModelCheckpoint(monitor=...)` keeps it", load_best_model_at_end=False)
+        | inert("with `load_best_model_at_end` only", metric_for_best_model=None, greater_is_better=None)
+        | inert("a resume restores every callback", restore_callback_states_from_checkpoint=False)
+        | refusal("a checkpoint of TRL cannot be resumed", resume_from_checkpoint=None)
+        | inert(
+            HUB,
+            push_to_hub=False,
+            hub_token=None,
+            hub_private_repo=None,
+            hub_model_id=None,
+            hub_strategy="every_save",
+            hub_always_push=False,
+            hub_revision=None,
+        )
+    ),
+    "Further options of trl grpo": (
+        same("`PromptDataModule(prompts)`", dataset_name=None)
+        | same("`PromptDataModule(name=, split=)`", dataset_config=None, dataset_train_split="train")
+        | inert(EVALUATE, dataset_test_split="test")
+        | refusal("a stream has no length; pass one with `epoch_length=`, see [data](data.md)", dataset_streaming=False)
+        | refusal("mix them into one data set first", datasets=None)
+        | inert("`trl grpo` does not read it", ignore_bias_buffers=False)
+        | same("`RewardModel(model=)`", reward_model_name_or_path=None)
+        | same("`rewards`; TRL's own are imported from `trl.rewards`", reward_funcs=None)
+        | same("`policy`", model_name_or_path=None)
+        | same("`from_pretrained(revision=, dtype=)`", model_revision="main", dtype="float32")
+        | same("`from_pretrained(attn_implementation=)`", attn_implementation=None)
+        | refusal("build the model with its adapter in `policy`, see [strategies](strategies.md)", use_peft=False)
+        | inert(
+            ADAPTER,
+            lora_r=16,
+            lora_alpha=32,
+            lora_dropout=0.05,
+            lora_target_modules=None,
+            lora_target_parameters=None,
+            lora_modules_to_save=None,
+            lora_task_type="CAUSAL_LM",
+            use_rslora=False,
+            use_dora=False,
+        )
+        | refusal(NOT_QUANTIZED, load_in_8bit=False, load_in_4bit=False)
+        | inert(
+            "with `load_in_4bit` only",
+            bnb_4bit_quant_type="nf4",
+            use_bnb_nested_quant=False,
+            bnb_4bit_quant_storage=None,
+        )
+    ),
 }
-"""The options of ``GRPOConfig``, by what they are about."""
+"""Every table by its title in the docs; all but the last are of ``GRPOConfig``."""
 
-CONFIG = table(option for section in SECTIONS.values() for option in section.values())
-
-TRAINER = table(
-    [
-        same("model", None, "`policy`: a name, or what the script builds it from"),
-        same("reward_funcs", None, "`rewards`; the name of a model becomes `RewardModel`"),
-        same("args", None, "the table above"),
-        same("train_dataset", None, "`PromptDataModule(prompts)`"),
-        different("eval_dataset", None, "`Evaluation(prompts=)`", "as `eval_strategy`"),
-        same("processing_class", None, "`tokenizer`"),
-        refusal("reward_processing_classes", None, "`RewardModel(tokenizer=)`"),
-        refusal("callbacks", None, "they are callbacks of transformers; a callback of Lightning takes their place"),
-        refusal("optimizers", (None, None), "`optimizer=` and `lr_scheduler=`, functions that build them"),
-        refusal("quantization_config", None, "a policy is not quantised"),
-        same("peft_config", None, "`policy` builds the model with its adapter"),
-        different("tools", None, "`tools`", "`max_completion_length` counts the tokens that the policy draws alone"),
-        refusal(
-            "rollout_func",
-            None,
-            "write an `Environment`, or an `Engine`",
-        ),
-        different(
-            "environment_factory",
-            None,
-            "`environment`",
-            "`max_completion_length` counts the tokens that the policy draws alone; `get_reward` is read by "
-            "`EnvironmentReward()`",
-        ),
-    ]
-)
-
-SCRIPT = table(
-    [
-        same("dataset_name", None, "`PromptDataModule(prompts)`"),
-        same("dataset_config", None, "`PromptDataModule(name=)`"),
-        same("dataset_train_split", "train", "`PromptDataModule(split=)`"),
-        same("dataset_test_split", "test", "split of the evaluation"),
-        refusal(
-            "dataset_streaming", False, "a stream has no length; pass one with `epoch_length=`, see [data](data.md)"
-        ),
-        refusal("datasets", None, "mix them into one data set first"),
-        different("ignore_bias_buffers", False, "", "`trl grpo` reads it not"),
-        same("reward_model_name_or_path", None, "`RewardModel(model=)`"),
-        same("reward_funcs", None, "`rewards`; TRL's own are imported from `trl.rewards`"),
-        same("model_name_or_path", None, "`policy`"),
-        same("model_revision", "main", "`from_pretrained(revision=)`"),
-        same("dtype", "float32", "`from_pretrained(dtype=)`"),
-        same("attn_implementation", None, "`from_pretrained(attn_implementation=)`"),
-        same("use_peft", False, "`policy` builds the model with its adapter"),
-        same("lora_r", 16, "`LoraConfig(r=)`"),
-        same("lora_alpha", 32, "`LoraConfig(lora_alpha=)`"),
-        different("lora_dropout", 0.05, "`LoraConfig(lora_dropout=0)`", "a policy with dropout is refused"),
-        same("lora_target_modules", None, "`LoraConfig(target_modules=)`"),
-        same("lora_target_parameters", None, "`LoraConfig(target_parameters=)`"),
-        same("lora_modules_to_save", None, "`LoraConfig(modules_to_save=)`"),
-        same("lora_task_type", "CAUSAL_LM", "`LoraConfig(task_type=)`"),
-        same("use_rslora", False, "`LoraConfig(use_rslora=)`"),
-        same("use_dora", False, "`LoraConfig(use_dora=)`"),
-        refusal("load_in_8bit", False, "a policy is not quantised"),
-        refusal("load_in_4bit", False, "a policy is not quantised"),
-        different("bnb_4bit_quant_type", "nf4", "", "with `load_in_4bit` alone"),
-        different("use_bnb_nested_quant", False, "", "with `load_in_4bit` alone"),
-        different("bnb_4bit_quant_storage", None, "", "with `load_in_4bit` alone"),
-    ]
-)
+OPTIONS = {name: option for section in SECTIONS.values() for name, option in section.items()}
+"""Every option by name."""

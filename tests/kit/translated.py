@@ -1,4 +1,4 @@
-"""Runs of a few steps in which every completion is given: what TRL and a recipe translated from its options learn."""
+"""Runs of two steps with given completions, in TRL and in a recipe translated from its options."""
 
 import csv
 import io
@@ -17,6 +17,7 @@ from kit.support import EOS, VOCABULARY, tiny_policy, tiny_tokenizer
 from lightning_rl import FakeEngine
 from lightning_rl.cli.recipes import load_recipe
 from lightning_rl.generation.engine import Request
+from lightning_rl.translation.trl import from_trl
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = ROOT / "tests/data/trl/options.json"
@@ -120,6 +121,7 @@ def prepare(folder: Path, case: str) -> Path:
     tiny_policy(vocab_size=VOCABULARY + 8).save_pretrained(folder / "policy")  # transformers adds a padding token
     tiny_tokenizer().save_pretrained(folder / "policy")
     (folder / "step_rewards.py").write_text(REWARDS)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     options = {**COMMON, **CASES[case]}
     script = SCRIPT.format(
         rows=[{"prompt": prompt} for prompt in PROMPTS],
@@ -130,6 +132,15 @@ def prepare(folder: Path, case: str) -> Path:
     (folder / "grpo.py").write_text(script)
     (folder / "completions.json").write_text(json.dumps(completions()))
     return folder / "grpo.py"
+
+
+def translate(script: Path, case: str) -> Path:
+    """The recipe of a prepared script."""
+    rewards = [f"step_rewards.{name}" for name in reward_names(case)]
+    folder = script.parent
+    source, _ = from_trl(script, 1, str(folder / "policy"), rewards, str(folder / "rows.jsonl"))
+    (folder / "recipe.py").write_text(source)
+    return folder / "recipe.py"
 
 
 def run_in_trl(python: Path, *arguments: str) -> Any:

@@ -5,9 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from kit.translated import CASES, FIELDS, prepare, run_in_trl, steps_of
-
-from lightning_rl.translation.trl import from_trl
+from kit.translated import CASES, FIELDS, prepare, run_in_trl, steps_of, translate
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
@@ -26,9 +24,7 @@ def test_its_options_are_those_of_the_record() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_recipe_learns_what_trl_learns(case: str, tmp_path: Path) -> None:
     script = prepare(tmp_path, case)
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(from_trl(script).script())
-    ours, theirs = steps_of(recipe), run_in_trl(PYTHON, "steps", str(tmp_path))
+    ours, theirs = steps_of(translate(script, case)), run_in_trl(PYTHON, "steps", str(tmp_path))
     assert len(ours) == len(theirs) == 2
     for mine, its in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(its, rel=0, abs=1e-5)
