@@ -43,6 +43,10 @@ CHECKS = (
     Check(13, "server and pushes of weights", "gpu_engines", "server", 150),
     Check(14, "TRL with the same vLLM", "gpu_trl", "against_trl", 200),
     Check(15, "profile of an optimizer step", "gpu_updates", "profile", 40),
+    Check(16, "validate, fit and test with VLLMEngine() under bf16-mixed", "gpu_defaults", "stages", 150),
+    Check(17, "filters, adapters, experts and one rank of a launcher", "gpu_defaults", "requests", 200),
+    Check(18, "the embedded engine under bf16-mixed", "gpu_defaults", "embedded", 90),
+    Check(19, "16-mixed", "gpu_defaults", "half", 40),
 )
 
 

@@ -1,4 +1,4 @@
-"""First contact with a GPU: 15 checks in one command of at most ten minutes, of which none stops the others.
+"""First contact with a GPU: 19 checks in one command of at most ten minutes, of which none stops the others.
 
     python benchmarks/gpu_smoke.py
     python benchmarks/gpu_smoke.py --only 4,5,10

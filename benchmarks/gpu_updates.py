@@ -47,12 +47,20 @@ class Update:
         name: of the model's size.
         device: of everything.
         change: of the policy, before it trains.
+        mixed: float32 weights under autocast, as bf16-mixed has them; otherwise the weights are bfloat16.
     """
 
-    def __init__(self, name: str, device: str, change: Callable[[PolicyModel], None] = _change_nothing) -> None:
-        small = name == "tiny"
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        change: Callable[[PolicyModel], None] = _change_nothing,
+        *,
+        mixed: bool = False,
+    ) -> None:
+        small, self.mixed, self.device = name == "tiny", mixed, device
         self.lengths, self.prompt = ([48, 40, 32, 24], 8) if small else ([4096] * 3 + [4095], 1024)
-        model = random_model(name, device, torch.float32 if small else torch.bfloat16)
+        model = random_model(name, device, torch.float32 if small or mixed else torch.bfloat16)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = PolicyModel(model, None, temperature=1.0, packed=True).train()
         change(self.policy)
@@ -69,13 +77,14 @@ class Update:
 
     def step(self) -> None:
         """Forward, loss, backward, optimizer."""
-        accumulate_gradient(
-            self.rollout,
-            self.microbatches,
-            lambda microbatch: self.policy(microbatch.layout),
-            ALGORITHM,
-            backward=lambda loss: loss.backward(),
-        )
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
+            accumulate_gradient(
+                self.rollout,
+                self.microbatches,
+                lambda microbatch: self.policy(microbatch.layout),
+                ALGORITHM,
+                backward=lambda loss: loss.backward(),
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -92,6 +101,9 @@ def updates(findings: Findings) -> None:
     small = "tiny" if findings.tiny else "1.5B"
     with findings.part(small):
         _update(findings, small, small, _change_nothing, peak, floor=0.001 if findings.tiny else 0.35)
+    with findings.part(f"{small}, bf16-mixed"):
+        floor = 0.001 if findings.tiny else 0.3
+        _update(findings, f"{small}, bf16-mixed", small, _change_nothing, peak, floor=floor, mixed=True)
     with findings.part(f"{small}, Liger"):
         needs_gpu(findings)
         needs("liger_kernel")
@@ -105,14 +117,21 @@ def updates(findings: Findings) -> None:
 
 
 def _update(
-    findings: Findings, title: str, name: str, change: Callable[[PolicyModel], None], peak: float, *, floor: float
+    findings: Findings,
+    title: str,
+    name: str,
+    change: Callable[[PolicyModel], None],
+    peak: float,
+    *,
+    floor: float,
+    mixed: bool = False,
 ) -> None:
     gpu = findings.device == "cuda"
     gc.collect()
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    update, seconds = Update(name, findings.device, change), list[float]()
+    update, seconds = Update(name, findings.device, change, mixed=mixed), list[float]()
     before = update.moved.detach().clone()
     for _ in range(MEASURED + 1):
         begin = time.perf_counter()

@@ -106,6 +106,9 @@ warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual opt
 # Lightning's default of one row per 50 steps is read as one per rollout, so there is nothing to set lower.
 warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
 
+# Figures of an evaluation are reduced before they are logged. vLLM makes a process group even for a single device.
+warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test)/.*sync_dist=True")
+
 
 class RLLightningModule(LightningModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.

@@ -1,5 +1,6 @@
 """First contact with a GPU: what fails is said, what cannot run is skipped, and nothing stops the other checks."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kit.fake_vllm import fake_vllm
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 CONTRIVED = """
@@ -162,16 +164,29 @@ def test_a_command_that_makes_no_check_says_so_and_fails(
     assert "FAIL  checks that were made: 0 (at least 1)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("only", ["16", "1,16", "0,16", "two", "1,"])
+@pytest.mark.parametrize("only", ["20", "1,20", "0,20", "two", "1,"])
 def test_a_number_of_no_check_is_refused(smoke: ModuleType, only: str) -> None:
-    with pytest.raises(ValueError, match=r"expected numbers of checks from 1 to 15, got "):
+    with pytest.raises(ValueError, match=r"expected numbers of checks from 1 to 19, got "):
         smoke.main(only=only, tiny=True)
 
 
 def test_every_check_has_a_function(smoke: ModuleType) -> None:
-    assert [check.number for check in smoke.CHECKS] == list(range(1, 16))
+    assert [check.number for check in smoke.CHECKS] == list(range(1, 20))
     for check in smoke.CHECKS:
         assert f"\ndef {check.function}(findings: Findings)" in (BENCHMARKS / f"{check.script}.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["stages", "requests", "embedded"])
+def test_checks_in_the_configuration_of_the_recipes_pass_with_the_fake_of_vllm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    defaults = importlib.import_module("gpu_defaults")
+    findings = importlib.import_module("gpu_findings").Findings(tmp_path / "findings.jsonl", tiny=True)
+    with fake_vllm(gpus=1):
+        getattr(defaults, name)(findings)
+    bounds = [line for line in map(json.loads, findings.path.read_text().splitlines()) if line["kind"] == "bound"]
+    assert bounds and [line["what"] for line in bounds if not line["bound"]["holds"]] == []
 
 
 @pytest.mark.slow

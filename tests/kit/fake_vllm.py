@@ -3,7 +3,7 @@
 Weights, sampling and log-probabilities are real, computed by a small transformers model. Memory is counted: on a GPU
 (:func:`fake_vllm` with ``gpus=1``) weights and KV cache lie in blocks of an allocator with the error code of
 ``csrc/cumem_allocator.cpp``, which no later call resets, and memory that sleeps is NaN until it is loaded again. Parts
-that are not here (LoRA, expert routes, several ranks for one engine, stop strings) raise ``NotImplementedError``.
+that are not here (LoRA, several ranks for one engine, stop strings) raise ``NotImplementedError``.
 """
 
 import gc
@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl.generation.vllm import internals
@@ -296,11 +298,10 @@ class LLM:
             raise ValueError("gpu_memory_utilization: Input should be greater than 0 and at most 1")
         if options.get("enable_sleep_mode") and not on_gpu:
             raise ValueError("Sleep mode is not supported on current platform.")
-        if options.get("return_sampling_mask") and not on_gpu:
-            raise ValueError("return_sampling_mask requires Model Runner V2")
-        for name in ("enable_lora", "enable_return_routed_experts", "quantization", "worker_extension_cls"):
-            if options.get(name):
-                raise NotImplementedError(name)
+        if not on_gpu and (options.get("return_sampling_mask") or options.get("enable_return_routed_experts")):
+            raise ValueError("return_sampling_mask and enable_return_routed_experts require Model Runner V2")
+        if missing := [n for n in ("enable_lora", "quantization", "worker_extension_cls") if options.get(n)]:
+            raise NotImplementedError(missing[0])
         if options.get("tensor_parallel_size", 1) > 1:
             raise NotImplementedError("tensor_parallel_size")
         if options.get("load_format") != "dummy" and not list(self.folder.glob("*.safetensors")):
@@ -613,7 +614,7 @@ class LLM:
             logprobs=None if request.params.logprobs is None else flat,
             finish_reason=reason,
             stop_reason=stop,
-            routed_experts=None,
+            routed_experts=self._routes(request.ids[:-1]),
             sampling_mask=SimpleNamespace(token_ids=request.masks) if request.masks else None,
         )
         return SimpleNamespace(
@@ -624,6 +625,14 @@ class LLM:
             finished=True,
             num_cached_tokens=request.cached,
         )
+
+    def _routes(self, ids: list[int]) -> Any:
+        """Return the experts of each token, [tokens, layers, experts of a token], if they were asked for."""
+        if not self.options.get("enable_return_routed_experts"):
+            return None
+        layers = self.model(input_ids=torch.tensor([ids]), use_cache=False, output_router_logits=True).router_logits
+        number = int(getattr(self.model.config, "num_experts_per_tok"))  # noqa: B009  of mixtures alone
+        return torch.stack([logits.topk(number).indices for logits in layers], 1).numpy()
 
 
 def _free_blocks(cuda: Cuda, blocks: list[int]) -> None:
@@ -675,7 +684,15 @@ class FakeVLLM:
             "set_device": self.set_device,
             "mem_get_info": lambda _device=None: (self.cuda.free, self.cuda.total),
         }
-        return [patch.object(torch.cuda, name, value) for name, value in known.items()] if self.gpus else []
+        if not self.gpus:
+            return []
+        serial = partial(_serial_loader, filesystem)  # torch saves tensors of a GPU through a stream
+        patches = [patch.object(torch.cuda, name, value) for name, value in known.items()]
+        return [*patches, patch.object(filesystem, "_OverlappingCpuLoader", serial)]
+
+
+def _serial_loader(module: Any, resolve: Callable[[Any], Tensor], **_: Any) -> Any:
+    return getattr(module, "_SerialCpuLoader")(resolve)  # noqa: B009  private to torch
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -756,7 +773,14 @@ def _layerwise(module: ModuleType) -> None:
     def get_layerwise_info(layer: nn.Module) -> Any:
         if layer not in infos:
             parameters = {name: weight for name, weight in layer.named_parameters(recurse=False) if name != "bias"}
-            metadata = {name: weight.detach().to("meta") for name, weight in parameters.items()}
+            names = {
+                "gate_up_proj": "w13_weight",
+                "down_proj": "w2_weight",
+            }  # of experts, whose weights have 3 dimensions
+            metadata = {
+                names.get(name, name) if weight.ndim == 3 else name: weight.detach().to("meta")
+                for name, weight in parameters.items()
+            }
             infos[layer] = SimpleNamespace(restore_metadata=(metadata, {}), loaded_weights=[], load_numel=0)
         return infos[layer]
 
