@@ -29,9 +29,10 @@ def token_logprobs(
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
     r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
 
-    Logits, softmax and their gradient are float32 (float64 for float64 parameters) whatever the precision of the run,
-    and so is the sum of the weight's gradient over the tokens. They are computed chunk by chunk in one buffer, and once
-    more in the backward; both results carry gradient. Where weight and bias are frozen, as under adapters, the forward
+    Logits, softmax and their gradient are float32 (float64 for float64 parameters) in every precision of the run, and
+    so is the sum of the weight's gradient over the tokens; in half precision a GPU rounds the operands of the matrix
+    products alone. Logits are computed chunk by chunk in one buffer, and a second time in the backward; both results
+    carry gradient. Where weight and bias are frozen, as under adapters, the forward
     has the gradient of each log-probability by its own hidden state, and the backward of log-probabilities alone only
     scales it: two matrix products in the place of three.
 
@@ -73,9 +74,9 @@ def sum_of_squares(
             None for no cap.
         sampling_mask: bits of the tokens to normalize over; None for the whole vocabulary.
     """
-    sums = hidden.new_empty(len(hidden), dtype=exact_dtype(weight))
+    sums, operand = hidden.new_empty(len(hidden), dtype=exact_dtype(weight)), weight.to(_operand_dtype(hidden, weight))
     with torch.autocast(hidden.device.type, enabled=False):
-        for part, logits in _chunks(hidden, _operand(hidden, weight), bias, temperature, soft_cap, sampling_mask):
+        for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask):
             for block, scores in _blocks(part, logits):
                 sums[block] = scores.softmax(-1).square_().sum(-1)
     return sums
@@ -118,7 +119,7 @@ class _Head(torch.autograd.Function):
         sampling_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
-        operand, (by_hidden, by_weight, by_bias, *_) = _operand(hidden, weight), ctx.needs_input_grad
+        operand, (by_hidden, by_weight, by_bias, *_) = weight.to(_operand_dtype(hidden, weight)), ctx.needs_input_grad
         frozen = by_hidden and not (by_weight or by_bias)
         unit = torch.ones_like(logprobs) if frozen else None  # rates: of each log-probability by its hidden state
         rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
@@ -139,7 +140,7 @@ class _Head(torch.autograd.Function):
                 if rates is not None:
                     rates[part] = torch.mm(logits.to(operand.dtype), operand)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates)
-        ctx.temperature, ctx.soft_cap = temperature, soft_cap
+        ctx.temperature, ctx.soft_cap, ctx.operand_dtype = temperature, soft_cap, operand.dtype
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -153,7 +154,7 @@ class _Head(torch.autograd.Function):
         slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
         if rates is not None and by_entropy is None:
             return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 6
-        operand = _operand(hidden, weight)
+        operand = weight.to(ctx.operand_dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if ctx.needs_input_grad[2] else None
@@ -171,7 +172,7 @@ class _Head(torch.autograd.Function):
                         slope,
                     )
                 grad = logits.to(operand.dtype)
-                grad_hidden[part] = torch.mm(grad, operand)
+                grad_hidden[part] = _product(grad, operand, exact)
                 if grad_weight is not None:
                     _add_product(grad_weight, grad.t(), hidden[part].to(operand.dtype))
                 if grad_bias is not None:
@@ -187,9 +188,15 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _operand(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The weight as matrix products take it: on a GPU half-precision operands give float32 results, unrounded."""
-    return weight.to(hidden.dtype if hidden.is_cuda else exact_dtype(weight))
+def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of both operands of a matrix product; on a GPU that in which the layers computed, also under autocast.
+
+    Under autocast the last hidden states are float32: norms and the residual stream are.
+    """
+    if not hidden.is_cuda:
+        return exact_dtype(weight)
+    autocast = torch.is_autocast_enabled("cuda") and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype("cuda") if autocast else hidden.dtype
 
 
 def _chunks(
@@ -254,9 +261,14 @@ def _cap_slope(scores: Tensor, cap: float) -> Tensor:
     return scores.div(cap).square_().neg_().add_(1).clamp_(min=0)
 
 
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix product that is not rounded to the precision of its operands."""
+    return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds a matrix product to a sum, which is not rounded to the precision of the operands."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        total += _product(left, right, total.dtype)

@@ -1,10 +1,13 @@
 """The chunked head against log_softmax and gather: values, gradients, chunks, precisions."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kit.other_device import OTHER, other_device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -390,3 +393,77 @@ def test_the_sum_of_squared_probabilities_is_of_what_sampling_let_through(monkey
     kept[:, :3] = True
     found = sum_of_squares(hidden, weight, bias, sampling_mask=to_bits(kept))
     exactly((found,), (sum_of_squares(hidden, weight[:3], bias[:3]),))
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """The state of ``torch.autocast("cuda")``, which PyTorch refuses to enter without a GPU."""
+    torch.set_autocast_enabled("cuda", enabled=True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", enabled=False)
+        torch.set_autocast_dtype("cuda", torch.float16)  # the default of PyTorch
+
+
+class Products(TorchDispatchMode):
+    """Keeps the dtypes of operands and result of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+            self.dtypes.append((left.dtype, right.dtype, result.dtype))
+        return result
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_under_autocast_a_gpu_rounds_operands_and_neither_logits_nor_sums(
+    half: torch.dtype, weight_dtype: torch.dtype, frozen: bool
+) -> None:
+    hidden, weight, _, targets = inputs(40, dtype=torch.float32, with_bias=False)
+    leaves = [hidden.detach(), weight.detach().to(weight_dtype)]
+    with other_device():
+        states, matrix = leaves[0].to(OTHER).requires_grad_(), leaves[1].to(OTHER).requires_grad_(not frozen)
+        with cuda_autocast(half), Products() as products:
+            found = token_logprobs(states, matrix, None, targets.to(OTHER), temperature=0.7)
+            sums = sum_of_squares(states, matrix, None, temperature=0.7)
+        with products:  # a backward need not be under autocast
+            loss = (found[0] * torch.linspace(-1, 2, 40, device=OTHER)).sum()
+            grads = torch.autograd.grad(loss, [states] if frozen else [states, matrix])
+        outputs, grads = [part.detach().cpu() for part in (*found, sums)], [grad.cpu() for grad in grads]
+    assert {product[:2] for product in products.dtypes} == {(half, half)}
+    results = [product[2] for product in products.dtypes]
+    assert results == [torch.float32, *([half] if frozen else []), *[torch.float32] * (1 if frozen else 4)]
+    exact = [leaf.to(half).double().requires_grad_() for leaf in leaves]
+    expected = plain(exact[0], exact[1], None, targets, temperature=0.7)
+    squares = ((exact[0] @ exact[1].t()) / 0.7).softmax(-1).square().sum(-1)
+    assert {part.dtype for part in outputs} == {torch.float32}
+    exactly([part.double() for part in outputs], [*expected, squares], rtol=0, atol=1e-5)
+    loss = (expected[0] * torch.linspace(-1, 2, 40)).sum()
+    for mine, theirs, leaf in zip(grads, torch.autograd.grad(loss, exact), leaves, strict=not frozen):
+        assert mine.dtype == leaf.dtype
+        exactly(mine.double(), theirs, rtol=0, atol=4e-3 * float(theirs.norm()))  # gradients of logits are rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_without_autocast_a_gpu_multiplies_in_the_dtype_that_layers_return(dtype: torch.dtype) -> None:
+    hidden, weight, _, targets = inputs(40, dtype=dtype, with_bias=False)
+    with other_device(), Products() as products:
+        token_logprobs(hidden.detach().to(OTHER), weight.detach().to(OTHER), None, targets.to(OTHER))
+    assert products.dtypes == [(dtype, dtype, torch.promote_types(dtype, torch.float32))]
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    hidden, weight, _, targets = inputs(40, with_bias=False)
+    with other_device(), cuda_autocast(torch.bfloat16), Products() as products:
+        token_logprobs(hidden.detach().to(OTHER), weight.detach().to(OTHER), None, targets.to(OTHER))
+    assert products.dtypes == [(torch.float64,) * 3]
