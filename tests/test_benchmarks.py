@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SHARED = {"measure", "run", "sides", "side_of_library", "side_of_trl", "workload"}
+SHARED = {"measure", "paced", "run", "sides", "side_of_library", "side_of_trl", "workload"}
 OF_A_GPU = {path.stem for path in BENCHMARKS.glob("gpu_*.py")}  # by a command of their own
 OF_DATA = {"score_gsm8k"}  # takes the folder of a data set
 

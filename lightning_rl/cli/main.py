@@ -11,7 +11,6 @@ MODULES = {
     "doctor": "lightning_rl.cli.doctor",
     "export": "lightning_rl.cli.export",
     "from-trl": "lightning_rl.cli.from_trl",
-    "plan": "lightning_rl.cli.plan",
     "replay": "lightning_rl.cli.replay",
     "report": "lightning_rl.cli.report",
     "resume-check": "lightning_rl.cli.resume_check",

@@ -19,7 +19,6 @@ def command_line() -> argparse.ArgumentParser:
     _doctor(commands)
     _export(commands)
     _from_trl(commands)
-    _plan(commands)
     _replay(commands)
     _report(commands)
     _resume_check(commands)
@@ -56,38 +55,6 @@ def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     reward = "a reward function, module.function, if the configuration has none; may be repeated"
     parser.add_argument("--reward", action="append", default=[], help=reward)
     parser.add_argument("--prompts", help="file or data set of prompts, if the configuration has none")
-
-
-def _plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    described = "say how many devices should generate, which max_staleness to take, and how long the trainer waits"
-    parser = commands.add_parser("plan", help=described)
-    lengths = parser.add_argument_group("lengths of responses")
-    lengths.add_argument("--recordings", type=Path, help="folder of a RolloutRecorder to take them from; or by lot:")
-    lengths.add_argument("--samples", type=int, default=512, help="of a rollout (default: %(default)s)")
-    mean = "of a response on average, in a lognormal distribution (default: %(default)s)"
-    lengths.add_argument("--mean-tokens", type=float, default=1000.0, help=mean)
-    sigma = "deviation of their logarithm: 0 for equal ones, 1.2 for reasoning (default: %(default)s)"
-    lengths.add_argument("--sigma", type=float, default=1.0, help=sigma)
-    lengths.add_argument("--max-tokens", type=int, default=8000, help="most of a response (default: %(default)s)")
-    training = parser.add_argument_group("training")
-    step = "of the trainer for a rollout that is there: scores, signal and all optimizer steps"
-    training.add_argument("--step-seconds", type=float, required=True, help=step)
-    training.add_argument("--training-devices", type=int, default=1, help="that it takes so long on (default: 1)")
-    sync = "that new weights take to the generation devices (default: 0.02 of the step)"
-    training.add_argument("--sync-seconds", type=float, help=sync)
-    generation = parser.add_argument_group("generation")
-    rate = "of one generation device that decodes as many responses together as it can"
-    generation.add_argument("--tokens-per-second", type=float, required=True, help=rate)
-    alone = "of one response alone (default: a guess, by which long answers are judged: measure it)"
-    generation.add_argument("--tokens-per-second-alone", type=float, help=alone)
-    slots = "responses that a device decodes together (default: %(default)s)"
-    generation.add_argument("--slots", type=int, default=256, help=slots)
-    devices = "numbers to look at (default: from half to four times of what keeps up with the trainer)"
-    generation.add_argument("--generation-devices", type=int, nargs="+", metavar="N", help=devices)
-    bounds = "bounds to look at (default: 0 1 2 4 8)"
-    generation.add_argument("--max-staleness", type=int, nargs="+", metavar="S", default=[0, 1, 2, 4, 8], help=bounds)
-    parser.add_argument("--rollouts", type=int, default=12, help="to simulate and measure (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths by lot (default: %(default)s)")
 
 
 def _replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from benchmarks.paced import PacedEngine
 from lightning_rl.generation import Request
-from lightning_rl.generation.paced import Pace, PacedEngine
 from lightning_rl.rollouts import prefetch
 from lightning_rl.rollouts.prefetch import Prefetcher
 
@@ -46,14 +46,14 @@ class ScriptedClock:
         monkeypatch.setattr(Prefetcher, "submit", noting)
         monkeypatch.setattr(prefetch, "wait", self._wait_for)
 
-    def drive(self, lengths: Sequence[Sequence[int]], pace: Pace, **options: Any) -> PacedEngine:
-        """An engine that answers the requests of each rollout, in their order, with so many tokens."""
+    def drive(self, lengths: Sequence[Sequence[int]], **options: Any) -> PacedEngine:
+        """An engine whose answers have the given lengths by rollout and place, and draws one token a second."""
 
         def script(request: Request) -> list[int]:
             place = request.sample_id % len(lengths[0])
             return [2 + request.sample_id % 5] * (lengths[request.rollout][place] - 1) + [EOS]
 
-        self.engine = PacedEngine(script, pace, clock=self, **options)
+        self.engine = PacedEngine(script, 1.0, clock=self, **options)
         return self.engine
 
     @property
@@ -101,15 +101,15 @@ class ScriptedClock:
 
     def _next(self) -> float:
         assert self.engine is not None
-        with self.engine._changed:  # noqa: SLF001
-            return self.engine._decoding.next()  # noqa: SLF001
+        with self.engine.changed:
+            return self.engine.next_end()
 
     def _move(self, to: float) -> None:
         engine = self.engine
         assert engine is not None
-        with engine._changed:  # noqa: SLF001
+        with engine.changed:
             self.time = to
-            engine._advance()  # noqa: SLF001
+            engine.advance()
         self._settle()
 
     def _settle(self) -> None:
@@ -119,8 +119,8 @@ class ScriptedClock:
 
         def settled() -> bool:
             done = sum(future.done() for future in self._futures)
-            with engine._changed:  # noqa: SLF001
-                drawing = len({id(call) for _, call in engine._open.values()})  # noqa: SLF001
+            with engine.changed:
+                drawing = len([call for call in engine.calls.values() if not all(answer.done for answer in call)])
             running = min(len(self._futures) - done, self._at_once)
             return drawing == running
 

@@ -12,11 +12,10 @@ from kit.support import fit, recorder, tiny_module, tiny_prompts
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from benchmarks.paced import PacedEngine, lognormal_lengths
 from lightning_rl import RLCallback, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import TruncatedIS
-from lightning_rl.cli.plan import Load, drawn_lengths, forecast
-from lightning_rl.generation.paced import Pace, PacedEngine
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",  # Lightning, of every checkpoint under manual optimization
@@ -25,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 PER_ROLLOUT, GROUP = 2, 4
-SKEWED = drawn_lengths(PER_ROLLOUT * GROUP, 24, mean=8.0, sigma=1.2, limit=56, seed=3)
-PACE = Pace(devices=1, slots=64, fixed=1.0, each=0.02)
+SKEWED = lognormal_lengths(PER_ROLLOUT * GROUP, 24, mean=8.0, sigma=1.2, limit=56)
+EVEN = [[10] * PER_ROLLOUT * GROUP] * 20
 
 
 def run(
@@ -39,7 +38,7 @@ def run(
     **options: Any,
 ) -> PacedEngine:
     """A fit of as many rollouts as there are lengths, in scripted time."""
-    paced = clock.drive(lengths, PACE, **(engine or {"sync_seconds": 0.5}))
+    paced = clock.drive(lengths, **(engine or {"sync_seconds": 0.5}))
     module = tiny_module(
         max_staleness=max_staleness, engine=paced, group_size=GROUP, max_new_tokens=56, max_idle_rollouts=None
     )
@@ -48,15 +47,22 @@ def run(
     return paced
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2, 4])
-def test_the_plan_says_how_long_the_trainer_waits(max_staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("max_staleness", "concurrent", "waits", "seconds"),
+    [
+        pytest.param(1, True, 5, 11, id="the-next-one-during-a-step"),
+        pytest.param(2, True, 0, 6, id="two-at-once"),
+        pytest.param(2, False, 5, 11, id="two-one-after-the-other"),
+        pytest.param(4, True, 0, 6, id="more-than-needed"),
+    ],
+)
+def test_the_trainer_waits_for_what_the_bound_leaves(
+    max_staleness: int, concurrent: bool, waits: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers take 10 seconds, a step 5 and a sync 1."""
     clock = ScriptedClock(monkeypatch)
-    run(clock, max_staleness)
-    load = Load(lengths=SKEWED, step_seconds=10.0, sync_seconds=0.5)
-    plan = forecast(load, PACE, max_staleness)
-    idle, seconds = window(clock, max_staleness)
-    assert idle == pytest.approx(plan.idle, abs=0.005) and seconds == pytest.approx(plan.seconds, rel=0.005)
-    assert plan.idle > 0.02, "or there would be nothing to foresee"
+    run(clock, max_staleness, lengths=EVEN, step_seconds=5.0, engine={"sync_seconds": 1.0, "concurrent": concurrent})
+    assert window(clock, max_staleness) == pytest.approx((waits / seconds, seconds))
 
 
 def test_all_at_once_is_twice_as_fast_as_one_rollout_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
