@@ -7,8 +7,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 WORKERS ?= 2
-# A worker that ends is not replaced: pytest-xdist may wait for the new one for ever.
-PARALLEL := -n $(WORKERS) --dist loadgroup --max-worker-restart=0
+# All tests of a file run on one worker, in order: what its fixtures start is started once. Workers take files as they
+# become free. A worker that ends is not replaced: pytest-xdist may wait for the new one without end.
+PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # A test that hangs ends its worker with the stack of every thread, and counts as failed.
 WATCHED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # For each worker: threads of several workers wait for each other.

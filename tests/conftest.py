@@ -25,16 +25,12 @@ def _patient_audit() -> None:
     replies.PATIENCE = 30.0
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
-    """Keeps what starts processes on one worker of pytest-xdist, one test after the other: they have time limits.
+    """Refuses a test that is named by an address: each worker of pytest-xdist would know it by another name.
 
     Raises:
-        pytest.UsageError: if a test is named by an address, which every worker has another of.
+        pytest.UsageError: if there is one.
     """
     addressed = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
     if addressed:
         raise pytest.UsageError(f"expected names that every worker gives, got {addressed[0]}: pass ids=")
-    for item in items:
-        if {"run_ranks", "subprocess"} & vars(item.module).keys():
-            item.add_marker(pytest.mark.xdist_group("processes"))

@@ -8,8 +8,6 @@ import torch
 from kit import killed_run
 from kit.agents import Agents
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 RANKS = 2
 
 

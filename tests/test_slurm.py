@@ -43,7 +43,6 @@ def wait(tasks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_two_tasks_that_are_told_to_end_save_together_queue_the_job_once_and_go_on_bitwise(tmp_path: Path) -> None:
     commands, whole, job = tmp_path / "bin", tmp_path / "whole", tmp_path / "job"
     for folder in (commands, whole, job):

@@ -191,7 +191,6 @@ def test_the_tiny_agent_ends_within_its_rollouts(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 def test_two_tiny_nodes_train_together(workplace: Path) -> None:
     run_nodes(2, [str(RECIPES / "two_nodes.py"), "--tiny", "--rollouts", "2"], workplace)
     rows = last_log("two_nodes")

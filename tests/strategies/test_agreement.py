@@ -107,7 +107,6 @@ def on_two_ranks(folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
 def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within_seconds(
     strategy: str, tmp_path: Path
