@@ -94,7 +94,8 @@ def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: boo
     "family", ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "jamba", "bamba", "granitemoehybrid"]
 )
 def test_layers_that_carry_a_state_draw_as_teacher_forcing(family: str) -> None:
-    check_log_probabilities(tiny_model(family, dtype=torch.float32))
+    model = tiny_model(family, dtype=torch.float32, initializer_range=0.2)  # with 0.3 rounding alone exceeds the bound
+    check_log_probabilities(model)
 
 
 def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw() -> None:
