@@ -455,7 +455,7 @@ class RLLightningModule(LightningModule):
     def _build(self) -> None:
         parallel, alone = self.parallel, self.run.built_alone
         if alone:
-            self.close_engine()  # it may need a copy of the policy from now on
+            self._end_stage(self.engine.end_stage)  # it may need a copy of the policy from now on
             self.run.built_alone = False
         with parallel.building():
             built = (
@@ -614,8 +614,8 @@ class RLLightningModule(LightningModule):
             self.run.idle.check(self.max_idle_rollouts)
             flying = self._flying(batch.rollout)
             rollout, sampled, noted = self._sample(batch, batch_idx)
+            self.rest()  # before the policy scores, which needs memory as well
             self.run.current, stats = self._finish(rollout, batch.rollout)
-            self.rest()
             times = {**flying, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
             stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
             noted |= {name: Stat.single(value) for name, value in self.engine.measurements().items()}
@@ -956,7 +956,7 @@ class RLLightningModule(LightningModule):
         """
         if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
             self.run.prefetcher.drain()
-        if not self.run.engine_started:
+        if not (self.run.engine_started and self.engine.started):
             self._start_engine()
         merged = bool(adapters_of(self.required_policy.model))  # in full precision
         synchronize(
@@ -980,7 +980,7 @@ class RLLightningModule(LightningModule):
         strategy, model = self.parallel.strategy, self.required_policy.model
         dtype = self.parallel.compute_dtype(model.dtype)
         self.engine.start(self.run.replica or model, self.tokenizer, device=strategy.root_device, dtype=dtype)
-        self.run.engine_started = True
+        self.run.engine_started = self.engine.started = True
         self.engine.expect(self._policy_weights())
 
     @contextmanager
@@ -1000,7 +1000,13 @@ class RLLightningModule(LightningModule):
             self.engine.sleep()
 
     def close_engine(self) -> None:
-        """Ends what generates and what scores, and gives its memory back; the next sync starts it again."""
+        """End the engine and the workers of rewards and environments, and free their memory; a sync starts them again.
+
+        Stages of a Trainer leave a :class:`VLLMEngine` asleep, which keeps what it takes long to build.
+        """
+        self._end_stage(self.engine.close)
+
+    def _end_stage(self, end_engine: Callable[[], None]) -> None:
         if self.engine.capabilities.concurrent:
             self.engine.close()  # cuts short what nobody will train on
         self.run.prefetcher.close()
@@ -1009,13 +1015,13 @@ class RLLightningModule(LightningModule):
         self.rewards.close()
         if self.environment_workers is not None:
             self.environment_workers.close()
-        self.engine.close()
+        end_engine()
         self.run.engine_started, self.run.settled = False, None
 
     @override
     def teardown(self, stage: str) -> None:
-        """Closes the engine, and gives the Trainer its limit of validation batches back."""
-        self.close_engine()
+        """End the stage of the engine, and give the Trainer its limit of validation batches back."""
+        self._end_stage(self.engine.end_stage)
         if self._val_limit is not None:
             self.trainer.limit_val_batches, self._val_limit = self._val_limit, None
 

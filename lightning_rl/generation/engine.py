@@ -193,6 +193,7 @@ class Engine(ABC):
         allows_tf32: whether it may compute products of float32 in TF32 without being told to, once it is started.
         max_length: of prompt and response together, once it is started; None for no limit.
         block_size: tokens that its prefix cache keeps together, once it is started; 0 without such a cache.
+        started: whether :meth:`start` was called since the last :meth:`end_stage` or :meth:`close`.
         state: asleep, awake or synced.
         version: of the weights it holds.
         pushed: versions of all weights that it was given.
@@ -211,6 +212,7 @@ class Engine(ABC):
     block_size: int = 0
 
     def __init__(self) -> None:
+        self.started = False
         self.state = EngineState.ASLEEP
         self.version = -1
         self.pushed: set[int] = set()
@@ -402,9 +404,13 @@ class Engine(ABC):
         """Gives memory back; needs new weights before it generates again."""
         self.state = EngineState.ASLEEP
 
+    def end_stage(self) -> None:
+        """End with a stage of the Trainer; an engine that takes long to build sleeps until the next stage instead."""
+        self.close()
+
     def close(self) -> None:
         """Ends the engine."""
-        self.state = EngineState.ASLEEP
+        self.started, self.state = False, EngineState.ASLEEP
         if self.canary is not None:
             self.canary.forget()
 

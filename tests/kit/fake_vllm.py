@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm import engine, internals
 
 DTYPES = {
     "half": torch.float16,
@@ -638,7 +638,7 @@ class LLM:
 def _free_blocks(cuda: Cuda, blocks: list[int]) -> None:
     """Free the memory of an engine that ends, or that nothing refers to any longer."""
     while blocks:
-        cuda.my_free(blocks.pop())
+        cuda.my_free(blocks.pop(0))
 
 
 def _give_back(cuda: Cuda, size: int) -> None:
@@ -671,6 +671,11 @@ class FakeVLLM:
         self.built: list[Built] = []
         self.cuda, self.gpus, self.device = Cuda(total), gpus, 0
         self.threads_in_step: set[int] = set()
+
+    def block_sizes(self) -> list[int]:
+        """Return the bytes of each block of the sleep mode's allocator, asleep or not."""
+        allocator = import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+        return [block.handle[1] for block in allocator.pointer_to_data.values()]
 
     def set_device(self, device: Any) -> None:
         """Stand in for ``torch.cuda.set_device``."""
@@ -819,6 +824,8 @@ def fake_vllm(*, gpus: int = 0, total: int = 2**30) -> Iterator[FakeVLLM]:
         try:
             yield fake
         finally:
+            for running in list(engine.RUNNING):
+                running.close()
             _ACTIVE.pop()
             sys.meta_path.remove(finder)
             for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:

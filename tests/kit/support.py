@@ -407,6 +407,13 @@ def fit(
     **options: Any,
 ) -> Trainer:
     """A short ``Trainer.fit`` on the CPU without bar, logger or checkpoints unless asked for."""
+    trainer = a_trainer(callbacks, **options)
+    trainer.fit(module, data or tiny_prompts(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def a_trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
+    """Trainer for the CPU without bar, logger or checkpoints unless they are passed."""
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     quiet |= {
         "enable_checkpointing": False,
@@ -416,9 +423,7 @@ def fit(
         "log_every_n_steps": 1,
         "default_root_dir": scratch(),
     }
-    trainer = Trainer(**{**quiet, **options}, callbacks=list(callbacks))
-    trainer.fit(module, data or tiny_prompts(), ckpt_path=ckpt_path)
-    return trainer
+    return Trainer(**{**quiet, **options}, callbacks=list(callbacks))
 
 
 @cache

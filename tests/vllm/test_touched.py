@@ -32,6 +32,12 @@ NAMES = {
         "ModelConfig.return_sampling_mask",
     ),
     "config/parallel.py": ("ParallelConfig.tensor_parallel_size", "ParallelConfig.worker_extension_cls"),
+    "device_allocator/__init__.py": ("AllocationData.handle", "AllocationData.is_asleep"),
+    "device_allocator/cumem.py": (
+        "create_and_map(allocation_handle)",
+        "CuMemAllocator._python_free_callback(ptr)",
+        "CuMemAllocator.pointer_to_data",
+    ),
     "distributed/parallel_state.py": (
         "cleanup_dist_env_and_memory()",
         "destroy_model_parallel()",

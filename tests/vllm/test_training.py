@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import vllm_rank
 from kit.ranks import free_port, run_ranks
-from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from kit.support import a_trainer, fit, tiny_module, tiny_prompts, weights_of
 from kit.vllm_models import a_model
 from kit.vllm_rank import Watch, an_engine
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,6 +22,7 @@ from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import NoEOSMask, RolloutKL
 from lightning_rl.generation import CanaryError, EngineState
 from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm.versions import load_vllm
 
 
 def a_run(**options: Any) -> RLLightningModule:
@@ -98,6 +99,38 @@ def test_a_sync_that_goes_wrong_ends_the_run_before_it_samples(monkeypatch: pyte
     with pytest.raises(CanaryError, match="version 2, but its log-probabilities are bit for bit those of version 1"):
         fit(module, callbacks=[watch], data=tiny_prompts(16, 4))
     assert len(watch.rollouts) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "lora"),
+    [
+        (a_model, "merged"),
+        (partial(a_model, "qwen3_moe"), "merged"),
+        (with_adapters, "merged"),
+        (with_adapters, "adapter"),
+    ],
+)
+def test_stages_of_trainers_share_an_engine(policy: Any, lora: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm, built = load_vllm(), []
+
+    def build(**options: Any) -> Any:
+        built.append(options)
+        return llm(**options)
+
+    llm = vllm.LLM
+    monkeypatch.setattr(vllm, "LLM", build)
+    module, data = a_run(policy=policy, engine=an_engine(lora=lora)), tiny_prompts(8, 4, validation=[[2, 3], [5]])
+    watch = Watch()
+    for number in range(2):
+        trainer = a_trainer([watch, RolloutKL(0.1)])
+        trainer.validate(module, data, verbose=False)
+        trainer.fit(module, data)
+        trainer.test(module, data, verbose=False)
+        trainer.predict(module, data)
+        assert len(built) == 1 and len(watch.rows) == 4 * (number + 1)
+    for row in watch.rows[::2]:
+        assert abs(row["kl/rollout"]) < 1e-5
+    module.close_engine()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """VLLMEngine: vLLM in the training process, one engine for each rank."""
 
+import atexit
 import os
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,14 @@ from typing_extensions import override
 
 from lightning_rl.arguments import check_numbers
 from lightning_rl.distributed import process_count
-from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
+from lightning_rl.generation.engine import (
+    Capabilities,
+    Completion,
+    Engine,
+    EngineError,
+    Exchange,
+    Request,
+)
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.extras import OutputExtras, available_extras, options_for
 from lightning_rl.generation.vllm.lora import Adapter
@@ -32,6 +41,7 @@ from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_
 
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
+RUNNING: list["VLLMEngine"] = []  # engines of this process, asleep or not
 Value = TypeVar("Value")
 FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
@@ -44,7 +54,9 @@ class VLLMEngine(Engine):
     """Generates with vLLM (0.32, 0.33) in this process, from weights that each sync streams into it.
 
     It is built at the first sync, when the process group exists, from the policy's configuration: no checkpoint is
-    read. Under DDP every rank has an engine of its own and there is no collective in generation.
+    read. Between the stages of a Trainer it sleeps; it ends with ``module.close_engine()``, with the process, after an
+    error, and when the engine of another policy starts. Under DDP every rank has a whole engine and there is no
+    collective in generation.
 
     Args:
         dtype: dtype of the engine's weights; by default that in which the run computes (bfloat16 under
@@ -82,7 +94,7 @@ class VLLMEngine(Engine):
         check_numbers(above=0, at_most=1, optional=True, gpu_memory_utilization=options.get("gpu_memory_utilization"))
         self.options = options
         self.max_model_len = max_model_len
-        self.dtype = dtype
+        self.dtype = self._dtype = dtype
         self.sleeps = sleeps
         self.canary = canary_of(canary)
         self._llm: Any = None
@@ -95,6 +107,7 @@ class VLLMEngine(Engine):
         self._base_loaded = False  # beside the adapter
         self._asleep: set[str] = set()
         self._threads: int | None = None  # of the CPU, beside kernels of a GPU
+        self._purpose: tuple[Any, ...] = ()  # which policy and run vLLM was built for
 
     @property
     @override
@@ -134,16 +147,34 @@ class VLLMEngine(Engine):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Build vLLM, with random weights. The process group has to exist if there will be one.
+        """Build vLLM with random weights, unless it sleeps since an earlier stage of the same policy and precision.
+
+        The process group has to exist if there will be one. Engines of other policies that sleep are closed.
 
         Raises:
             ImportError: if vLLM is missing or outside of the window of versions.
+            ValueError: if vLLM would generate on another GPU than the trainer's.
         """
-        if self._llm is not None:
-            raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
         check_device(device, self._executor)
-        if self.dtype is None:
-            self.dtype = torch.float32 if dtype == torch.float64 else dtype
+        purpose = weakref.ref(model), tokenizer, device, dtype, self.extras
+        if self._llm is None or self._purpose != purpose:
+            self.close()
+            for other in [engine for engine in RUNNING if engine._asleep]:  # noqa: SLF001
+                other.close()
+        self.dtype = self._dtype or (torch.float32 if dtype == torch.float64 else dtype)
+        if self._llm is None:
+            try:
+                self._build(model, tokenizer, device)
+            except BaseException:
+                self.close()
+                raise
+            RUNNING.append(self)
+        self._purpose, self._base_loaded = purpose, False
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # before the trainer's process group ends, which a stage registers as well
+
+    @torch.inference_mode(mode=False)  # which a validation is in, and whose tensors no later stage may write to
+    def _build(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")
         folder = Path(self._folder.name)
         config = deepcopy(model.config)
@@ -155,6 +186,8 @@ class VLLMEngine(Engine):
         options = self._llm_options()
         with internals.preserving_process(device):
             self._vllm = load_vllm()
+            if options.get("enable_sleep_mode"):
+                internals.map_before_free()
             internals.GROUPS.enter()
             try:
                 self._llm = self._vllm.LLM(**options, model=str(folder), skip_tokenizer_init=tokenizer is None)
@@ -204,6 +237,7 @@ class VLLMEngine(Engine):
         return self._plan
 
     @override
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Streams the weights in; if that fails, the stream is read to its end and the engine made loadable again.
@@ -406,11 +440,20 @@ class VLLMEngine(Engine):
         super().sleep()
 
     @override
+    def end_stage(self) -> None:
+        """Sleep until the next stage."""
+        self.sleep()
+        self.started, self.dtype = False, self._dtype
+
+    @override
     def close(self) -> None:
-        """Frees weights and KV cache, and leaves the trainer's process group alone."""
+        """Free weights and KV cache, and leave the trainer's process group alone."""
         super().close()
-        self._extras, self._adapter, self._base_loaded = None, None, False
+        self._extras, self._adapter, self.dtype = None, None, self._dtype
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
+        atexit.unregister(self.close)
+        if self in RUNNING:
+            RUNNING.remove(self)
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             internals.GROUPS.leave()

@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -55,7 +55,7 @@ class ProcessGroups:
     def leave(self) -> None:
         """After an engine has ended. The last one takes its own groups along, and the default group if vLLM made it."""
         self.engines -= 1
-        if self.engines == 0 and self._cleanup is not None and self._destroy is not None:
+        if self.engines == 0 and self._cleanup is not None and self._destroy is not None and dist.is_initialized():
             default, self.default = self.default, False
             self._destroy()
             if default:
@@ -67,6 +67,28 @@ def _leave_alone(*_: Any, **__: Any) -> None:
 
 
 GROUPS = ProcessGroups()
+
+
+def map_before_free() -> None:
+    """Have the allocator of vLLM's sleep mode map a block that sleeps before it is freed.
+
+    A block that sleeps has no memory. Freeing it unmaps it a second time; CUDA refuses that, and the allocator keeps
+    the error, so every later allocation of it fails as if the device were out of memory.
+    """
+    cumem: Any = import_module("vllm.device_allocator.cumem")
+    allocator, free = cumem.CuMemAllocator, cumem.CuMemAllocator._python_free_callback  # noqa: SLF001
+    if hasattr(free, "__wrapped__"):
+        return
+
+    @wraps(free)
+    def map_and_free(self: Any, pointer: int) -> Any:
+        block = self.pointer_to_data[pointer]
+        if block.is_asleep:
+            cumem.create_and_map(block.handle)
+            block.is_asleep = False
+        return free(self, pointer)
+
+    allocator._python_free_callback = map_and_free  # noqa: SLF001
 
 
 @contextmanager

@@ -1,15 +1,19 @@
 """VLLMEngine in whole runs, against a fake that behaves as the sources of vLLM do."""
 
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from kit.engine_requests import launch, request_of
 from kit.fake_vllm import FakeVLLM, fake_vllm
 from kit.process_state import state_of_process
-from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
+from kit.support import a_trainer, callback_of, fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from kit.vllm_models import synced
+from lightning.pytorch import Callback
+from typing_extensions import override
 
 from lightning_rl import Rollout, VLLMEngine
 from lightning_rl.generation import EngineState
@@ -111,3 +115,76 @@ def test_a_gpu_that_vllm_would_not_take_is_refused_with_the_cure(monkeypatch: py
     with fake_vllm(gpus=2) as fake, pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=6 and pass devices=1"):
         engine.start(model, None, device=torch.device("cuda", 1), dtype=model.dtype)
     assert fake.built == []
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")  # Lightning sees vLLM's group
+def test_stages_of_trainers_share_an_engine_which_sleeps_between_them(gpu: FakeVLLM) -> None:
+    module, data = tiny_module(engine=VLLMEngine()), tiny_prompts(8, 4, validation=[[2, 3], [5]])
+    described: list[Any] = []
+    for _ in range(2):
+        trainer = a_trainer()
+        trainer.validate(module, data, verbose=False)
+        for stage in (trainer.fit, partial(trainer.test, verbose=False), trainer.predict):
+            assert module.engine.state is EngineState.ASLEEP and not gpu.cuda.mapped
+            stage(module, data)
+            described.append(module.run.configuration["module"]["engine"])
+    assert len(gpu.built) == 1 and all(description == described[0] for description in described)
+
+
+def test_an_engine_that_is_closed_in_its_sleep_leaves_room_for_the_next(gpu: FakeVLLM) -> None:
+    module = tiny_module(engine=VLLMEngine())
+    fit(module, data=tiny_prompts(4, 4))
+    gpu.cuda.held_by_others = gpu.cuda.total - max(gpu.block_sizes())  # the trainer's
+    module.close_engine()
+    assert not gpu.cuda.mapped and gpu.block_sizes() == []
+    gpu.cuda.held_by_others = 0
+    fit(module, data=tiny_prompts(4, 4))
+    assert len(gpu.built) == 2
+
+
+def test_an_engine_ends_when_that_of_another_policy_starts(gpu: FakeVLLM) -> None:
+    first, second = tiny_module(engine=VLLMEngine()), tiny_module(engine=VLLMEngine())
+    for module in (first, second, first):
+        fit(module, data=tiny_prompts(4, 4))
+        module.complete([2, 3])
+    assert len(gpu.built) == 3
+
+
+def test_modules_that_take_turns_without_a_trainer_start_their_engines_again(gpu: FakeVLLM) -> None:
+    first, second = tiny_module(engine=VLLMEngine()), tiny_module(engine=VLLMEngine())
+    texts = [module.complete([2, 3]) for module in (first, second, first)]
+    assert len(gpu.built) == 3 and texts[0] == texts[2]
+
+
+def test_an_engine_of_one_module_serves_another_with_its_own_policy(gpu: FakeVLLM) -> None:
+    engine = VLLMEngine()
+    for seed in range(2):
+        fit(tiny_module(policy=partial(tiny_policy, seed), engine=engine), data=tiny_prompts(4, 4))
+    assert len(gpu.built) == 2
+
+
+def test_another_precision_builds_another_engine(gpu: FakeVLLM) -> None:
+    module = tiny_module(engine=VLLMEngine())
+    for precision in ("32-true", "bf16-mixed", "bf16-mixed"):
+        fit(module, data=tiny_prompts(4, 4), precision=precision)
+    assert [str(built.dtype) for built in gpu.built] == ["torch.float32", "torch.bfloat16"]
+
+
+def test_an_error_that_ends_a_run_ends_the_engine(gpu: FakeVLLM) -> None:
+    module = tiny_module(engine=VLLMEngine())
+    with pytest.raises(ZeroDivisionError):
+        fit(module, callbacks=[callback_of("fails", observe=lambda _: 1 / 0)], data=tiny_prompts(4, 4))
+    assert gpu.block_sizes() == [] and gpu.cuda.error == ""
+
+
+def test_an_engine_sleeps_before_the_policy_scores(gpu: FakeVLLM) -> None:
+    module, states = tiny_module(engine=VLLMEngine(canary=False), minibatches=2), list[EngineState]()
+
+    class Watch(Callback):
+        @override
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            module.required_policy.register_forward_pre_hook(lambda *_: states.append(module.engine.state))
+
+    fit(module, callbacks=[Watch()], data=tiny_prompts(4, 4))
+    assert states == [EngineState.ASLEEP] * 4, "old log-probabilities and update of two minibatches"
+    assert len(gpu.built) == 1
