@@ -147,8 +147,9 @@ def stages(findings: Findings) -> None:
         after = _state()
         module.close_engine()
     findings.at_most("engines that were built", len(built), 1)
-    findings.figure("dtype of the engine", str(module.engine.dtype))
-    findings.at_most("engines that are not bfloat16", module.engine.dtype != torch.bfloat16, 0)
+    dtypes = [options["dtype"] for options in built]
+    findings.figure("dtype of the engine", ", ".join(dtypes))
+    findings.at_most("engines that are not bfloat16", sum(dtype != "bfloat16" for dtype in dtypes), 0)
     changed = [name for name in before if before[name] != after[name]]
     findings.figure("changed in the process", ", ".join(changed) or "nothing")
     findings.at_most("parts of the process that changed", len(changed), 0)
