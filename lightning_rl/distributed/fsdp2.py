@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
@@ -83,6 +83,12 @@ class FullyShardedDataParallel2(Parallel):
         for part in (*layers, model):
             fully_shard(part, mesh=mesh["data_parallel"])
         return model
+
+    @override
+    def shard_frozen(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
+        split = super().shard_frozen(model, layers, mesh)
+        cast(FSDPModule, split).set_reshard_after_forward(True)  # or its root stays whole, for a backward
+        return split
 
     @override
     def optimizer_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

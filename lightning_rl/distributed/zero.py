@@ -76,7 +76,7 @@ class ZeRO(Parallel):
         if self.sharded:
             mesh = init_device_mesh(self.strategy.root_device.type, (self.ranks,))
             for part in (*layers, model):
-                fully_shard(part, mesh=mesh)
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)  # the root as well: no backward comes
         return model
 
     @override

@@ -46,7 +46,7 @@ class LayerSizes:
             norms: number of norms of hidden states in a layer.
             head_norms: whether queries and keys have norms besides.
         """
-        heads, hidden = config.num_attention_heads, config.hidden_size
+        heads, hidden = getattr(config, "num_attention_heads", None) or 1, config.hidden_size  # Mamba has none
         head = getattr(config, "head_dim", None) or hidden // heads
         query, key_value = head * heads, head * (getattr(config, "num_key_value_heads", None) or heads)
         experts = getattr(config, "num_experts_per_tok", None) or 0
@@ -215,7 +215,8 @@ class MemoryPlan:
         reference: weights of the reference.
         replica: copy of the policy that the embedded engine decodes with.
         buckets: second copy of the gradients, which DDP keeps.
-        gathered: weights and gradients that a sharding strategy holds whole in forward and backward.
+        root: weights outside of the layers, which a sharding strategy leaves whole after a forward.
+        gathered: weights and gradients of layers that a sharding strategy holds whole in forward and backward.
         engine: engine awake: the share of vLLM, or the cache of the embedded engine.
         asleep: the same outside of generation.
         activations: of a microbatch, in the update.
@@ -233,13 +234,14 @@ class MemoryPlan:
     reference: float = 0
     replica: float = 0
     buckets: float = 0
+    root: float = 0
     gathered: float = 0
     context: float = CONTEXT
 
     @property
     def resident(self) -> float:
         """Bytes of the trainer in every phase."""
-        return self.weights + self.optimizer + self.reference + self.replica + self.buckets
+        return self.weights + self.optimizer + self.reference + self.replica + self.buckets + self.root
 
     def phases(self) -> dict[str, float]:
         """Add up the bytes at the height of each phase."""

@@ -7,29 +7,34 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.conversations import talking_module
-from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import parity_reward, tiny_model, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, TransformersEngine
-from lightning_rl.callbacks import OPSM, ReferenceKL
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, TransformersEngine, VLLMEngine
+from lightning_rl.callbacks import OPSM, ReferenceKL, TruncatedIS
 from lightning_rl.cli.doctor import versions as windows
 from lightning_rl.cli.doctor.command import examine
-from lightning_rl.cli.doctor.memory import GIB, MemoryPlan, memory_plan, too_much
+from lightning_rl.cli.doctor.memory import engine_room, layer_sizes, memory_plan, too_much
 from lightning_rl.cli.doctor.templates import bridges
 from lightning_rl.cli.doctor.tokenizers import tokenizer
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.finding import Finding
 from lightning_rl.generation import Request
+from lightning_rl.generation.fake import FakeEngine
+from lightning_rl.policy.build import build_policy
+from lightning_rl.policy.memory import GIB, EngineRoom, LayerSizes, MemoryPlan
 
+Subject = TypeVar("Subject")
 CHATML = (
     "{% for message in messages %}<s> {{ message.role }} {{ message.content }} </s> {% endfor %}"
     "{% if add_generation_prompt %}<s> assistant {% endif %}"
@@ -285,44 +290,124 @@ def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert [one.cure for one in named] == ["pip install 'torch>=99'", "pip install 'numpy<1'", "pip install 'nowhere'"]
 
 
-def built(**options: Any) -> MemoryPlan:
-    plans: list[MemoryPlan] = []
+def built(examine_module: Callable[[RLLightningModule], Subject], **options: Any) -> Subject:
+    """What is seen of a module when its fit begins."""
+    seen: list[Subject] = []
 
-    class Planning(RLCallback):
-        name = "planning"
+    class Looking(RLCallback):
+        name = "looking"
 
         @override
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            plans.append(memory_plan(pl_module, 3))
+            seen.append(examine_module(pl_module))
             trainer.should_stop = True
 
-    corrections = [Planning(), *options.pop("callbacks", [])]
-    trainer_of(*corrections, limit_train_batches=1).fit(module_of(**options), tiny_prompts(4, 4))
-    return plans[0]
+    corrections = [Looking(), *options.pop("callbacks", [])]
+    trainer = trainer_of(*corrections, limit_train_batches=1, precision=options.pop("precision", "32-true"))
+    trainer.fit(module_of(**options), tiny_prompts(4, 4))
+    return seen[0]
+
+
+def plan_of(**options: Any) -> MemoryPlan:
+    return built(lambda module: memory_plan(module, 3), **options)
+
+
+PARAMETERS = sum(weight.numel() for weight in tiny_policy().parameters())
 
 
 def test_memory_follows_the_formulas() -> None:
-    plan = built(optimizer=partial(AdamW, lr=1e-3))
-    parameters = sum(weight.numel() for weight in tiny_policy().parameters())
-    assert plan.weights == plan.gradients == 4 * parameters
-    assert plan.optimizer == 8 * parameters
-    assert (plan.reference, plan.copy) == (0, 0)
-    assert plan.cache == 2 * 2 * 2 * 8 * 4 * 16 * (3 + 32)  # k and v, layers, heads, size, bytes, rows, tokens
+    plan = plan_of(optimizer=partial(AdamW, lr=1e-3))
+    assert plan.weights == plan.gradients == 4 * PARAMETERS
+    assert plan.optimizer == 8 * PARAMETERS
+    assert plan.engine == 2 * 2 * 2 * 8 * 4 * 16 * (3 + 32)  # k and v, layers, heads, size, bytes, rows, tokens
+    assert (plan.reference, plan.replica, plan.buckets, plan.gathered, plan.asleep, plan.context) == (0,) * 6
     assert plan.phases()["update"] == plan.weights + plan.optimizer + plan.gradients + plan.activations
 
 
 def test_memory_follows_the_options() -> None:
-    plain = built(optimizer=partial(SGD, lr=1e-3))
+    plain = plan_of(optimizer=partial(SGD, lr=1e-3))
     assert plain.optimizer == 0
-    assert built(callbacks=[ReferenceKL(as_loss=True)]).reference == plain.weights
-    assert built(activation_checkpointing=True).activations < plain.activations
-    assert built(token_budget=8192).activations > plain.activations
+    assert plan_of(callbacks=[ReferenceKL(as_loss=True)]).reference == plain.weights
+    assert plan_of(activation_checkpointing=True).activations < plain.activations
+    assert plan_of(token_budget=8192).activations > plain.activations
+    mixed = plan_of(precision="bf16-mixed")
+    assert mixed.weights == plain.weights
+    assert mixed.engine == 3 / 4 * plain.engine  # rotary embeddings make float32 of keys
+    assert mixed.activations < plain.activations
+
+
+def test_a_row_beyond_the_token_budget_counts() -> None:
+    assert plan_of(token_budget=1).activations == plan_of(token_budget=35).activations < plan_of().activations
+
+
+def test_a_rollout_that_is_generated_meanwhile_lies_beside_the_update() -> None:
+    plan = plan_of(max_staleness=1, callbacks=[TruncatedIS()])
+    assert plan.replica == plan.weights
+    assert plan.asleep == plan.engine > 0
+
+
+def test_a_server_takes_nothing_of_the_trainers_device() -> None:
+    assert plan_of(engine=FakeEngine(lambda _: [1])).engine == 0
+
+
+@pytest.mark.parametrize(("family", "norms", "experts"), [
+    ("qwen2", 64, 0), ("llama", 64, 0), ("qwen3", 64 + 48, 0), ("gemma3_text", 128 + 48, 0), ("qwen3_moe", 64 + 48, 2),
+])  # fmt: skip
+def test_the_sizes_of_layers_are_read_from_the_model(family: str, norms: int, experts: int) -> None:
+    policy = build_policy(partial(tiny_model, family), None, temperature=1.0, packed=True)
+    sizes, feed_forward = layer_sizes(policy), 16 if experts else 64
+    assert sizes == LayerSizes(
+        hidden=32, query=32, key_value=16, feed_forward=feed_forward, norms=norms, head=8, experts=experts
+    )
+
+
+def plan_of_7b(**parts: float) -> MemoryPlan:
+    """Qwen2.5-7B under bf16-mixed beside a VLLMEngine on one device of 141 GB."""
+    weights = 4 * 7.616e9
+    return MemoryPlan(**{
+        "weights": weights, "gradients": weights, "optimizer": 2 * weights, "activations": 1e9, "scoring": 1e9,
+        "engine": 0.4 * H200, "asleep": GIB, **parts,
+    })  # fmt: skip
+
+
+H200 = 150.1e9
 
 
 def test_a_phase_that_does_not_fit_is_an_error_with_its_fix() -> None:
-    named = list(too_much({"generate": 10 * GIB, "score": 3 * GIB, "update": 20 * GIB}, 16 * GIB))
-    assert [one.observed for one in named] == ["update needs about 20.00 GiB, the device has 16.00 GiB"]
+    plan = plan_of_7b(activations=30e9, engine=1e9)
+    named = list(too_much(plan, H200))
+    assert [one.observed for one in named] == ["update needs about 143.43 GiB, the device has 139.79 GiB"]
     assert "activation_checkpointing=True" in named[0].cure
+
+
+def test_a_vllm_that_leaves_no_room_for_the_optimizer_is_named_with_the_share_to_pass() -> None:
+    plan = plan_of_7b()
+    room = EngineRoom(total=H200, resident=plan.resident, weights=2 * 7.616e9, cache=57344 * 32768)
+    (named,) = too_much(plan, H200, room)
+    assert named.observed == "generate needs about 142.03 GiB, the device has 139.79 GiB"
+    assert named.cure == "pass gpu_memory_utilization=0.33 to VLLMEngine"
+    assert list(too_much(plan_of_7b(engine=0.33 * H200), H200, room)) == []
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16-mixed", 2), ("32-true", 4)])
+def test_a_vllm_has_its_share_of_the_device(precision: str, itemsize: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights have the dtype in which the run computes; asleep, only what vLLM keeps is left of the share."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+
+    def seen(module: RLLightningModule) -> tuple[MemoryPlan, EngineRoom | None]:
+        module.engine = VLLMEngine(max_model_len=48, sleeps=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(module), "device", torch.device("cuda"))
+            plan = memory_plan(module, 3)
+            module.engine.close()
+            return plan, engine_room(module, plan, 80 * GIB)
+
+    plan, room = built(seen, precision=precision)
+    assert plan.engine == 0.4 * 80 * GIB
+    assert (plan.asleep, plan.context) == (GIB, GIB)
+    assert room == EngineRoom(
+        total=80 * GIB, resident=12 * PARAMETERS, weights=itemsize * PARAMETERS, cache=2 * 2 * 16 * itemsize * 48
+    )
 
 
 def test_the_command_exits_with_0_for_a_clean_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

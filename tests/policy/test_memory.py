@@ -11,7 +11,7 @@ import torch
 from kit.streaming_memory import peaks
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.logprobs import chunk_elements
@@ -168,6 +168,11 @@ def test_a_layer_in_numbers() -> None:
     assert layer.cache(layers=24, itemsize=2) == 2 * 24 * 128 * 2
 
 
+def test_a_model_without_attention_has_sizes() -> None:
+    """Mamba's configuration knows no heads."""
+    assert LayerSizes.of(MambaConfig(hidden_size=8, expand=2)).feed_forward == 16
+
+
 def test_the_head_in_numbers() -> None:
     """Logits and their half-precision copy; sum, product and cast of the gradient; a copy of the matrix."""
     assert head_bytes(entries=100, chunk=7, operand=4, weight=4) == 7 * 4 + 100 * 4
@@ -194,7 +199,7 @@ def test_a_device_without_room_for_an_engine_gets_other_advice() -> None:
 
 def test_phases_add_up_what_lies_there_together() -> None:
     plan = MemoryPlan(
-        weights=1, gradients=10, optimizer=100, reference=1000, replica=0, buckets=10**4, gathered=10**5,
+        weights=1, gradients=10, optimizer=100, reference=1000, replica=0, buckets=10**4, root=10**11, gathered=10**5,
         engine=10**6, asleep=10**7, activations=10**8, scoring=10**9, context=10**10,
     )  # fmt: skip
-    assert plan.phases() == {"generate": 10001011101, "score": 11010111101, "update": 10110111111}
+    assert plan.phases() == {"generate": 110001011101, "score": 111010111101, "update": 110110111111}

@@ -1,129 +1,223 @@
-"""Memory: what a run holds on a device in each phase, estimated from the configuration alone.
+"""Memory: what a run holds on a device in each phase, computed from its configuration.
 
-=============  =====================================================================================
-weights        parameters x bytes, over the ranks that share them; the same again for an engine's ``copy``
-gradients      trained parameters x bytes
-optimizer      trained parameters x bytes x number of states (2 for Adam and its kin)
-reference      its parameters x bytes
-cache          2 x layers x key-value heads x head size x bytes x tokens of all samples of a rank
-activations    34 x layers x hidden size x tokens of a microbatch x bytes / 2; with checkpointing 2 x,
-               and one layer whole; without gradient one layer; and the logits of a chunk
-=============  =====================================================================================
-
-Source of the 34: Korthikanti et al. 2022, arXiv:2205.05198, eq. 1 without the attention matrix, which is never held.
+The arithmetic is that of :mod:`lightning_rl.policy.memory`; here its numbers are read from a module.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from lightning_rl.cli.doctor.findings import error, fact
+from lightning_rl.distributed.ddp import DataParallel
 from lightning_rl.finding import Finding
+from lightning_rl.generation.vllm.engine import CPU_CACHE, GPU_SHARE, VLLMEngine
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy import Scorer
+from lightning_rl.policy import PolicyModel, Scorer
 from lightning_rl.policy.logprobs import chunk_elements
+from lightning_rl.policy.lora import adapters_of
+from lightning_rl.policy.memory import (
+    CONTEXT,
+    ENGINE_CONTEXT,
+    GIB,
+    USABLE,
+    Activations,
+    EngineRoom,
+    LayerSizes,
+    MemoryPlan,
+    head_bytes,
+)
 
-GIB = 2**30
-FULL = 0.95  # of the device's memory
+PARTS = {
+    "weights": "weights", "gradients": "gradients", "buckets": "buckets of DDP", "root": "whole embeddings and head",
+    "gathered": "gathered layers",
+    "optimizer": "optimizer", "reference": "reference", "replica": "copy for generation", "engine": "engine",
+    "activations": "activations", "context": "CUDA context",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """Bytes on one device, by what the table above says; ``forward`` are the activations of a pass that only scores."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    reference: float
-    copy: float
-    cache: float
-    activations: float
-    forward: float
-
-    def phases(self) -> dict[str, float]:
-        """Bytes at the height of each phase."""
-        resident = self.weights + self.optimizer + self.reference
-        return {
-            "generate": resident + self.copy + self.cache,
-            "score": resident + self.forward,
-            "update": resident + self.gradients + self.activations,
-        }
+def layer_sizes(policy: PolicyModel) -> LayerSizes:
+    """Read the sizes of a policy's layers from its configuration and the norms of its first layer."""
+    layer = next(iter(policy.layers()), nn.Identity())
+    norms = [name for name, part in layer.named_modules() if type(part).__name__.endswith("Norm")]
+    heads = [name for name in norms if name.endswith(("q_norm", "k_norm"))]
+    config = policy.model.config.get_text_config()
+    return LayerSizes.of(config, norms=len(norms) - len(heads) or 2, head_norms=bool(heads))
 
 
 def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan:
-    """Estimates a run's memory.
+    """Compute the memory of a run.
 
     Args:
-        module: with its policy built and its optimizer configured.
-        max_prompt_length: tokens of the longest prompt.
+        module: module with its policy built and its optimizer configured.
+        max_prompt_length: number of tokens of the longest prompt.
     """
-    policy, shards = module.required_policy, module.trainer.world_size if module.parallel.sharded else 1
+    policy, parallel, ranks = module.required_policy, module.parallel, module.trainer.world_size
+    shards, stage = ranks if parallel.sharded else 1, _zero_stage(module)
     trains = {name: weight.requires_grad for name, weight in policy.named_parameters()}
-    weights = trained = 0.0
-    for name, weight in module.parallel.full_parameters(policy):
-        weights += weight.numel() * weight.element_size() / shards
-        trained += weight.numel() * weight.element_size() / shards * trains.get(name, True)
-    reference, optimizers = module.run.reference, module.trainer.optimizers
-    sgd = bool(optimizers) and isinstance(optimizers[0], SGD)
-    shared = module.engine.capabilities.shares_policy and module.run.replica is None
-    text: Any = policy.model.config.get_text_config()
-    itemsize = 2 if "16" in str(module.trainer.precision) else policy.model.dtype.itemsize
-    layer = 34 * text.hidden_size * module.token_budget * itemsize / 2
-    layers = 2 / 34 * text.num_hidden_layers + 1 if module.activation_checkpointing else text.num_hidden_layers
-    logits = 2.0 * 4 * min(chunk_elements(module.device), module.token_budget * text.vocab_size)
+    weights = trained = outside = 0
+    for name, weight in parallel.full_parameters(policy):
+        size = weight.numel() * weight.element_size()
+        weights += size
+        trained += size * trains.get(name, True)
+        outside += size * (not any(part.isdigit() for part in name.split(".")))  # of layers
+    layer = (weights - outside) / _layer_count(policy)
+    activations = _activations(module, max_prompt_length)
+    engine, cuda = _engine_bytes(module, max_prompt_length), module.device.type == "cuda"
+    awake = not module.engine.capabilities.sleeps if isinstance(module.engine, VLLMEngine) else module.max_staleness
     return MemoryPlan(
-        weights=weights,
-        gradients=trained,
-        optimizer=trained * (bool(optimizers[0].defaults.get("momentum")) if sgd else 2),
-        reference=_bytes(reference.model) if type(reference) is Scorer else 0,  # or the policy without its adapters
-        copy=0 if shared else _bytes(policy.model),
-        cache=_cache(module, text, max_prompt_length + module.sampling.max_new_tokens),
-        activations=layers * layer + logits,
-        forward=layer + logits,
+        weights=weights / shards,
+        gradients=trained / (ranks if stage == 2 else shards),
+        buckets=trained * _copies_gradients(module),
+        optimizer=trained * _states_per_weight(module) / (ranks if stage else shards),
+        reference=_bytes(reference.model) if type(reference := module.run.reference) is Scorer else 0,
+        replica=0 if module.run.replica is None else _bytes(module.run.replica),
+        root=outside if parallel.sharded else 0,
+        gathered=3 * layer if parallel.sharded else 0,  # a layer, the next one, and the gradient of a layer
+        activations=activations.update,
+        scoring=activations.scoring,
+        engine=engine,
+        asleep=engine if awake else ENGINE_CONTEXT * (cuda and isinstance(module.engine, VLLMEngine)),
+        context=CONTEXT * cuda,
     )
 
 
+def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> EngineRoom | None:
+    """Compute the share of a device that a VLLMEngine can take; None for other engines.
+
+    Args:
+        module: module with its policy built.
+        plan: memory of the run.
+        total: bytes of the device.
+    """
+    if not isinstance(module.engine, VLLMEngine):
+        return None
+    weights, cache = _engine_needs(module)
+    return EngineRoom(total=total, resident=plan.resident, weights=weights, cache=cache)
+
+
 def memory(module: RLLightningModule) -> Iterator[Finding]:
-    """The height of every phase fits on the device."""
+    """Check that every phase fits on the device."""
     plan = memory_plan(module, module.prompt_stream.max_prompt_length())
-    parts = [(name, getattr(plan, name)) for name in ("weights", "gradients", "optimizer", "reference", "copy")]
-    parts += [("KV cache", plan.cache), ("activations", plan.activations)]
-    phases = plan.phases()
-    by_part = ", ".join(f"{name} {_size(part)}" for name, part in parts if part)
-    by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in phases.items())
+    by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
+    by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())
     yield fact("memory", f"estimated, for each device: {by_part}\n{by_phase}")
-    if module.device.type != "cuda":
-        return
-    yield from too_much(phases, torch.cuda.get_device_properties(module.device).total_memory)
+    if module.device.type == "cuda":
+        total = torch.cuda.get_device_properties(module.device).total_memory
+        yield from too_much(plan, total, engine_room(module, plan, total))
 
 
-def too_much(phases: dict[str, float], available: float) -> Iterator[Finding]:
-    """Phases that do not fit into ``available`` bytes."""
+def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None) -> Iterator[Finding]:
+    """Report the phases that do not fit into ``available`` bytes; ``room`` is that of a VLLMEngine."""
+    fewer = "fewer prompts_per_rollout, a smaller max_new_tokens, TransformersEngine(max_rows=) or more devices"
     cures = {
-        "generate": "fewer prompts_per_rollout or a smaller max_new_tokens, an engine that sleeps, or more devices",
+        "generate": fewer if room is None else room.cure,
         "score": "a smaller token_budget, or a strategy that shards",
         "update": "a smaller token_budget, activation_checkpointing=True, or a strategy that shards (fsdp2)",
     }
-    for name, phase in phases.items():
-        if phase > FULL * available:
+    for name, phase in plan.phases().items():
+        if phase > USABLE * available:
             yield error("memory", f"{name} needs about {_size(phase)}, the device has {_size(available)}", cures[name])
 
 
-def _cache(module: RLLightningModule, text: Any, max_tokens: int) -> float:
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+def _activations(module: RLLightningModule, max_prompt_length: int) -> Activations:
+    policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
+    tokens = max(module.token_budget, max_prompt_length + module.sampling.max_new_tokens)
+    text: Any = policy.model.config.get_text_config()
+    itemsize, adapted = policy.model.dtype.itemsize, bool(adapters_of(policy.model))
+    head = head_bytes(
+        entries=text.vocab_size * text.hidden_size,
+        chunk=min(chunk_elements(module.device), tokens * text.vocab_size),
+        operand=compute if module.device.type == "cuda" else max(4, itemsize),
+        weight=itemsize,
+        trained=not adapted,
+    )
+    return Activations.of(
+        layer_sizes(policy),
+        layers=_layer_count(policy),
+        tokens=tokens,
+        compute=compute,
+        residual=residual,
+        head=head,
+        checkpointing=module.activation_checkpointing,
+        trained=not adapted,
+    )
+
+
+def _engine_bytes(module: RLLightningModule, max_prompt_length: int) -> float:
+    """Bytes of an engine on this device while it generates, those of a copy of the policy left out."""
+    engine, cuda = module.engine, module.device.type == "cuda"
+    if isinstance(engine, VLLMEngine):
+        cache = engine.options.get("kv_cache_memory_bytes", None if cuda else CPU_CACHE)
+        if cache is not None:
+            return _engine_needs(module)[0] + cache + ENGINE_CONTEXT * cuda
+        share = engine.options.get("gpu_memory_utilization", GPU_SHARE)
+        return share * torch.cuda.get_device_properties(module.device).total_memory
+    if not engine.capabilities.shares_policy:
+        return 0
     rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
-    rows = min(rows, module.engine.capabilities.max_rows or rows)
-    per_token = 2 * text.num_hidden_layers * heads * size * module.required_policy.model.dtype.itemsize
-    return float(per_token * rows * max_tokens)
+    rows = min(rows, engine.capabilities.max_rows or rows)
+    text: Any = module.required_policy.model.config.get_text_config()
+    keys_and_values = sum(_bytes_of_numbers(module)) / 2  # rotary embeddings make float32 of keys
+    per_token = layer_sizes(module.required_policy).cache(layers=text.num_hidden_layers, itemsize=keys_and_values)
+    return per_token * rows * (max_prompt_length + module.sampling.max_new_tokens)
+
+
+def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
+    """Bytes on this device of a VLLMEngine's weights, and of the keys and values of one sequence."""
+    engine, policy = cast(VLLMEngine, module.engine), module.required_policy
+    text: Any = policy.model.config.get_text_config()
+    itemsize = _bytes_of_numbers(module)[0] if engine.dtype is None else engine.dtype.itemsize
+    weights = sum(w.numel() for name, w in module.parallel.full_parameters(policy) if name.startswith("model."))
+    tokens, parts = engine.max_model_len or text.max_position_embeddings, engine.options.get("tensor_parallel_size", 1)
+    cache = tokens * layer_sizes(policy).cache(layers=text.num_hidden_layers, itemsize=itemsize)
+    return weights * itemsize / parts, cache / parts
+
+
+def _bytes_of_numbers(module: RLLightningModule) -> tuple[int, int]:
+    """Bytes of a number in matrix products, and in the hidden states between layers."""
+    weights, strategy = module.required_policy.model.dtype, module.parallel.strategy
+    compute = module.parallel.compute_dtype(weights).itemsize
+    casts_weights = isinstance(strategy, FSDPStrategy) and strategy.mixed_precision_config is not None
+    return compute, compute if casts_weights else weights.itemsize
+
+
+def _states_per_weight(module: RLLightningModule) -> float:
+    """Bytes of the optimizer's states for a byte of what is trained: two states for Adam and its kin."""
+    optimizers = module.trainer.optimizers
+    kind, itemsize = type(optimizers[0]) if optimizers else None, module.required_policy.model.dtype.itemsize
+    if optimizers and isinstance(optimizers[0], SGD):
+        return float(bool(optimizers[0].defaults.get("momentum")))
+    if _zero_stage(module):
+        return (4 + 8) / itemsize  # float32, and weights in float32 besides
+    return 2 / itemsize if kind is not None and "8bit" in kind.__name__ else 2.0
+
+
+def _copies_gradients(module: RLLightningModule) -> bool:
+    """DDP reduces gradients in buckets of its own, unless it makes the gradients views of them."""
+    if not isinstance(module.parallel, DataParallel):
+        return False
+    return not cast(Any, module.parallel.strategy)._ddp_kwargs.get("gradient_as_bucket_view")  # noqa: SLF001
+
+
+def _zero_stage(module: RLLightningModule) -> int:
+    strategy = module.parallel.strategy
+    config = cast(dict[str, Any], strategy.config) if isinstance(strategy, DeepSpeedStrategy) else {}
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def _layer_count(policy: PolicyModel) -> int:
+    return policy.model.config.get_text_config().num_hidden_layers * len(policy.models())
 
 
 def _bytes(model: nn.Module) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    """Bytes of a model's weights on this rank."""
+    weights = (w.to_local() if isinstance(w, DTensor) else w for w in model.parameters())
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def _size(number: float) -> str:
