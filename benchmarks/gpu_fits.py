@@ -46,8 +46,8 @@ def _sort(findings: Findings, staleness: int) -> None:
     import sorting_task as task
 
     rollouts, size, held_out = (2, 2, 8) if findings.tiny else (ROLLOUTS, 32, 256)
-    engine = VLLMEngine(sleeps=not staleness) if find_spec("vllm") is not None else None
-    findings.figure("engine", "vLLM" if engine is not None else "the embedded one: vllm is not installed")
+    engine = VLLMEngine() if not staleness and find_spec("vllm") is not None else None
+    findings.figure("engine", "vLLM" if engine is not None else "the embedded one")
     module = RLLightningModule(
         policy=partial(task.untrained_policy if findings.tiny else task.warm_started_policy, 0),
         rewards=task.exactly_sorted,

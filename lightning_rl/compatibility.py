@@ -282,6 +282,12 @@ def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engi
     name = type(engine).__name__
     if max_staleness == 0:
         return
+    if not engine.capabilities.generates_ahead:
+        raise ValueError(
+            f"expected an engine that generates while the policy trains, because max_staleness={max_staleness}, got a "
+            f"{name} on the GPU of the trainer, where each token would wait for the trainer's kernels: use "
+            "VLLMServerEngine on other GPUs, or max_staleness=0"
+        )
     if engine.capabilities.sleeps:
         raise ValueError(
             f"expected an engine that stays awake while the policy trains, because max_staleness={max_staleness}, got "

@@ -2,7 +2,7 @@
 
     python recipes/agent.py
     python recipes/agent.py --tiny
-    python recipes/agent.py --engine vllm --devices 2 --strategy fsdp2 --max_staleness 1
+    python recipes/agent.py --engine vllm --devices 2 --strategy fsdp2
     python recipes/train.py fit --config recipes/yaml/agent.yaml
 
 A conversation has up to 7 turns; what the environment says is in the row and is not trained. The task lies in

@@ -318,6 +318,11 @@ def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1,
 @pytest.mark.parametrize(
     ("engine", "number", "message"),
     [
+        (
+            {"generates_ahead": False, "sleeps": True},
+            1,
+            r"generates while the policy trains, .*: use VLLMServerEngine on other GPUs, or max_staleness=0",
+        ),
         ({"sleeps": True}, 1, r"an engine that stays awake .*: use FakeEngine\(sleeps=False\), or max_staleness=0"),
         (
             {"collective": True},
@@ -326,7 +331,7 @@ def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1,
         ),
         ({}, 2, "expected max_staleness=1 with FakeEngine, got 2: it cannot take weights while it .* use 1, or an"),
     ],
-    ids=["sleeps", "is-shared", "cannot-sync-meanwhile"],
+    ids=["waits", "sleeps", "is-shared", "cannot-sync-meanwhile"],
 )
 def test_an_engine_that_cannot_generate_ahead_is_refused_with_the_fix(
     engine: dict[str, Any], number: int, message: str

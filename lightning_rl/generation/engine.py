@@ -162,6 +162,7 @@ class Capabilities:
         concurrent: several threads may have it generate at a time, none of which waits for another, and closing it cuts
             all of them short.
         sleeps: it gives its memory back between a rollout and the next sync.
+        generates_ahead: it generates at full speed while the policy trains.
         collective: ranks draw from one engine together, so all have to call :meth:`Engine.generate` alike.
         max_rows: that decode together; None for no limit of its own.
         cuts_short: a response may end for its length before ``max_new_tokens``, by a limit of the engine's own.
@@ -176,6 +177,7 @@ class Capabilities:
     syncs_while_generating: bool = False
     concurrent: bool = False
     sleeps: bool = False
+    generates_ahead: bool = True
     collective: bool = False
     max_rows: int | None = None
     cuts_short: bool = False

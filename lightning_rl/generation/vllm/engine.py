@@ -119,6 +119,7 @@ class VLLMEngine(Engine):
             extras=available_extras(),
             lists_masks=True,
             sleeps=torch.cuda.is_available() if self.sleeps is None else self.sleeps,
+            generates_ahead=not torch.cuda.is_available(),  # or its kernels would wait for the trainer's, on one stream
             collective=self._tensor_parallel > 1,
         )
 

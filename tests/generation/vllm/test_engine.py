@@ -188,3 +188,11 @@ def test_an_engine_sleeps_before_the_policy_scores(gpu: FakeVLLM) -> None:
     fit(module, callbacks=[Watch()], data=tiny_prompts(4, 4))
     assert states == [EngineState.ASLEEP] * 4, "old log-probabilities and update of two minibatches"
     assert len(gpu.built) == 1
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("sleeps", [None, False])
+def test_generating_ahead_on_the_trainer_s_gpu_is_refused_with_the_fix(sleeps: bool | None) -> None:
+    module = tiny_module(engine=VLLMEngine(sleeps=sleeps), max_staleness=1)
+    with pytest.raises(ValueError, match=r"use VLLMServerEngine on other GPUs, or max_staleness=0"):
+        fit(module, data=tiny_prompts(4, 4))
