@@ -24,8 +24,8 @@ def mutate(*names: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_sample_of_the_bugs_is_caught() -> None:
-    assert mutate("1_03", "1_18", "2_21") == (0, "mutations injected=3 caught=3")
+def test_a_bug_that_is_put_back_is_caught() -> None:
+    assert mutate("1_18") == (0, "mutations injected=1 caught=1")
 
 
 @pytest.mark.long

@@ -59,7 +59,9 @@ def evaluate(folder: Path, ranks: int, strategy: str = "ddp", token_budget: int 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "ddp"), (2, "tensor")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(2, "ddp"), pytest.param(4, "ddp", marks=pytest.mark.long), (2, "tensor")]
+)
 def test_ranks_evaluate_bit_for_bit_as_one_device(tmp_path: Path, ranks: int, strategy: str) -> None:
     one = evaluate(tmp_path / "one", 1)
     run_ranks(__file__, ranks, tmp_path, strategy)

@@ -30,7 +30,7 @@ def many_experts(dtype: torch.dtype, family: str = "qwen3_moe") -> PreTrainedMod
 
 
 def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) -> Tensor:
-    """|engine - trainer| of every token of four rollouts, each before it is trained on."""
+    """|engine - trainer| of every token of two rollouts, each before it is trained on."""
     seen: list[Rollout] = []
     module = tiny_module(
         policy=policy,
@@ -39,7 +39,7 @@ def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) 
         optimizer=partial(AdamW, lr=1e-4),
         **options,
     )
-    fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(32, 8))
+    fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(16, 8))
     found = [
         (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
         for rollout in seen

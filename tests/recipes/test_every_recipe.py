@@ -11,6 +11,8 @@ from typing import Any
 import command_line
 import pytest
 import tiny
+import tiny_gsm8k
+import tiny_tools
 import torch
 import yaml
 from kit.nodes import run_nodes
@@ -116,9 +118,9 @@ def last_log(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def run_log(name: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def run_log(name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, str]]:
     """What a recipe logs with ``--tiny``."""
-    run(name, "--tiny", monkeypatch=monkeypatch)
+    run(name, "--tiny", *options, monkeypatch=monkeypatch)
     return last_log(name)
 
 
@@ -167,6 +169,23 @@ def test_the_readme_says_of_every_recipe_when_to_take_it() -> None:
 def test_a_tiny_recipe_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_extra(name)
     check_training(run_log(name, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "columns"),
+    [
+        pytest.param("gsm8k", tiny_gsm8k, {"reward/correct", "reward/form", "val/sampled/pass@4"}, id="gsm8k"),
+        pytest.param("tools", tiny_tools, {"env/tool_calls", "env/parse_errors", "val/greedy/pass@1"}, id="tools"),
+    ],
+)
+def test_a_recipe_with_a_small_model_of_its_own_logs_its_figures_and_keeps_its_samples(
+    name: str, small: Any, columns: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small, "warm_started_policy", small.untrained_policy)  # what it learns is tested at length
+    rows = run_log(name, monkeypatch, "--rollouts=1", "--max_new_tokens=4")
+    assert columns <= {column for row in rows for column, value in row.items() if value}
+    (folder,) = (Path("runs") / name).iterdir()
+    assert list((folder / "checkpoints").iterdir()) and list((folder / "evaluations" / "greedy").iterdir())
 
 
 def test_the_student_of_the_tiny_distillation_comes_closer_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from lightning_rl.rewards import NumberMatch
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k.py"
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3, 4))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
 def test_the_validation_reward_rises(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, RECIPE, "--tiny", "--seed", str(seed)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

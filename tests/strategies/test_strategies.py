@@ -49,15 +49,18 @@ def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str], agai
             check(folder, strategy, case, against or case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=pytest.mark.long if name in ("zero1", "zero2") else pytest.mark.slow)
+     for name in STRATEGIES],
+)  # fmt: skip
 def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
     runs(tmp_path, 2, [strategy], ["critic", "masked"])
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "fsdp2", "tensor") else pytest.mark.long)
+    [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "tensor") else pytest.mark.long)
      for name in STRATEGIES],
 )  # fmt: skip
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -67,7 +70,7 @@ def test_conversations_are_the_same_on_every_rank(strategy: str, ranks: int, tmp
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("ddp", "fsdp2") else pytest.mark.long)
+    [pytest.param(name, marks=pytest.mark.slow if name == "ddp" else pytest.mark.long)
      for name in STRATEGIES if name != "tensor"],  # which splits no mixture of experts
 )  # fmt: skip
 def test_routes_and_kept_tokens_are_replayed_on_every_rank(strategy: str, tmp_path: Path) -> None:

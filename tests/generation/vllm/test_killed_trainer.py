@@ -78,11 +78,6 @@ def check(folder: Path, moments: int, staleness: int) -> None:
         assert one.requests and two.requests, "both took part"
 
 
-@pytest.mark.slow
-def test_a_trainer_that_is_killed_with_two_servers_resumes_bitwise(tmp_path: Path) -> None:
-    check(tmp_path, 1, staleness=0)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_trainer_that_is_killed_ten_times_with_two_servers_resumes_bitwise(staleness: int, tmp_path: Path) -> None:
