@@ -1,6 +1,7 @@
 """serve: one vLLM server for VLLMServerEngine, on loopback, every path behind a key, ended as a whole."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from transformers import AutoConfig
 
 from lightning_rl.cli.process_group import run_group
 from lightning_rl.generation.vllm.address import LOOPBACK
-from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED
+from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED, HEAD_DTYPE
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import HOST, STORAGE
 from lightning_rl.key import KEY, check_key, default_key_file, ensure_key_file, read_key
@@ -187,6 +188,7 @@ def command_line(model: str, address: Address, *, dtype: str | None, on_cpu: boo
     if dtype is None:
         dtype = str(AutoConfig.from_pretrained(model, trust_remote_code=False).dtype or "auto").removeprefix("torch.")
     flags = {"model": model, **address.flags, "dtype": dtype, "worker-extension-cls": LOADER}
+    flags["hf-overrides"] = json.dumps({"head_dtype": HEAD_DTYPE})
     flags |= {name.replace("_", "-"): str(value) for name, value in FIXED.items()}
     switches = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):

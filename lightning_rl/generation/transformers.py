@@ -23,6 +23,7 @@ from lightning_rl.generation.sampling import RowFilters, Sampling, in_units
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
 from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
+from lightning_rl.policy.logprobs import exact_logits
 from lightning_rl.policy.model import carries_state
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
@@ -95,7 +96,7 @@ class TransformersEngine(Engine):
         places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
-            with without_compilation(model), routes as take_routes:
+            with without_compilation(model), exact_logits(model.get_output_embeddings()), routes as take_routes:
                 if self._unproven:
                     self._prove_decoding(model)
                 for start in range(0, len(places), self.max_rows):
@@ -138,7 +139,7 @@ class TransformersEngine(Engine):
         model, scores = self._model_for("score"), []
         for row in rows:
             ids = torch.tensor(row, device=model.device)
-            with without_compilation(model):
+            with without_compilation(model), exact_logits(model.get_output_embeddings()):
                 logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             scores.append(exact.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu())

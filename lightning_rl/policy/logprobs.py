@@ -1,11 +1,12 @@
 """The vocabulary head: log-probability and entropy of given tokens, in chunks, without ever holding all logits."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
@@ -80,6 +81,42 @@ def sum_of_squares(
             for block, scores in _blocks(part, logits):
                 sums[block] = scores.softmax(-1).square_().sum(-1)
     return sums
+
+
+@contextmanager
+def exact_logits(head: nn.Module | None) -> Iterator[None]:
+    """Have a head return logits as training computes them: never rounded to the precision of the run.
+
+    Its weight must not change meanwhile, because it is cast once.
+
+    Args:
+        head: of a causal language model; anything but a plain linear layer stays as it is.
+    """
+    if type(head) is not nn.Linear:
+        yield
+        return
+    layer: Any = head
+    operand: Tensor | None = None
+
+    def forward(hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... V"]:
+        nonlocal operand
+        operand = head.weight.to(_operand_dtype(hidden, head.weight)) if operand is None else operand
+        exact, rows = exact_dtype(operand), hidden.to(operand.dtype)
+        bias = None if layer.bias is None else layer.bias.to(exact)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if operand.dtype == exact:
+                return nn.functional.linear(rows, operand, bias)
+            logits = torch.mm(rows.flatten(0, -2), operand.t(), out_dtype=exact).unflatten(0, rows.shape[:-1])
+            return logits if bias is None else logits + bias
+
+    before = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if before is not None:
+            layer.forward = before
 
 
 def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True) -> float:

@@ -41,6 +41,7 @@ def test_the_command_line_serves_weights_that_come_from_the_trainer_alone(folder
     given = flags(command)
     assert given["--load-format"] == "dummy" and given["--logprobs-mode"] == "processed_logprobs"
     assert given["--generation-config"] == "vllm" and given["--dtype"] == "float32"
+    assert json.loads(given["--hf-overrides"]) == {"head_dtype": "float32"}
     assert given["--worker-extension-cls"] == "lightning_rl.generation.vllm.worker.WeightLoader"
     assert {"--enable-scale-out", "--enable-prompt-tokens-details", "--enforce-eager"} <= given.keys()
     assert given["--kv-cache-memory-bytes"] == str(2**30) and "--skip-tokenizer-init" in given

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kit.engine_requests import launch, request_of, with_sampling
 from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
+from kit.vllm_models import mean_gap, with_large_logits
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -263,3 +264,18 @@ def test_nothing_asked_gives_nothing_and_no_gradient_is_recorded() -> None:
 def test_float64_weights_sample_in_float64() -> None:
     (completion,) = draw(tiny_policy(dtype=torch.float64), requests_for([(2, 3)]))
     assert completion.logprobs is not None and completion.logprobs.dtype == torch.float64
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_logits_are_float32_as_those_that_train(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    model = with_large_logits(tiny_model("qwen2", dtype=dtype, hidden_size=128, initializer_range=0.05))
+    head, requests = model.get_output_embeddings(), requests_for(PROMPTS * 8, temperature=1.0, eos_token_ids=())
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        engine = start_engine(model)
+        completions = engine.generate(requests, logprobs=True)
+        (scores,) = engine.score([[5, *range(2, 14), *range(2, 14)]])
+        scored = replace(completions[0], token_ids=(*range(2, 14), *range(2, 14)), logprobs=scores)
+        assert mean_gap(model, requests, completions) < 4e-3, "3e-2 if logits are rounded"
+        assert mean_gap(model, requests_for([(5,)], temperature=1.0), [scored]) < 4e-3
+        assert model(torch.tensor([[5]])).logits.dtype == torch.bfloat16 and "forward" not in vars(head)

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from kit.engine_requests import request_of
 from kit.support import tiny_model
-from lightning_rl import Engine, VLLMEngine
+from lightning_rl import Engine, Rollout, VLLMEngine
 from lightning_rl.generation import Completion, Request
+from lightning_rl.policy import PolicyModel, pack
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Starter = Callable[..., VLLMEngine]
@@ -74,6 +75,24 @@ def trainer_logprobs(model: PreTrainedModel, request: Request, completion: Compl
     whole = torch.cat([torch.tensor(request.prefix_ids), ids])
     logits = model(input_ids=whole[None], use_cache=False).logits[0, len(request.prefix_ids) - 1 : -1].float()
     return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def with_large_logits(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with logits about 17, as trained ones have, which half precision spaces by 0.125."""
+    with torch.no_grad():
+        model.get_parameter("model.embed_tokens.weight").add_(0.5)
+        model.get_parameter("lm_head.weight").add_(0.2)
+    return model
+
+
+@torch.no_grad()
+def mean_gap(model: PreTrainedModel, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
+    """Mean difference between the engine's log-probabilities and those that the policy trains with."""
+    prompts, responses = [each.prefix_ids for each in requests], [each.token_ids for each in completions]
+    rollout = Rollout.of_samples(prompts, responses, groups=range(len(requests)))
+    policy = PolicyModel(model, None, temperature=requests[0].sampling.temperature, packed=True)
+    drawn = torch.cat([each.logprobs for each in completions if each.logprobs is not None])
+    return float((policy(pack(rollout)).logprobs[rollout.valid_tokens] - drawn).abs().mean())
 
 
 def worst(model: PreTrainedModel, requests: Sequence[Request], completions: Sequence[Completion]) -> float:

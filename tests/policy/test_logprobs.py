@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from kit.other_device import OTHER, other_device
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_rl.policy import logprobs as head
-from lightning_rl.policy.logprobs import chunk_elements, sum_of_squares, token_logprobs
+from lightning_rl.policy.logprobs import chunk_elements, exact_logits, sum_of_squares, token_logprobs
 from lightning_rl.policy.sampling_mask import to_bits
 
 exactly = torch.testing.assert_close
@@ -467,3 +468,29 @@ def test_autocast_leaves_float64_as_it_is() -> None:
     with other_device(), cuda_autocast(torch.bfloat16), Products() as products:
         token_logprobs(hidden.detach().to(OTHER), weight.detach().to(OTHER), None, targets.to(OTHER))
     assert products.dtypes == [(torch.float64,) * 3]
+
+
+@biased
+def test_a_head_is_called_exactly_inside_and_as_before_outside(*, with_bias: bool) -> None:
+    layer = nn.Linear(8, 5, bias=with_bias, dtype=torch.bfloat16)
+    hidden = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    exact = nn.functional.linear(hidden.float(), layer.weight.float(), layer.bias.float() if with_bias else None)
+    rounded = layer(hidden)
+    with exact_logits(layer), exact_logits(layer):
+        assert torch.equal(layer(hidden), exact)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(hidden.float()), exact)
+    assert torch.equal(layer(hidden), rounded) and rounded.dtype == torch.bfloat16 and "forward" not in vars(layer)
+    other = nn.Sequential(layer)
+    with exact_logits(other), exact_logits(None):
+        assert torch.equal(other(hidden), rounded)
+
+
+def test_on_a_gpu_products_of_half_precision_give_float32() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        layer = nn.Linear(8, 5, device="meta")
+        layer.weight = nn.Parameter(torch.empty(5, 8, dtype=torch.bfloat16, device="cuda"))
+        layer.bias = nn.Parameter(torch.empty(5, dtype=torch.bfloat16, device="cuda"))
+        with exact_logits(layer):
+            logits = layer(torch.zeros(2, 3, 8, dtype=torch.bfloat16, device="cuda"))
+    assert logits.is_cuda and logits.dtype == torch.float32 and logits.shape == (2, 3, 5)

@@ -12,11 +12,13 @@ from kit.vllm_models import (
     VOCABULARY,
     Starter,
     a_model,
+    mean_gap,
     moved,
     prompts_of,
     requests_for,
     synced,
     trainer_logprobs,
+    with_large_logits,
     worst,
 )
 from peft import LoraConfig, get_peft_model
@@ -137,6 +139,16 @@ def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(start_engine: Sta
         [c.logprobs - trainer_logprobs(model, r, c) for r, c in zip(requests, completions, strict=True)]  # pyright: ignore[reportOptionalOperand]
     )
     assert 1e-3 < float(differences.abs().mean()) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_a_half_precision_engine_are_float32_as_those_of_the_trainer(
+    dtype: torch.dtype, start_engine: Starter
+) -> None:
+    model = with_large_logits(a_model(dtype=dtype, initializer_range=0.05))
+    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(32), temperature=1.0)
+    found = mean_gap(model, requests, engine.generate(requests, logprobs=True))
+    assert found < (4e-3 if dtype == torch.bfloat16 else 6e-4), "3.2e-2 and 4e-3 if logits are rounded"
 
 
 def test_adapters_are_merged_into_the_stream(start_engine: Starter) -> None:

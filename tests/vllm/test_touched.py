@@ -30,6 +30,7 @@ NAMES = {
         "ModelConfig.generation_config",
         "ModelConfig.skip_tokenizer_init",
         "ModelConfig.return_sampling_mask",
+        "ModelConfig.head_dtype()",
     ),
     "config/parallel.py": ("ParallelConfig.tensor_parallel_size", "ParallelConfig.worker_extension_cls"),
     "device_allocator/__init__.py": ("AllocationData.handle", "AllocationData.is_asleep"),

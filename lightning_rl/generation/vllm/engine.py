@@ -43,6 +43,7 @@ CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly al
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
 RUNNING: list["VLLMEngine"] = []  # engines of this process, asleep or not
 Value = TypeVar("Value")
+HEAD_DTYPE = "float32"  # of the product that makes logits, as in training, whatever the engine computes in
 FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
     "generation_config": "vllm",  # not the sampling defaults of the checkpoint
@@ -180,6 +181,7 @@ class VLLMEngine(Engine):
         folder = Path(self._folder.name)
         config = deepcopy(model.config)
         config.architectures = config.architectures or [type(model).__name__]
+        config.head_dtype = HEAD_DTYPE
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
