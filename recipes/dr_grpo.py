@@ -42,7 +42,7 @@ def main(
         reduction=SequenceSumNorm(max_new_tokens),
         sampling=Sampling(max_new_tokens=max_new_tokens),
         group_size=8,
-        token_budget=16_384,
+        token_budget=8192,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

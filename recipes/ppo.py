@@ -48,7 +48,7 @@ def main(
         sampling=Sampling(max_new_tokens=max_new_tokens),
         group_size=1,
         minibatches=minibatches,
-        token_budget=16_384,
+        token_budget=8192,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -133,8 +133,12 @@ def chunk_elements(device: torch.device) -> int:
     """How many logits are held at once on a device: a constant of its kind, so that a rerun rounds alike."""
     if device.type != "cuda":
         return CPU_CHUNK
-    share = torch.cuda.get_device_properties(device).total_memory // (4 * DEVICE_SHARE)
-    return 2 ** (share.bit_length() - 1)
+    return chunk_of(torch.cuda.get_device_properties(device).total_memory)
+
+
+def chunk_of(memory: int) -> int:
+    """Return the number of logits that an accelerator with ``memory`` bytes holds at once."""
+    return 2 ** ((memory // (4 * DEVICE_SHARE)).bit_length() - 1)
 
 
 def exact_dtype(weight: Tensor) -> torch.dtype:

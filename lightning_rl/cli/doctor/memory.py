@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
@@ -65,6 +65,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
         weights += size
         trained += size * trains.get(name, True)
         outside += size * (not any(part.isdigit() for part in name.split(".")))  # of layers
+    gathered = _bytes_of_numbers(module)[1] / policy.model.dtype.itemsize * parallel.sharded
     layer = (weights - outside) / _layer_count(policy)
     activations = _activations(module, max_prompt_length)
     engine, cuda = _engine_bytes(module, max_prompt_length), module.device.type == "cuda"
@@ -76,8 +77,8 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
         optimizer=trained * _states_per_weight(module) / (ranks if stage else shards),
         reference=_bytes(reference.model) if type(reference := module.run.reference) is Scorer else 0,
         replica=0 if module.run.replica is None else _bytes(module.run.replica),
-        root=outside if parallel.sharded else 0,
-        gathered=3 * layer if parallel.sharded else 0,  # a layer, the next one, and the gradient of a layer
+        root=outside * gathered,
+        gathered=3 * layer * gathered,  # a layer, the next one, and the gradient of a layer
         activations=activations.update,
         scoring=activations.scoring,
         engine=engine,
@@ -128,7 +129,7 @@ def _activations(module: RLLightningModule, max_prompt_length: int) -> Activatio
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     tokens = max(module.token_budget, max_prompt_length + module.sampling.max_new_tokens)
     text: Any = policy.model.config.get_text_config()
-    itemsize, adapted = policy.model.dtype.itemsize, bool(adapters_of(policy.model))
+    itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
     head = head_bytes(
         entries=text.vocab_size * text.hidden_size,
         chunk=min(chunk_elements(module.device), tokens * text.vocab_size),
@@ -180,10 +181,9 @@ def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
 
 def _bytes_of_numbers(module: RLLightningModule) -> tuple[int, int]:
     """Bytes of a number in matrix products, and in the hidden states between layers."""
-    weights, strategy = module.required_policy.model.dtype, module.parallel.strategy
-    compute = module.parallel.compute_dtype(weights).itemsize
-    casts_weights = isinstance(strategy, FSDPStrategy) and strategy.mixed_precision_config is not None
-    return compute, compute if casts_weights else weights.itemsize
+    weights, parallel = module.required_policy.model.dtype, module.parallel
+    compute = parallel.compute_dtype(weights).itemsize
+    return compute, compute if parallel.sharded else weights.itemsize  # whose layers are gathered in that dtype
 
 
 def _states_per_weight(module: RLLightningModule) -> float:
