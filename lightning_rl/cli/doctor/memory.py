@@ -33,11 +33,18 @@ from lightning_rl.policy.memory import (
 )
 
 PARTS = {
-    "weights": "weights", "gradients": "gradients", "buckets": "buckets of DDP", "root": "whole embeddings and head",
+    "weights": "weights",
+    "gradients": "gradients",
+    "buckets": "buckets of DDP",
+    "root": "whole embeddings and head",
     "gathered": "gathered layers",
-    "optimizer": "optimizer", "reference": "reference", "replica": "copy for generation", "engine": "engine",
-    "activations": "activations", "context": "CUDA context",
-}  # fmt: skip
+    "optimizer": "optimizer",
+    "reference": "reference",
+    "replica": "copy for generation",
+    "engine": "engine",
+    "activations": "activations",
+    "context": "CUDA context",
+}
 
 
 def layer_sizes(policy: PolicyModel) -> LayerSizes:

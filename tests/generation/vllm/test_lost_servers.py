@@ -201,7 +201,7 @@ def test_a_server_on_a_gpu_may_round_as_tf32_does() -> None:
     first, policy = ScriptedServer(**{**HOLDS, "device": "cuda"}), tiny_policy()
     engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=5)
     with servers(first):
-        engine.start(policy, None)
+        engine.start(policy, None, device=policy.device, dtype=policy.dtype)
         assert engine.allows_tf32
         engine.expect(policy.named_parameters())
         engine.load_weights(policy.named_parameters(), 0)
