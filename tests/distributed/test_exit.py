@@ -2,6 +2,7 @@
 
 import atexit
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from lightning_rl.distributed.collectives import end_at_exit
 
 def gloo_threads() -> list[str]:
     """Names of the threads of this process that belong to gloo."""
-    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = list[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end between its listing and its reading
+            names.append(task.joinpath("comm").read_text().strip())
     return [name for name in names if "gloo" in name]
 
 

@@ -250,13 +250,10 @@ def test_what_a_conversation_started_ends_with_it(pool: WorkerPool, end: str) ->
 
 
 @pytest.mark.parametrize("end", [*ENDS, *HARMLESS])
-def test_one_in_twenty_costs_a_batch_at_most_one_deadline_and_nobody_else(pool: WorkerPool, end: str) -> None:
+def test_one_in_twenty_changes_no_other_conversation_of_its_batch(pool: WorkerPool, end: str) -> None:
     number, bad = 80, {3, 23, 43, 63}
-    begin = time.monotonic()
     clean = run(pool, ["well"] * number)
-    middle = time.monotonic()
     transcripts = run(pool, [end if sample in bad else "well" for sample in range(number)])
-    seconds, usual = time.monotonic() - middle, middle - begin
     for sample, (transcript, expected) in enumerate(zip(transcripts, clean, strict=True)):
         if sample in bad and end in ENDS:
             assert transcript.finish == Finish.FAILED and transcript.outcome.reward is None
@@ -264,7 +261,6 @@ def test_one_in_twenty_costs_a_batch_at_most_one_deadline_and_nobody_else(pool: 
         else:
             assert (transcript.outcome.failure, transcript.row.response_ids) == (None, expected.row.response_ids)
             assert transcript.outcome.reward == sample + 0.5 and transcript.outcome.metrics["retries"] == 0
-    assert seconds - usual < pool.conversation_seconds + 1.5, f"{usual:.1f} s without them, {seconds:.1f} s with them"
     assert nothing_is_left(*pool.pids())
 
 

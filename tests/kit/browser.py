@@ -117,9 +117,10 @@ class Browser:
         return int(self.ask("document.documentElement.dataset.turn"))
 
     def settle(self, before: int) -> None:
-        """Waits until a further view is drawn than there was before."""
+        """Waits until a view after the one before is drawn, and what it asks for with its first frame."""
         data = "document.documentElement.dataset"
         self.wait(f"{data}.turn > {before} && {data}.ready === {data}.turn")
+        self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def go(self, place: str) -> None:
         """Follows a link within the report, and waits until it is drawn."""
