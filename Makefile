@@ -115,7 +115,7 @@ test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapter
 	for extra in $(ADAPTERS); do \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/environments/adapters/test_$${extra//-/_}.py; \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k adapters.md; \
-		[ $$extra != reasoning-gym ] || .venv-adapters/$$extra/bin/python -m pytest tests/recipes/test_every_recipe.py -k reasoning; \
+		[ $$extra != reasoning-gym ] || .venv-adapters/$$extra/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning; \
 	done
 
 test-oldest: build/uv ## Fast tests with the oldest version of everything that pyproject.toml allows

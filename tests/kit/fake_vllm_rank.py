@@ -1,4 +1,4 @@
-"""One rank of a training run with the fake vLLM: ``fake_vllm_rank.py FOLDER`` saves which rank and GPU vLLM took."""
+"""One rank of a fit with the fake vLLM: ``fake_vllm_rank.py FOLDER`` saves the rank, GPU and dtype that vLLM took."""
 
 import os
 import sys
@@ -23,8 +23,9 @@ def main(folder: Path) -> None:
             data=tiny_prompts(8, 4),
             devices=2,
             strategy=DDPStrategy(process_group_backend="gloo"),
+            precision="bf16-mixed",
         )
-        built = [(engine.rank, engine.device_index) for engine in fake.built]
+        built = [(engine.rank, engine.device_index, engine.dtype) for engine in fake.built]
     known = {"before": before, "built": built, "after": {name: os.environ.get(name) for name in before}}
     torch.save({**known, "ranks": dist.get_world_size()}, folder / f"{trainer.global_rank}.pt")
 
