@@ -158,11 +158,11 @@ def test_every_recipe_is_a_script_of_at_most_80_lines_and_a_configuration() -> N
     assert {name: length for name, length in lengths.items() if length > 80} == {}
 
 
-def test_the_readme_says_of_every_recipe_when_to_take_it() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    tables = [line for line in lines if line.startswith("|") and "(recipes/yaml/" in line]
-    assert [name for name in ALL if sum(f"(recipes/{name}.py)" in line for line in tables) != 1] == []
-    assert [name for name in ALL if sum(f"(recipes/yaml/{name}.yaml)" in line for line in tables) != 1] == []
+def test_the_table_of_recipes_has_every_recipe_once() -> None:
+    lines = (ROOT / "docs" / "choosing.md").read_text().splitlines()
+    tables = [line for line in lines if line.startswith("|") and "(../recipes/yaml/" in line]
+    assert [name for name in ALL if sum(f"(../recipes/{name}.py)" in line for line in tables) != 1] == []
+    assert [name for name in ALL if sum(f"(../recipes/yaml/{name}.yaml)" in line for line in tables) != 1] == []
 
 
 @pytest.mark.parametrize("name", SIMPLE)
