@@ -133,12 +133,13 @@ lock: build/uv ## Write requirements.lock: every package of .venv but torch, wit
 licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed package
 	$(BIN)/python tests/licences.py > docs/licences.md
 
-check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling
+check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling, language
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
+	$(BIN)/python -m tests.language
 
 check: check-static test-fast ## What to run before a commit
 
