@@ -61,6 +61,7 @@ class ScriptedServer:
         error: what a load says instead of loading.
         key: that every call has to bring.
         engines: behind the port, of which the first answers.
+        worker: the process that joins groups.
         cut: how many clients hung up before their answer.
         connections: how many there have been.
         metrics: what ``/metrics`` answers.
@@ -83,7 +84,7 @@ class ScriptedServer:
         self.loads: list[str] = []
         self.receptions: list[str] = []
         self.on_tensor: Callable[[str], None] = lambda _: None
-        self._worker = _Worker(self)
+        self.worker = _Worker(self)
         self.requests: list[dict[str, Any]] = []
         self.cache: set[tuple[str | None, tuple[int, ...]]] = set()
         self.calls: list[str] = []
@@ -103,7 +104,7 @@ class ScriptedServer:
 
     def kill(self) -> None:
         """Ends as a process does that is killed: nobody gets an answer any more."""
-        self._worker.lightning_rl_leave()
+        self.worker.lightning_rl_leave()
         if self._thread.is_alive():
             self._http.shutdown()
             self._http.server_close()
@@ -154,8 +155,8 @@ class ScriptedServer:
         if method == "lightning_rl_load":
             self.weights = dict(read_weights(Path(arguments[0])))
             self.loads.append(arguments[0])
-        if method in ("lightning_rl_join", "lightning_rl_membership", "lightning_rl_receive", "lightning_rl_leave"):
-            return getattr(self._worker, method)(*arguments)
+        if method.removeprefix("lightning_rl_") in ("gpu", "join", "membership", "receive", "leave"):
+            return getattr(self.worker, method)(*arguments)
         return {}
 
     def _generated(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
 from lightning_rl.generation.vllm.endpoint import Label
-from lightning_rl.generation.vllm.group import BUCKET_BYTES, Group, GroupError, Invitation, open_store
+from lightning_rl.generation.vllm.group import BUCKET_BYTES, Group, GroupError, Invitation, gpu_of, open_store
 from lightning_rl.generation.vllm.http import Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.places import Server
 from lightning_rl.generation.vllm.pool import ServerPool
@@ -105,10 +105,16 @@ class Broadcast:
         return self._group
 
     def _form(self, servers: Sequence[Server]) -> list[Server]:
-        """Makes a group of servers if all of them join; returns those that would."""
+        """Makes a group of servers if all of them join; returns those that would.
+
+        Raises:
+            ValueError: if two members share a GPU, which NCCL refuses.
+        """
         counts = _ask(servers, lambda server: server.endpoint.count_workers())
         if len(counts) < len(servers):
             return list(counts)
+        if self._backend == "nccl":
+            self._check_gpus(servers)
         host = _host_for(servers)
         store = open_store(host)
         self._groups += 1
@@ -121,6 +127,16 @@ class Broadcast:
             self._group = Group(invitation, self._tensors, rank=0, device=self._device, store=store)
             self._members = list(servers)
         return list(joined)
+
+    def _check_gpus(self, servers: Sequence[Server]) -> None:
+        owners = {gpu_of(self._device): "the trainer"}
+        for server, gpus in _ask(servers, lambda server: server.endpoint.gpus()).items():
+            for gpu in gpus:
+                if (owner := owners.setdefault(gpu, server.endpoint.url)) != server.endpoint.url:
+                    raise ValueError(
+                        f'expected a GPU for each member of a group with transfer="broadcast", got one for {owner} and '
+                        f'{server.endpoint.url}: pass transfer="file", or give each a GPU of its own'
+                    )
 
     def _end_group(self) -> None:
         group, self._group, self._members = self._group, None, []

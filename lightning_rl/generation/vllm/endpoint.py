@@ -203,6 +203,12 @@ class Endpoint:
         """How many processes hold a part of its weights."""
         return self._world_size("false")
 
+    def gpus(self) -> list[str]:
+        """The GPU of each of these processes."""
+        results = self._on_workers("lightning_rl_gpu")
+        with self._parsing():
+            return [str(result["gpu"]) for result in results]
+
     def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
         """Has every worker join a group, as its members from ``first`` on.
 

@@ -8,9 +8,11 @@ have cut the tensors alike, and -1 says that the trainer's stream has failed. No
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ BUCKET_BYTES = 2**28  # two of them are held by the sender, and by each receiver
 STALL = 60.0  # seconds in which a member packs, loads or sends no bucket until the group counts as broken
 POLL = 0.001  # seconds between two looks at a broadcast under way
 FAILED = -1  # in place of a number of bytes
+Value = TypeVar("Value")
 
 
 class GroupError(RuntimeError):
@@ -43,6 +46,8 @@ class Invitation(NamedTuple):
 
 class Group:
     """One member of a group. The members connect to each other with the first bucket.
+
+    NCCL blocks in it until all of them have come, so that it has a thread, and the deadline of any other bucket.
 
     Args:
         invitation: the same for every member.
@@ -69,6 +74,7 @@ class Group:
         self.buckets = cut(tensors, invitation.bucket_bytes)
         self._store = connect(invitation.host, invitation.port) if store is None else store
         self._group: Any = None
+        self._first: Future[Any] | None = None  # broadcast, in which the members of NCCL connect
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._broken = threading.Event()
         self.whole = False  # whether the last stream has come to its end here
@@ -152,10 +158,15 @@ class Group:
     def _post(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        broadcast, connects = partial(self._group.broadcast, [tensor], options), self._first is None
+        if self._first is None:
+            self._first = call_in_thread(broadcast)
+        self._await(self._first.done)
         try:
-            self._under_way.append((self._group.broadcast([tensor], options), tensor))
+            work = self._first.result() if connects else broadcast()
         except RuntimeError as error:
-            raise GroupError(f"group {self.name} is no more: {error}") from error
+            raise self._ended(str(error)) from error
+        self._under_way.append((work, tensor))
 
     def _wait(self, *, leave: int = 0) -> None:
         """Finishes what is under way, but for the last few."""
@@ -164,16 +175,22 @@ class Group:
             self._finish(work)
 
     def _finish(self, work: dist.Work) -> None:
-        end = time.monotonic() + STALL
-        while not work.is_completed():
-            if self._broken.wait(POLL):
-                raise GroupError(f"group {self.name} is no more: a member has left it")
-            if time.monotonic() > end:
-                raise GroupError(f"group {self.name} is no more: no bucket in {STALL:g} s")
+        self._await(work.is_completed)
         try:
             work.wait()
         except RuntimeError as error:
-            raise GroupError(f"group {self.name} is no more: {error}") from error
+            raise self._ended(str(error)) from error
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + STALL
+        while not done():
+            if self._broken.wait(POLL):
+                raise self._ended("a member has left it")
+            if time.monotonic() > end:
+                raise self._ended(f"no bucket in {STALL:g} s")
+
+    def _ended(self, why: str) -> GroupError:
+        return GroupError(f"group {self.name} is no more: {why}")
 
     def _connect(self) -> None:
         """Connects to all members, who have to come within the time of a stall."""
@@ -188,16 +205,44 @@ class Group:
 
     def close(self) -> None:
         """Leaves. What is under way is ended by others or by its timeout, and nobody here waits for it."""
-        if self.invitation.backend == "nccl" and self._group is not None:
+        connecting, nccl = self._first is not None and not self._first.done(), self.invitation.backend == "nccl"
+        if nccl and self._group is not None and not connecting:
             self._group.abort()
-        stuck = any(not work.is_completed() for work, _ in self._under_way)
+        stuck = connecting or any(not work.is_completed() for work, _ in self._under_way)
         parts = [self._group, *self._under_way]
-        self._group = None
+        self._group = self._first = None
         self._under_way.clear()
         if stuck:  # the end of a gloo group waits for its broadcasts
             threading.Thread(target=parts.clear, name="leave-group", daemon=True).start()
         else:  # here and now: a thread of gloo that outlives the interpreter aborts the process
             parts.clear()
+
+
+def call_in_thread(call: Callable[[], Value]) -> "Future[Value]":
+    """Call what may block for ever, in a thread that ends with the process at the latest.
+
+    Example:
+        >>> call_in_thread(lambda: 3).result()
+        3
+    """
+    future: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  for the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="connect-group", daemon=True).start()
+    return future
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the name of a GPU that no other one has, on any machine.
+
+    NCCL takes each GPU once.
+    """
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _gloo(store: Store, rank: int, invitation: Invitation) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.address import LOOPBACK
-from lightning_rl.generation.vllm.group import Group, GroupError, Invitation
+from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, gpu_of
 from lightning_rl.generation.vllm.storage import check_inside
 from lightning_rl.generation.weights.files import read_weights
 from lightning_rl.generation.weights.stream import Stream
@@ -66,6 +66,10 @@ class WeightLoader:
             generation_config=str(model.generation_config),
             process=PROCESS,
         )._asdict()
+
+    def lightning_rl_gpu(self) -> dict[str, str]:
+        """The GPU of this worker, as :func:`.group.gpu_of` names it."""
+        return {"gpu": gpu_of(self.device)}
 
     def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:
         """Compares names and shapes that a sync will bring with what this worker holds."""

@@ -1,8 +1,12 @@
 """Weights by broadcast to scripted servers, whose workers join real groups: what a fault costs and what repairs it."""
 
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl import VLLMServerEngine
 from lightning_rl.generation.vllm import broadcast, group, pool
+from lightning_rl.generation.vllm.group import GroupError
 from lightning_rl.generation.vllm.worker import HOST, WeightLoader
 
 
@@ -269,3 +274,99 @@ def test_sockets_of_a_group_are_on_loopback_alone_when_its_servers_are(one: Scri
 def test_the_way_of_transfer_is_checked_at_construction() -> None:
     with pytest.raises(ValueError, match="expected transfer out of file, broadcast, got 'telepathy'"):
         VLLMServerEngine("http://localhost:1", transfer="telepathy")  # pyright: ignore[reportArgumentType]
+
+
+class BlockingGroup:
+    """NCCL's group of which a member never comes: its first collective blocks while it connects."""
+
+    def __init__(self) -> None:
+        self.entered, self.arrived, self.aborted = threading.Event(), threading.Event(), False
+
+    def broadcast(self, *_: Any) -> Any:
+        """Blocks."""
+        self.entered.set()
+        self.arrived.wait(30)
+        raise RuntimeError("the group was abandoned")
+
+    def abort(self) -> None:
+        """Notes that it was called."""
+        self.aborted = True
+
+
+@pytest.fixture
+def lonely(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[group.Group, BlockingGroup]]:
+    """A member of a group of two on NCCL, alone."""
+    fake = BlockingGroup()
+    monkeypatch.setattr(group, "_nccl", lambda *_: fake)
+    store = group.open_store("127.0.0.1")
+    invitation = group.Invitation("lonely", "127.0.0.1", store.port, 2, "nccl", 64)
+    yield group.Group(invitation, [("a", (4,), "float32")], rank=0, device=torch.device("cpu"), store=store), fake
+    fake.arrived.set()
+
+
+def outcome(call: Callable[[], object]) -> "Future[object]":
+    """A call in a thread that may block for ever."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001  for the test
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@pytest.mark.parametrize("what", ["send", "receive"])
+def test_a_member_that_never_comes_breaks_the_group_within_the_time_of_a_bucket(
+    what: str, lonely: tuple[group.Group, BlockingGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "STALL", 0.5)
+    member, fake = lonely
+    flat = torch.zeros(16, dtype=torch.uint8)
+    call = outcome(lambda: member.send(flat) if what == "send" else list(member.receive()))
+    with pytest.raises(GroupError, match=r"group lonely is no more: no bucket in 0.5 s"):
+        call.result(5)
+    with pytest.raises(GroupError, match=r"no bucket in 0.5 s"):
+        outcome(member.send_failure).result(5)
+    outcome(member.close).result(5)
+    assert fake.entered.is_set() and not fake.aborted, "aborting what connects would block as well"
+
+
+def test_a_member_that_waits_for_the_others_is_told_to_give_up(lonely: tuple[group.Group, BlockingGroup]) -> None:
+    member, fake = lonely
+    call = outcome(lambda: member.send(torch.zeros(16, dtype=torch.uint8)))
+    assert fake.entered.wait(5)
+    member.give_up()
+    with pytest.raises(GroupError, match="a member has left it"):
+        call.result(5)
+
+
+@pytest.mark.parametrize("shared", ["the trainer", "servers", "none"])
+def test_members_that_share_a_gpu_are_an_error_that_names_both(
+    shared: str,
+    one: ScriptedServer,
+    two: ScriptedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"of {device}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    numbers = {"the trainer": (1, 0), "servers": (1, 1), "none": (1, 2)}[shared]
+    for server, number in zip((one, two), numbers, strict=True):
+        server.holds["device"], server.worker.device = "cuda", torch.device("cuda", number)
+    engine = an_engine(one, two, transfer="file")
+    pool = engine._running()  # noqa: SLF001
+    sender = broadcast.Broadcast(pool, [("a", (4,), "float32")], torch.device("cuda", 0))
+    monkeypatch.setattr(group, "_nccl", lambda *_: BlockingGroup())
+    joined = partial(sender._group_of, pool.ready())  # noqa: SLF001
+    if shared == "none":
+        assert joined() is not None and "takes no part" not in caplog.text
+    else:
+        owner = re.escape(shared if shared == "the trainer" else one.url)
+        with pytest.raises(ValueError, match=rf'got one for {owner} and {re.escape(two.url)}: pass transfer="file"'):
+            joined()
+    engine.close()
