@@ -162,8 +162,9 @@ class Group:
         if self._first is None:
             self._first = call_in_thread(broadcast)
         self._await(self._first.done)
-        try:
-            work = self._first.result() if connects else broadcast()
+        try:  # the first is asked every time: after its error NCCL would connect, and block, a second time
+            first = self._first.result()
+            work = first if connects else broadcast()
         except RuntimeError as error:
             raise self._ended(str(error)) from error
         self._under_way.append((work, tensor))
@@ -219,7 +220,7 @@ class Group:
 
 
 def call_in_thread(call: Callable[[], Value]) -> "Future[Value]":
-    """Call what may block for ever, in a thread that ends with the process at the latest.
+    """Call what may block without a deadline, in a thread that ends with the process at the latest.
 
     Example:
         >>> call_in_thread(lambda: 3).result()

@@ -305,7 +305,7 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[group.Group, Block
 
 
 def outcome(call: Callable[[], object]) -> "Future[object]":
-    """A call in a thread that may block for ever."""
+    """A call in a thread that may block."""
     future: Future[object] = Future()
 
     def run() -> None:
@@ -341,6 +341,23 @@ def test_a_member_that_waits_for_the_others_is_told_to_give_up(lonely: tuple[gro
     member.give_up()
     with pytest.raises(GroupError, match="a member has left it"):
         call.result(5)
+
+
+def test_members_that_could_not_connect_do_not_try_it_again(
+    lonely: tuple[group.Group, BlockingGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, fake = lonely
+
+    def refuse(*_: Any) -> Any:
+        monkeypatch.setattr(fake, "broadcast", partial(BlockingGroup.broadcast, fake))
+        raise RuntimeError("NCCL error")
+
+    monkeypatch.setattr(fake, "broadcast", refuse)
+    with pytest.raises(GroupError, match="NCCL error"):
+        member.send(torch.zeros(16, dtype=torch.uint8))
+    with pytest.raises(GroupError, match="NCCL error"):
+        outcome(member.send_failure).result(5)
+    assert not fake.entered.is_set()
 
 
 @pytest.mark.parametrize("shared", ["the trainer", "servers", "none"])
