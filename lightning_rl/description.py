@@ -253,7 +253,8 @@ def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
     owner = getattr(value, "__self__", None)
     if inspect.ismethod(value):
         closed["self"] = describe(owner, around)
-    module = value.__module__ or type(owner).__module__  # of a built-in method
+    # of a built-in method, bound or not
+    module = getattr(value, "__module__", None) or getattr(value, "__objclass__", type(owner)).__module__
     return {NAME: f"{module}.{value.__qualname__}", **({"closure": closed} if closed else {})}
 
 

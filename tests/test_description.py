@@ -70,6 +70,7 @@ def test_functions_have_names_and_options() -> None:
     assert describe(tiny_policy) == {"name": "kit.support.tiny_policy"}
     assert describe(partial(tiny_policy, 3)) == {"partial": "kit.support.tiny_policy", "args": [3], "keywords": {}}
     assert describe(len) == {"name": "builtins.len"}
+    assert describe(str.strip) == describe("".strip) == {"name": "builtins.str.strip"}
     assert describe(AdamW) == {"name": "torch.optim.adamw.AdamW"}
 
 
