@@ -492,7 +492,7 @@ REWARDS: dict[str, Case] = {
     ),
     "name-figure": (
         made(rewards={"x": parity_reward, "x/failed": parity_reward}),
-        'expected names of rewards that are no figure of another, got "x/failed" beside "x"',
+        'expected names of rewards of which none is the folder of another, got "x/failed" beside "x"',
     ),
     "weights": (
         fitted(rewards={"a": (parity_reward, 0.0)}),

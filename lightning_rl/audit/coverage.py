@@ -6,14 +6,15 @@ from collections.abc import Mapping
 RECOMPUTED = "logged_metrics"
 
 COVERAGE: Mapping[str, str] = {
-    "rollout/aborted": RECOMPUTED,
+    "engine/aborted": RECOMPUTED,
     "reward/failed": RECOMPUTED,
     "reward/task": RECOMPUTED,
     "reward/<function>": RECOMPUTED,
     "reward/shaped": RECOMPUTED,
     "reward/missing": RECOMPUTED,
     "reward/greedy": RECOMPUTED,
-    "reward/<function>/<name>": "not covered: a reward function noted it, and only the function knows what it means",
+    "reward_failed/<function>": RECOMPUTED,
+    "reward_metric/<figure>": "not covered: a reward function noted it, and only the function knows what it means",
     "advantage/<figure>": RECOMPUTED,
     "length/<figure>": RECOMPUTED,
     "staleness/<figure>": RECOMPUTED,

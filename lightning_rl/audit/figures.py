@@ -107,20 +107,21 @@ def sampling_figures(
     sampled, failed = [len(part) for part, _ in rounds], 0
     if not facts.group_size or not rounds or any(number % facts.group_size for number in sampled):
         return {}
+    by_function: dict[str, int] = {}
     for part, calls in rounds:
-        wrong = {
-            row
-            for call in calls
-            if len(call.values) == len(part) and facts.reward_weights.get(call.name)
-            for row, value in enumerate(call.values)
-            if value is not None and not math.isfinite(value)
-        }
+        wrong = set[int]()
+        for call in calls:
+            rows = {row for row, value in enumerate(call.values) if value is not None and not math.isfinite(value)}
+            by_function[f"reward_failed/{call.name}"] = by_function.get(f"reward_failed/{call.name}", 0) + len(rows)
+            if len(call.values) == len(part) and facts.reward_weights.get(call.name):  # greedy answers are no rows
+                wrong |= rows
         failed += len(wrong)
     counts = {
         "groups/sampled": sum(sampled) // facts.group_size,
         "groups/filtered": (sum(sampled) - len(rollout)) // facts.group_size,
-        "rollout/aborted": sum(int((part.finish == Finish.ABORT).sum()) for part, _ in rounds),
+        "engine/aborted": sum(int((part.finish == Finish.ABORT).sum()) for part, _ in rounds),
         "reward/failed": failed,
+        **by_function,
     }
     sums = {name: replace(population(torch.tensor([float(n)])), reduction="sum") for name, n in counts.items()}
     return sums | _conversation_figures([part for part, _ in rounds], facts)

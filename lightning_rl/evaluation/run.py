@@ -1,6 +1,7 @@
 """EvaluationRun: one validation or test, from the first batch to figures and files; and predictions."""
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lightning_rl.rewards.failures import report_failures
 from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.rollouts.sample import Sampler
 
+BOUND = re.compile(r"@\d+_(low|high)$")  # of an interval, which has nothing where its metric has nothing
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # of the data module's validation prompts
 
 
@@ -161,7 +163,7 @@ class EvaluationRun:
 
 def warn_of_nan(figures: Mapping[str, float]) -> None:
     """Warns once of figures that are NaN, which callbacks that monitor them see."""
-    unmeasured = [name for name, value in figures.items() if math.isnan(value) and not name.endswith(("/low", "/high"))]
+    unmeasured = [name for name, value in figures.items() if math.isnan(value) and not BOUND.search(name)]
     if unmeasured:
         warnings.warn(
             f"nothing could be measured for {', '.join(unmeasured)}, so they are NaN: too few samples have a reward "

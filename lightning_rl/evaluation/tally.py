@@ -63,7 +63,7 @@ class Tally(Metric):
         figures: dict[str, float] = {}
         for name, values in shares.items():
             low, high = interval(values, samples) if values else (math.nan, math.nan)
-            figures |= {name: mean(math.fsum(values), len(values)), f"{name}/low": low, f"{name}/high": high}
+            figures |= {name: mean(math.fsum(values), len(values)), f"{name}_low": low, f"{name}_high": high}
         return figures | self._means(rows, votes=votes)
 
     def _means(self, rows: Sequence[Sequence[float]], *, votes: bool) -> dict[str, float]:

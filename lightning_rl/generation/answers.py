@@ -4,7 +4,7 @@ What only the engine itself can have got wrong ends the run with an :class:`Engi
 what a completion is made of (:mod:`.form`), the number and the order of the completions, ids outside of the vocabulary,
 more tokens than asked for, weights that nobody pushed or that are older than those it had when it was asked. What
 spoils one sample and may be the sample's own bad luck costs that sample: its row is aborted, which is warned of and
-counted (``rollout/aborted``), and trains nothing: log-probabilities that are not finite or that no token can have been
+counted (``engine/aborted``), and trains nothing: log-probabilities that are not finite or that no token can have been
 drawn at, and a finish reason that its tokens contradict. If that is so of several samples and of more than a tenth of
 an answer, it is the engine. What is unlikely and may be true is said and believed: an answer that is aborted whole, and
 tokens that all were certain.

@@ -14,7 +14,7 @@ from importlib.resources import files
 
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 PLACEHOLDER = re.compile(r"<\w+>")
-MANY = {"<figure>": ".+", "<stage>": ".+", "@k": r"@\d+(/(low|high))?", "@n": r"@\d+(/(low|high))?"}
+MANY = {"<figure>": ".+", "<stage>": ".+", "@k": r"@\d+(_(low|high))?", "@n": r"@\d+(_(low|high))?"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,13 +144,7 @@ class Notes:
         self.extras[str(column)] = values
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Adds a number to the metric ``reward/<function>/<name>``; one that is not finite is left out.
-
-        Raises:
-            ValueError: for the name "failed", under which failures are counted.
-        """
-        if name == "failed":
-            raise ValueError('expected another name than "failed" in log_metric, under which failures are counted')
+        """Add a number to the metric ``reward_metric/<function>/<name>``; a number that is not finite is dropped."""
         if math.isfinite(number := float(value)):
             self.metrics.setdefault(str(name), []).append(number)
 

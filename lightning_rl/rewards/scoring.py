@@ -285,8 +285,8 @@ def check_reward_names(names: Sequence[Any]) -> None:
         for other in {*names, *RESERVED}:
             if name.startswith(f"{other}/"):
                 raise ValueError(
-                    f'expected names of rewards that are no figure of another, got "{name}" beside "{other}", whose '
-                    f'figures are logged under "reward/{other}/...": rename one'
+                    f'expected names of rewards of which none is the folder of another, got "{name}" beside "{other}", '
+                    "which a logger that writes a file for each metric cannot hold together: rename one"
                 )
 
 

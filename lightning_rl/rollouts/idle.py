@@ -13,7 +13,7 @@ from lightning_rl.distributed import RunEndError
 from lightning_rl.rollout import Rollout
 
 SHOWN = ("groups/sampled", "groups/filtered", "groups/zero_variance")
-SHOWN += ("rollout/aborted", "reward/failed", "length/truncated")
+SHOWN += ("engine/aborted", "reward/failed", "length/truncated")
 
 STOPPED = (
     "the learning rate was 0 in every parameter group at every optimizer step: raise lr of optimizer=, or let "
@@ -131,7 +131,7 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
             f"every group was filtered by {_names(corrections, 'keep_groups')}, because the rewards of its samples are "
             "all equal: take easier or harder prompts, a reward with more values, a larger group_size or temperature"
         )
-    if not figures["trained tokens"] and figures.get("rollout/aborted", 0.0) >= figures["rows"]:
+    if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine gave up every sample (Finish.ABORT): look at its own log, and whether prompts fit it"
     if not figures["trained tokens"]:
         truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""

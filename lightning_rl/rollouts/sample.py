@@ -208,7 +208,7 @@ class Sampler:
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
-        counts |= {"rollout/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
+        counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: Stat.single(count).sum() for name, count in counts.items()}
         return ScoredGroups(concatenate(parts), stats, noted)
 
@@ -218,9 +218,9 @@ class Sampler:
         return failing_together(what) if together else nullcontext()
 
     def _count_failures(self, calls: Sequence[RewardCall], failed: Tensor) -> dict[str, int]:
-        counts = {"reward/failed": int(failed.sum()), **{f"reward/{name}/failed": 0 for name in self.rewards.functions}}
+        counts = {"reward/failed": int(failed.sum()), **{f"reward_failed/{name}": 0 for name in self.rewards.functions}}
         for call in calls:
-            counts[f"reward/{call.name}/failed"] += sum(len(failure.rows) for failure in call.failures)
+            counts[f"reward_failed/{call.name}"] += sum(len(failure.rows) for failure in call.failures)
         return counts
 
     def _close_rewards(self, calls: Sequence[RewardCall], failed: Tensor, number: int, rank: int) -> dict[str, Stat]:
@@ -231,7 +231,7 @@ class Sampler:
         noted: dict[str, list[float]] = {}
         for call in calls:
             for key, values in call.metrics.items():
-                noted.setdefault(f"reward/{call.name}/{key}", []).extend(values)
+                noted.setdefault(f"reward_metric/{call.name}/{key}", []).extend(values)
         summary = RewardSummary(
             rows=len(failed),
             failed=int(failed.sum()),

@@ -1,6 +1,7 @@
 """Quiet faults of optimizers, schedules, gradients, plans and figures: each is found, under the name of who made it."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
@@ -281,7 +282,9 @@ class DropSome(RLCallback):
         return rollout.groups % 2 == 0
 
 
-@pytest.mark.parametrize("name", ["groups/sampled", "groups/filtered", "rollout/aborted", "reward/failed"])
+@pytest.mark.parametrize(
+    "name", ["groups/sampled", "groups/filtered", "engine/aborted", "reward/failed", "reward_failed/parity_reward"]
+)
 def test_a_count_of_the_sampling_that_is_off_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = Sampler.fill_groups
 
@@ -297,6 +300,20 @@ def test_a_count_of_the_sampling_that_is_off_is_found(name: str, monkeypatch: py
 
 def test_the_counts_of_the_sampling_are_right_without_a_fault() -> None:
     assert culprits(DropSome(), rollouts=2) == {}
+
+
+def fail_on_some(completions: Any, **_: Any) -> list[float | None]:
+    return [math.nan if row % 4 == 0 else None if row % 4 == 1 else float(row) for row in range(len(completions))]
+
+
+def fail_on_all(**_: Any) -> list[float]:
+    raise ValueError
+
+
+@pytest.mark.parametrize("advantages", ["grpo", "remax"])
+def test_failures_of_rewards_are_counted_for_greedy_answers_too(advantages: str) -> None:
+    rewards = {"some": fail_on_some, "all": (fail_on_all, 0.0), "parity": parity_reward}
+    assert culprits(rollouts=2, rewards=rewards, advantages=advantages) == {}
 
 
 class Figures(RLCallback):

@@ -33,14 +33,14 @@ def test_figures_by_hand() -> None:
     figures = tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS)  # pyright: ignore[reportArgumentType]
     low, high = interval([0.25, 1.0, 0.0, 0.5], 4)
     expected = {
-        "pass@1": (0.25 + 1 + 0 + 0.5) / 4, "pass@1/low": low, "pass@1/high": high,
+        "pass@1": (0.25 + 1 + 0 + 0.5) / 4, "pass@1_low": low, "pass@1_high": high,
         "pass@4": (1 + 1 + 1) / 3,  # the third prompt has only three samples with a reward
         "avg@4": (0.25 + 1 + 0.5) / 3, "maj@4": (0 + 1) / 2,  # and no answer of the last one could be read
         "reward/task": 7.8 / 15, "reward/right": 7.8 / 15, "reward/short": 4 / 3, "reward/missing": 5 / 20,
         "reward/failed": 4, "answer/failed": 5, "length/mean": 32 / 20, "length/truncated": 7 / 20,
     }  # fmt: skip
     assert {name: figures[name] for name in expected} == pytest.approx(expected, abs=1e-15)
-    assert set(figures) == {*expected, *(f"{name}/{end}" for name in ("pass@4", "avg@4", "maj@4") for end in ("low", "high"))}  # fmt: skip  # noqa: E501
+    assert set(figures) == {*expected, *(f"{name}_{end}" for name in ("pass@4", "avg@4", "maj@4") for end in ("low", "high"))}  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3]])

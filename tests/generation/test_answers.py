@@ -316,7 +316,7 @@ def test_a_run_whose_engine_gives_up_everything_ends_and_says_why() -> None:
             drawn = super()._draw(requests, logprobs=logprobs)
             return [replace(each, finish=Finish.ABORT) for each in drawn]
 
-    told = r"taught the policy nothing: the engine gave up every sample \(Finish.ABORT\): .* rollout/aborted 16"
+    told = r"taught the policy nothing: the engine gave up every sample \(Finish.ABORT\): .* engine/aborted 16"
     with (
         pytest.warns(UserWarning, match="Lost gave up every sample"),
         pytest.warns(UserWarning, match=told),
@@ -505,7 +505,7 @@ class Aborted(RLCallback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        self.counts.append(float(pl_module.run.rollout_stats["rollout/aborted"].value()))
+        self.counts.append(float(pl_module.run.rollout_stats["engine/aborted"].value()))
 
 
 def not_a_number(completion: Completion) -> Completion:

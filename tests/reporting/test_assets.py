@@ -52,8 +52,8 @@ def test_every_entry_is_of_metrics_that_are_logged() -> None:
 @pytest.mark.parametrize(
     ("metric", "part"),
     [
-        ("reward/task", "weighted sum"), ("reward/parity/failed", "failed on"), ("reward/parity", "own value"),
-        ("reward/parity/length", "noted"), ("val/sums/pass@8/low", "solved"), ("ledger/weight/used", "reaches"),
+        ("reward/task", "weighted sum"), ("reward_failed/parity", "failed on"), ("reward/parity", "own value"),
+        ("reward_metric/parity/length", "noted"), ("val/sums/pass@8_low", "solved"), ("ledger/weight/used", "reaches"),
         ("ledger/tokens/opsm.sequence_mask", "took"), ("opsm/rejected", "masks"), ("opsm/delta", "own name"),
         ("env/trail/turns", "by their names"), ("time/sync", "each phase"), ("test/sums/reward/task", "trainer.test"),
     ],

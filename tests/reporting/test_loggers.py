@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.metric_names import Names, noting_reward
+from kit.support import fit, parity_reward, tiny_module, tiny_prompts, tiny_tokenizer
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from lightning_rl import Evaluation
 from lightning_rl.data import Ticket
 from lightning_rl.reporting import SampleTable
 from lightning_rl.reporting.loggers import FILE, holder, log_samples, markdown_table
@@ -94,6 +96,19 @@ def test_mlflow_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check_rows(list(table), table.values.tolist())
     pictures = [file.path for file in client.list_artifacts(run, "images") if file.path.endswith(".png")]
     assert len(pictures) == 2 and all("samples" in name for name in pictures)
+
+
+def test_the_file_store_of_mlflow_holds_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # it is in maintenance mode
+    monkeypatch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    logger, names = MLFlowLogger(tracking_uri=tmp_path.as_uri()), Names()
+    rewards = {"parity": parity_reward, "noting": noting_reward}
+    module = tiny_module(rewards=rewards, evaluation=Evaluation("sums", [[2], [3]], samples=2, rewards=rewards))
+    fit(module, data=tiny_prompts(8, 4, validation=[[2, 3]]), logger=[logger, names])
+    figures = logger.experiment.get_run(str(logger.run_id)).data.metrics
+    assert figures.keys() == {name.replace("@", "") for name in names.seen}  # as Lightning does for MLflow
+    assert figures["reward_metric/noting/share"] == 1.0 and figures["reward_failed/noting"] == 0.0
 
 
 def test_comet_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

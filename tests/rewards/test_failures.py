@@ -74,7 +74,7 @@ def test_failures_are_counted_and_their_rows_are_not_rewarded(tmp_path: Path) ->
     module = tiny_module(rewards={"odd": odd, "logged": (Breaks(1, answer=explode), 0)})
     with pytest.warns(UserWarning, match="rows get no reward"):
         fit(module, data=tiny_prompts(8, 4), callbacks=[Figures()], default_root_dir=tmp_path)
-    names = ("reward/failed", "reward/odd/failed", "reward/logged/failed", "reward/missing")
+    names = ("reward/failed", "reward_failed/odd", "reward_failed/logged", "reward/missing")
     assert [[row[name] for name in names] for row in seen] == [[0, 0, ROWS, 0], [1, 1, 0, 1 / ROWS]]
 
 

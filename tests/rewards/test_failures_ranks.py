@@ -46,7 +46,7 @@ def rank(folder: Path, strategy: str) -> None:
             module, data=tiny_prompts(16, 4), callbacks=[figures], default_root_dir=folder, devices=2,
             strategy=STRATEGIES[strategy](),
         )  # fmt: skip
-    assert [row["reward/breaks/calls"] for row in figures.rows] == [1.0, 2.0]
+    assert [row["reward_metric/breaks/calls"] for row in figures.rows] == [1.0, 2.0]
     assert (folder / INTERRUPTED).exists()
 
 

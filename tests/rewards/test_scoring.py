@@ -262,7 +262,7 @@ def test_names_come_from_the_functions_or_the_mapping(
         pytest.param((says(), 0.5), r"a function with a weight: write \{'said': \(said, 0.5\)\}", id="pair"),
         pytest.param({"": says()}, r"to be strings of at least one letter, got \[''\]", id="empty-name"),
         pytest.param({1: says()}, r"to be strings of at least one letter, got \[1\]", id="number-name"),
-        pytest.param({"x": says(), "x/failed": says()}, 'got "x/failed" beside "x", whose figures', id="figure"),
+        pytest.param({"x": says(), "x/failed": says()}, 'got "x/failed" beside "x", which a logger', id="figure"),
         pytest.param({"task/std": says()}, 'got "task/std" beside "task"', id="figure-of-the-sum"),
         pytest.param({"greedy": says()}, r'under which their sum is logged, got "greedy"', id="greedy"),
         pytest.param({"task": says()}, "expected other names of rewards than", id="reserved"),
