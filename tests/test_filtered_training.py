@@ -175,7 +175,7 @@ def test_an_engine_that_draws_what_it_did_not_keep_is_found_out() -> None:
             found[-1].token_extras[SAMPLING_MASK].zero_()
             return found
 
-    with pytest.raises(ValueError, match="expected Careless to keep every token that it draws"):
+    with pytest.raises(ValueError, match="expected the sampling mask of Careless to keep every sampled token"):
         fit(tiny_module(engine=Careless(), top_p=0.9))
 
 

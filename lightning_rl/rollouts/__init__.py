@@ -1,1 +1,1 @@
-"""What makes a rollout, one file for each step: sample, prefetch, logprobs, signal; and the state of a run between."""
+"""Steps that make a rollout (prefetch, sample, logprobs, signal), and the run state between them."""

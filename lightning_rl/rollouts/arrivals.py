@@ -1,4 +1,4 @@
-"""Arrivals: the answers to requests one by one, so that something may begin with each before the others are there."""
+"""Streaming of completions from an engine to a callback, one by one."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from lightning_rl.generation import Completion, EngineError, Request
 
 Arrived = Callable[[int, Completion], None]
-"""Called with the place of a request and its answer, for one answer at a time, in any order."""
+"""Callback with the index of a request and its completion; completions arrive one at a time, in any order."""
 
 
 class Arrivals:
-    """Requests that are all known from the start, as an :class:`~lightning_rl.generation.engine.Exchange`.
-
-    An engine that draws all of them at once gives them all at its end.
+    """An :class:`~lightning_rl.generation.engine.Exchange` over a fixed list of requests.
 
     Args:
-        requests: to be drawn.
-        arrived: is told of each answer, in the thread of the engine that has it.
+        requests: Requests to generate.
+        arrived: Callback for each completion; runs in the engine's thread.
     """
 
     def __init__(self, requests: Sequence[Request], arrived: Arrived) -> None:
@@ -27,7 +25,7 @@ class Arrivals:
         self._failure: BaseException | None = None
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """All requests, once; then none, when all have been answered; see :meth:`Exchange.take`."""
+        """Return all requests on the first call; later calls wait until all are answered; see :meth:`Exchange.take`."""
         del linger
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._waiting or not self._open or not wait)
@@ -37,32 +35,32 @@ class Arrivals:
             return requests
 
     def give(self, request: Request, completion: Completion) -> None:
-        """Takes an answer and tells of it.
+        """Store a completion and pass it to the callback.
 
         Raises:
-            EngineError: if the request has been answered already.
+            EngineError: If the request has a completion already.
         """
         with self._changed:
             place = self._open.pop(id(request), None)
             if place is None:
                 raise EngineError(
-                    f"expected one answer to each request, got a further one to sample {request.sample_id}"
+                    f"expected one completion for each request, got a second one for sample {request.sample_id}"
                 )
             self._completions[place] = completion
             self._arrived(place, completion)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Has :meth:`take` raise an error, the first one of several."""
+        """Make :meth:`take` raise an error; the first of several wins."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def completions(self) -> list[Completion]:
-        """The answers, in the order of the requests.
+        """Return the completions in the order of the requests.
 
         Raises:
-            EngineError: if some are missing.
+            EngineError: If some are missing.
         """
         if self._open:
             raise EngineError(f"expected {len(self._requests)} completions, got {len(self._completions)}")

@@ -1,4 +1,4 @@
-"""Idle: rollouts that teach the policy nothing, and the end of a run that has too many of them in a row."""
+"""Rollouts without a gradient, and the end of a run that has too many of them in a row."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,24 +22,24 @@ STOPPED = (
 
 
 class IdleRunError(RunEndError):
-    """A run has learned nothing for too long."""
+    """Error that ends a run after too many rollouts in a row without a gradient or learning rate."""
 
 
 @dataclass(slots=True)
 class IdleRollouts:
-    """Counts rollouts in a row without one optimizer step that had a gradient and a learning rate.
+    """Counter of rollouts in a row without an optimizer step that had both a gradient and a learning rate.
 
-    A rollout without a token that trains makes no step at all; one whose advantages are all zero makes steps that move
-    the policy by the optimizer's momentum and weight decay alone; with a rate of 0 in every parameter group nothing
-    moves. None of them learns anything. One group with a rate is enough, such as the critic's before the policy begins.
+    A rollout without a trained token makes no step. With all advantages zero, only momentum and weight decay move the
+    policy. With a learning rate of 0 in every parameter group, nothing moves. One group with a learning rate is enough,
+    such as the critic's during its warmup.
 
     Attributes:
-        count: of rollouts in a row.
-        learning: whether the current rollout had a gradient at a rate above 0 so far.
-        stopped: whether it had one at a rate of 0.
-        figures: of the last rollout, over all ranks; empty before the first.
-        reason: why the last idle rollout was one.
-        ended: whether a rollout has ended since the fit began.
+        count: Number of such rollouts in a row.
+        learning: True if the current rollout had a gradient at a learning rate above 0.
+        stopped: True if it had a gradient at a learning rate of 0.
+        figures: Metrics of the last rollout, over all ranks; empty before the first.
+        reason: Cause of the last rollout without a gradient.
+        ended: True if a rollout has ended since the fit began.
     """
 
     count: int = 0
@@ -50,18 +50,18 @@ class IdleRollouts:
     ended: bool = False
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
-        """Takes the gradient norm of an optimizer step, of which one that is not finite is no sign of idleness, and the
-        learning rate of each parameter group.
+        """Record the gradient norm of an optimizer step and the learning rate of each parameter group.
+
+        A non-finite norm counts as a gradient.
         """
         moves, has_gradient = any(rate != 0 for rate in rates), bool(norm != 0)
         self.learning = self.learning or (has_gradient and moves)
         self.stopped = self.stopped or (has_gradient and not moves)
 
     def end_rollout(self, number: int, corrections: Corrections, max_count: int | None) -> None:
-        """Counts a rollout after its last step.
+        """Update the count after the last step of a rollout.
 
-        Warns of the first in a row if no token trained; of zero gradients, of which one alone is nothing unusual, once
-        they are half of what the run puts up with.
+        Warns of the first rollout in a row without a trained token, and of zero gradients at half of ``max_count``.
         """
         self.ended = True
         stopped, self.stopped = self.stopped, False
@@ -74,12 +74,12 @@ class IdleRollouts:
             warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}", stacklevel=2)
 
     def check(self, max_count: int | None) -> None:
-        """Ends the run, on every rank alike, before the rollout that would be one more.
+        """End the run on every rank before the next rollout if the limit is reached.
 
-        A run that resumes has one rollout to show that it learns again.
+        A resumed run gets one more rollout before it ends.
 
         Raises:
-            IdleRunError: with the reason and the figures of the last rollout.
+            IdleRunError: With the reason and the metrics of the last rollout.
         """
         if max_count is None or self.count < max_count:
             return
@@ -92,17 +92,17 @@ class IdleRollouts:
             )
 
     def state(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as plain values."""
         return {"count": self.count, "learning": self.learning, "stopped": self.stopped, "figures": dict(self.figures)}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "IdleRollouts":
-        """The inverse of :meth:`state`."""
+        """Restore the counter from :meth:`state`."""
         return IdleRollouts(**state)
 
 
 def census(rollout: Rollout) -> dict[str, Stat]:
-    """How many rows and tokens of a finished rollout there are, and how many are left."""
+    """Count the rows and tokens of a finished rollout, and those that are left to train on."""
     counts = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
     counts |= {"excluded rows": rollout.real & ~rollout.trained}
     advantages = torch.zeros(()) if rollout.advantages is None else rollout.advantages
@@ -111,7 +111,7 @@ def census(rollout: Rollout) -> dict[str, Stat]:
 
 
 def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
-    """What took everything away, what to change, and the figures that show it."""
+    """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
     return f"{_cause(figures, corrections)} ({_last(figures)})"
 
 
@@ -121,7 +121,7 @@ def _last(figures: Mapping[str, float]) -> str:
 
 
 def census_names(figures: Mapping[str, float]) -> list[str]:
-    """The figures that :func:`census` made."""
+    """Return the names of the metrics that :func:`census` made."""
     return [name for name in figures if "/" not in name]
 
 
@@ -132,12 +132,12 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
             "all equal: take easier or harder prompts, a reward with more values, a larger group_size or temperature"
         )
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
-        return "the engine gave up every sample (Finish.ABORT): look at its own log, and whether prompts fit it"
+        return "the engine aborted every sample (Finish.ABORT): check its log and that prompts fit its context length"
     if not figures["trained tokens"]:
         truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
         return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{truncated}"
     if not figures["rewarded rows"]:
-        return "no row has a reward: see whether the reward functions apply to this data, and what masks them"
+        return "no row has a reward: check that the reward functions apply to this data and that no mask drops them all"
     if not figures["tokens with an advantage"]:
         return (
             "every advantage is zero, because the rewards of each prompt's samples are all equal: take easier or "
@@ -145,7 +145,7 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
         )
     masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
     truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
-    return f"the gradient is zero, because {masks} took what had an advantage: loosen them.{truncated}"
+    return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{truncated}"
 
 
 def _runs_long(figures: Mapping[str, float]) -> bool:

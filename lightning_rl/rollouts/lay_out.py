@@ -1,4 +1,4 @@
-"""Lay out: from what an engine drew, turn by turn, to the rows of a rollout, with holes where an environment speaks."""
+"""Collation of completions into the rows of a rollout; tokens of an environment are not actions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, Finish, Rollout, p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRow:
-    """A row before it is a tensor.
+    """A row as lists of token ids, before collation.
 
     Args:
-        row: its turns.
-        group: which prompt it answers.
-        sample_id: its identity.
-        finish: why it ended.
+        row: Turns of the row.
+        group: Index of the prompt that it answers.
+        sample_id: Identity of the sample.
+        finish: Reason why generation ended.
     """
 
     row: ConversationRow
@@ -32,17 +32,17 @@ class DrawnRow:
 def lay_out(
     rows: Sequence[DrawnRow], *, dtype: torch.dtype, recorded: frozenset[str], logprobs: bool, turns: bool
 ) -> Rollout:
-    """Rows without rewards: a token is an action if the policy drew it, and has a log-probability and a version then.
+    """Return a rollout without rewards; only tokens that the policy sampled are actions and have a log-probability.
 
     Args:
-        rows: of this rank.
-        dtype: of rewards and log-probabilities.
-        recorded: what completions carry about their tokens.
-        logprobs: whether they carry log-probabilities.
-        turns: whether rows say which turn drew each token, and what it was rewarded with.
+        rows: Rows of this rank.
+        dtype: Dtype of rewards and log-probabilities.
+        recorded: Names of the per-token extras that completions hold.
+        logprobs: True if completions hold log-probabilities.
+        turns: True to store the turn number and the turn reward of each token.
 
     Raises:
-        ValueError: if a completion lacks what its engine promised.
+        ValueError: If a completion lacks values that its engine promised.
     """
     talks = [drawn.row for drawn in rows]
     rollout = Rollout.of_samples(
@@ -59,9 +59,9 @@ def lay_out(
     drawn = numbers > 0
 
     def spread(values: Tensor, fill: float = 0) -> Tensor:
-        """One value for each drawn token, of all answers behind each other, [B, T]."""
+        """Scatter one value per sampled token, concatenated over completions, to ``[B, T]``."""
         if len(values) != (number := int(drawn.sum())):
-            raise ValueError(f"expected a value of each of {number} drawn tokens from the engine, got {len(values)}")
+            raise ValueError(f"expected a value for each of {number} sampled tokens from the engine, got {len(values)}")
         return values.new_full(drawn.shape, fill).masked_scatter_(drawn, values)
 
     extras = {name: _pad(talks, name, _token_extra) for name in sorted(recorded)}
@@ -80,7 +80,7 @@ def lay_out(
 def _pad(
     talks: Sequence[ConversationRow], name: str, extra_of: Callable[[ConversationRow, str], Tensor | None]
 ) -> Tensor:
-    """One extra of all rows, 0 where nothing is known; rows without a turn know not even its shape."""
+    """Pad one extra of all rows to a tensor, with 0 where a row lacks it."""
     values = [extra_of(talk, name) for talk in talks]
     known = next((value for value in values if value is not None), torch.zeros(0, dtype=torch.uint8))
     empty = known.new_zeros(0, *known.shape[1:])
@@ -88,7 +88,7 @@ def _pad(
 
 
 def _versions(turns: Sequence[Turn]) -> Int[Tensor, " A"]:
-    """Of each drawn token."""
+    """Return the policy version of each sampled token."""
     drawn = [turn.completion for turn in turns]
     if any(each.versions for each in drawn):
         versions = (each.versions or (each.version,) * len(each.token_ids) for each in drawn)
@@ -98,13 +98,13 @@ def _versions(turns: Sequence[Turn]) -> Int[Tensor, " A"]:
 
 
 def _logprobs(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
-    """Of each drawn token."""
+    """Return the log-probability of each sampled token."""
     known = [scores for turn in turns if (scores := turn.completion.logprobs) is not None]
     return torch.cat(known) if known else torch.zeros(0)
 
 
 def _turn_rewards(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
-    """The reward of a turn at its last drawn token; 0 at the others."""
+    """Return the reward of each turn at its last sampled token, and 0 at the others."""
     values: list[float] = []
     for turn in turns:
         if turn.completion.token_ids:
@@ -113,9 +113,9 @@ def _turn_rewards(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
 
 
 def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:
-    """What is known about each token of the response: of the environment's, what the next turn says of its prompt.
+    """Return one extra of each response token; tokens of the environment take theirs from the prompt of the next turn.
 
-    The last token of an answer is read in the next turn too, unless the context is rewritten.
+    So does the last token of a completion, which is an input only in the next turn, unless the context is rewritten.
     """
     parts: list[Tensor] = []
     for turn, following in zip(talk.turns, [*talk.turns[1:], None], strict=True):
@@ -140,5 +140,5 @@ def _prompt_extra(talk: ConversationRow, name: str) -> Tensor | None:
 def _extra(extras: Mapping[str, Tensor], name: str, length: int) -> Tensor:
     if name not in extras or len(extras[name]) != length:
         got = "nothing" if name not in extras else len(extras[name])
-        raise ValueError(f"expected {name} of each of {length} tokens from the engine, got {got}")
+        raise ValueError(f"expected {name} for each of {length} tokens from the engine, got {got}")
     return extras[name]

@@ -1,4 +1,4 @@
-"""What the models say of a rollout before its update: old and reference log-probabilities, values of the critic."""
+"""Forward passes over a rollout before its update: old and reference log-probabilities, and values of the critic."""
 
 from collections.abc import Callable
 
@@ -22,11 +22,10 @@ def add_logprobs(
     old: bool,
     squares: bool = False,
 ) -> Rollout:
-    """The rollout with ``old_logprobs`` if ``old``, ``ref_logprobs`` given a reference, ``values`` given a critic.
+    """Add ``old_logprobs`` if ``old``, ``ref_logprobs`` given a reference, and ``values`` given a critic to a rollout.
 
-    With ``squares``, ``token_extras`` have the sum of the squared probabilities of the vocabulary before each token.
-
-    Uses the microbatches of the update, so that the importance ratio of an unchanged policy is exactly 1.
+    With ``squares``, ``token_extras`` holds the sum of squared probabilities over the vocabulary at each token. The
+    microbatches are those of the update, so the importance ratio of an unchanged policy is exactly 1.
     """
     critic = policy.value_head is not None
     exact = torch.promote_types(policy.model.dtype, torch.float32)
@@ -57,26 +56,25 @@ def add_logprobs(
 
 @torch.no_grad()
 def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable[..., Plan]) -> Stat:
-    """How likely the policy finds what environments say, in nats, over their tokens in one row of each group.
+    """Return the policy's mean log-probability, in nats, of the environment's tokens in one row of each group.
 
-    It drifts slowly while those tokens are only read, and rises by nats within some rollouts once they train. The turns
-    say which they are, not ``action_mask``: its leak is what this is to show.
+    It drifts slowly while those tokens are inputs only, and rises by nats within a few rollouts if they leak into the
+    loss. They are found by their turn numbers, because a leak would be in ``action_mask`` itself.
 
     Args:
-        rollout: on the CPU.
-        policy: at the temperature of sampling.
-        plan_of: from rows and a number of minibatches to their plan, with as many microbatches on every rank.
+        rollout: Rollout on the CPU.
+        policy: Policy at the sampling temperature.
+        plan_of: Builds a plan from rows and a number of minibatches, with equally many microbatches on every rank.
     """
     chosen = [rollout.groups.tolist().index(group) for group in dict.fromkeys(rollout.groups.tolist())]
     rows = rollout.select(torch.tensor(chosen, dtype=torch.int64))
-    said = (torch.arange(rows.width) < rows.response_lengths[:, None]) & (
-        rows.token_extras[TURNS] == 0
-    )  # neither drawn nor rewritten
-    rows, logprobs = rows.replace(valid_tokens=said, trained=rows.real), torch.zeros(said.shape)
+    in_response = torch.arange(rows.width) < rows.response_lengths[:, None]
+    mask = in_response & (rows.token_extras[TURNS] == 0)  # neither sampled nor rewritten
+    rows, logprobs = rows.replace(valid_tokens=mask, trained=rows.real), torch.zeros(mask.shape)
     device = next(policy.parameters()).device
     for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():
         _write(logprobs, microbatch.index.cpu(), policy(microbatch.layout).logprobs.cpu())
-    return Stat.of(logprobs, said)
+    return Stat.of(logprobs, mask)
 
 
 def _write(target: Tensor, index: Tensor, source: Tensor) -> None:

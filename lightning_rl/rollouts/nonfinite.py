@@ -1,4 +1,4 @@
-"""Non-finite: the rollout whose gradient ended a run, in a file, with the rows that are to blame."""
+"""Saving of the rollout whose non-finite gradient ended a run, with the rows to blame."""
 
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,20 @@ SHOWN = 8  # rows that a message names
 
 
 def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient: StepGradient, rank: int) -> str:
-    """Writes a rollout to ``folder/rollout-N-rank-R.pt``, and says which of its rows are to blame.
+    """Write a rollout to ``folder/rollout-N-rank-R.pt`` and name the rows to blame.
 
-    Those are the rows with a number that is not finite among their own; without one, those of the microbatches whose
-    loss is not finite; without such a loss, all rows of the step.
+    Those are the rows of the step with a non-finite number; else those of microbatches with a non-finite loss; else all
+    rows of the step.
 
     Args:
-        folder: is made if there is none.
-        current: the rollout.
-        step: of the rollout.
-        gradient: of the step.
-        rank: of this process.
+        folder: Folder to write to; created if missing.
+        current: Rollout in progress.
+        step: Number of the step within the rollout.
+        gradient: Gradient of the step.
+        rank: Rank of this process.
 
     Returns:
-        A part of a sentence that names file and rows.
+        Clause that names the file and the rows.
     """
     rows, why = _suspects(current, step, gradient)
     samples = current.rollout.sample_ids[torch.tensor(rows, dtype=torch.int64)].tolist()
@@ -41,8 +41,8 @@ def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda part: torch.save(content, part))
     except (OSError, RuntimeError) as failure:
-        return f"{which}; it could not be written to {path}: {failure}"
-    return f"{which}; the rollout is in {path}, which torch.load reads"
+        return f"{which}; writing the rollout to {path} failed: {failure}"
+    return f"{which}; the rollout is saved in {path}, for torch.load"
 
 
 def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tuple[list[int], str]:
@@ -61,14 +61,14 @@ def _nonfinite_rows(rollout: Rollout) -> list[int]:
     for name, tensor in rollout.tensors():
         if not tensor.is_floating_point() or tensor.shape[0] != len(rollout):
             continue
-        if name.startswith("task_rewards/"):  # NaN: the function does not apply to the row
+        if name.startswith("task_rewards/"):  # NaN marks rows that the reward function does not apply to
             tensor = tensor.nan_to_num(0.0, torch.inf, -torch.inf)
         bad |= _wrong(tensor, rollout.valid_tokens)
     return bad.nonzero()[:, 0].tolist()
 
 
 def _wrong(tensor: Tensor, valid: Tensor) -> Tensor:
-    """Rows with a number that is not finite, padding aside."""
+    """Mask the rows with a non-finite number outside of padding."""
     wrong = ~torch.isfinite(tensor)
     if tensor.shape[:2] == valid.shape:
         wrong &= valid.reshape(*valid.shape, *[1] * (tensor.dim() - 2))

@@ -1,8 +1,7 @@
-"""Prefetch: rollouts that background threads have generated while the trainer works on earlier ones.
+"""Generation of later rollouts in background threads while the trainer works on earlier ones.
 
-Only :meth:`Sampler.generate` runs there: it generates and lays the answers out. Prompts are taken, completions scored
-and collectives entered by the trainer's thread alone, so nothing but time depends on which of them is faster. An engine
-that cannot be asked by several threads at a time gets one rollout after the other.
+Only :meth:`Sampler.generate` runs in a thread. The trainer's thread takes prompts, scores completions and enters
+collectives, so results do not depend on timing. Engines that are not thread-safe generate one rollout at a time.
 """
 
 import math
@@ -20,17 +19,17 @@ from lightning_rl.distributed import failing_together, process_objects
 from lightning_rl.generation import EngineError
 from lightning_rl.rollouts.sample import Sampler, Samples
 
-PATIENCE = 3600.0  # seconds that anything waits for a rollout that is being generated
-HURRY = 12.0  # seconds that a checkpoint waits for them when the run ends at once
+PATIENCE = 3600.0  # timeout in seconds for one rollout
+HURRY = 12.0  # timeout in seconds for all rollouts together when a signal ends the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A rollout that was asked for.
+    """A rollout that was submitted.
 
     Args:
-        prompts: of its first round, on this rank.
-        samples: what the engine makes of them; None for a rollout whose generation failed before it was saved.
+        prompts: Prompts of its first round, on this rank.
+        samples: Future with the samples of the engine; None if generation failed before the checkpoint was saved.
     """
 
     prompts: Sequence[Prompt]
@@ -38,21 +37,21 @@ class Pending:
 
 
 class Prefetcher:
-    """The rollouts that are generated ahead, by number; those that are done wait here until they are dropped."""
+    """Submitted rollouts by number; finished ones stay until :meth:`drop`."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None  # one for all rollouts: each would keep memory of its own
+        self._stream: torch.cuda.Stream | None = None  # shared, because each stream reserves its own memory
         self._pending: dict[int, Pending] = {}
 
     def __contains__(self, number: int) -> bool:
-        """Whether a rollout has been asked for."""
+        """Return True if a rollout has been submitted."""
         return number in self._pending
 
     def submit(
         self, number: int, prompts: Sequence[Prompt], *, sampler: Sampler, device: torch.device, at_once: int = 1
     ) -> None:
-        """Has the first round of a rollout generated, ``at_once`` of them at a time, in the order of submission."""
+        """Generate the first round of a rollout in a thread, ``at_once`` rollouts at a time, in order of submission."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="prefetch")
         requests = sampler.requests(prompts, number)
@@ -64,20 +63,20 @@ class Prefetcher:
         self._pending[number] = Pending(prompts=prompts, samples=self._threads.submit(elsewhere.generate, requests))
 
     def waiting_prompts(self, number: int) -> Sequence[Prompt] | None:
-        """The prompts of a rollout that nobody generates; None if somebody does, or if nobody asked for it."""
+        """Return the prompts of a rollout that is queued but not being generated, else None."""
         pending = self._pending.get(number)
         return None if pending is None or pending.samples is not None else pending.prompts
 
     def take(self, number: int) -> Samples | Sequence[Prompt] | None:
-        """Waits for a rollout; its prompts alone if they have to be sampled again. Every rank takes part.
+        """Wait for a rollout; every rank has to call this.
 
         Returns:
-            The first round of the rollout, which stays here until :meth:`drop`; None if nobody asked for it.
+            First round, kept until :meth:`drop`; prompts if it has to be sampled again; None if not submitted.
 
         Raises:
-            Exception: what the engine raised, with the traceback of the thread.
-            RuntimeError: if another rank's generation failed.
-            TimeoutError: after :data:`PATIENCE` seconds.
+            Exception: Error of the engine, with the traceback of the thread.
+            RuntimeError: If generation failed on another rank.
+            TimeoutError: After :data:`PATIENCE` seconds.
         """
         if number not in self._pending:
             return None
@@ -89,26 +88,26 @@ class Prefetcher:
         return samples if everywhere else pending.prompts
 
     def numbers(self) -> set[int]:
-        """The rollouts that have been asked for."""
+        """Return the numbers of the submitted rollouts."""
         return set(self._pending)
 
     def drop(self, *numbers: int) -> None:
-        """Forgets rollouts."""
+        """Remove rollouts."""
         for number in numbers:
             self._pending.pop(number, None)
 
     def hold(self, number: int, prompts: Sequence[Prompt]) -> None:
-        """Keeps the prompts of a rollout that is not generated ahead."""
+        """Store the prompts of a rollout that is not generated ahead."""
         self._pending[number] = Pending(prompts=prompts, samples=None)
 
     def drain(self, *, hurried: bool = False) -> None:
-        """Waits for all rollouts that are being generated, which stay, failed or not. Every rank takes part.
+        """Wait for all rollouts that are being generated, and keep them, failed ones too; every rank has to call this.
 
         Args:
-            hurried: wait :data:`HURRY` seconds in all; of what is not done by then the prompts are kept.
+            hurried: True to wait :data:`HURRY` seconds in all; unfinished rollouts keep their prompts only.
 
         Raises:
-            TimeoutError: after :data:`PATIENCE` seconds for one of them, unless hurried.
+            TimeoutError: After :data:`PATIENCE` seconds for one rollout, unless hurried.
         """
         if hurried:
             wait([pending.samples for pending in self._pending.values() if pending.samples is not None], HURRY)
@@ -118,7 +117,7 @@ class Prefetcher:
                     self._wait(number)
 
     def close(self) -> None:
-        """Drops every rollout. What is being generated is waited for, because a thread cannot be stopped."""
+        """Drop every rollout, after waiting for those being generated, because a thread cannot be stopped."""
         self._end(wait=True)
         self._pending = {}
 
@@ -133,14 +132,12 @@ class Prefetcher:
             return
         self._end(wait=False)
         raise TimeoutError(
-            f"expected rollout {number} within {PATIENCE:g} seconds, but the engine is still generating it: look at "
-            "the engine, draw fewer or shorter responses, or raise lightning_rl.rollouts.prefetch.PATIENCE"
+            f"expected rollout {number} within {PATIENCE:g} seconds, but the engine is still generating it: check "
+            "the engine, sample fewer or shorter responses, or raise lightning_rl.rollouts.prefetch.PATIENCE"
         )
 
     def state(self) -> list[dict[str, Any]]:
-        """The rollouts in values that load under ``weights_only=True``: of prompts only their place in the stream, and
-        nothing more of what failed or is being generated.
-        """
+        """Return the rollouts as values that load under ``weights_only=True``; prompts by their index in the stream."""
         states = []
         for number, pending in self._pending.items():
             future = pending.samples
@@ -151,7 +148,7 @@ class Prefetcher:
         return states
 
     def load(self, states: Iterable[Mapping[str, Any]], at: Callable[[Iterable[int]], list[Prompt]]) -> None:
-        """The inverse of :meth:`state`, with the prompts that stand ``at`` places of the stream."""
+        """Restore the rollouts from :meth:`state`; ``at`` returns the prompts at indices of the stream."""
         self.close()
         for state in states:
             prompts, samples = at(state["places"]), None
@@ -162,11 +159,11 @@ class Prefetcher:
 
 
 def remaining_tickets(trainer: Trainer, batch_idx: int) -> float:
-    """How many tickets a fit has left by its limits, the current one included; more if optimizer steps are skipped.
+    """Return the number of tickets left in a fit, the current one included; skipped optimizer steps add more.
 
     Args:
-        trainer: whose ``max_epochs``, ``max_steps`` and length of an epoch count.
-        batch_idx: number of the current ticket within the epoch.
+        trainer: Trainer with ``max_epochs``, ``max_steps`` and the length of an epoch.
+        batch_idx: Number of the current ticket within the epoch.
     """
     per_epoch, epochs, steps = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     further = math.inf if epochs in (None, -1) else (epochs - trainer.current_epoch - 1) * per_epoch
@@ -176,8 +173,9 @@ def remaining_tickets(trainer: Trainer, batch_idx: int) -> float:
 def thread_context(
     context: Callable[[], AbstractContextManager[object]], device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
-    """What of a context and of this thread is a thread's own, as a context for another thread: autocast, number of
-    threads, device. The default dtype, which some precisions set, belongs to the whole process and stays as it is.
+    """Return a context that copies this thread's autocast, thread count and device to another thread.
+
+    The default dtype is global to the process and is not copied.
     """
     with context():
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
@@ -197,12 +195,12 @@ def thread_context(
 def stream_context(
     context: Callable[[], AbstractContextManager[object]], stream: torch.cuda.Stream, ready: torch.Event
 ) -> Callable[[], AbstractContextManager[object]]:
-    """A context within which kernels run on a CUDA stream of their own, so that they wait for none of the trainer's.
+    """Return a context that runs kernels on their own CUDA stream, so that they do not wait for the trainer's kernels.
 
     Args:
-        context: around it, which says on which device.
-        stream: for the kernels; once the context is left all of them have ended, and weights may be overwritten.
-        ready: what the first of them has to wait for, such as weights that are being copied.
+        context: Outer context, which sets the device.
+        stream: Stream for the kernels; synchronized on exit, so that weights may be overwritten afterwards.
+        ready: Event that the first kernel waits for, such as a copy of weights.
     """
 
     @contextmanager

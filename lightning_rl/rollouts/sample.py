@@ -1,4 +1,4 @@
-"""Sample: prompts to completions to rewards, in rounds until enough groups are kept."""
+"""Sampling: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,19 +33,19 @@ from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Finish, Rollout, c
 from lightning_rl.rollouts.arrivals import Arrivals, Arrived
 from lightning_rl.rollouts.lay_out import DrawnRow, lay_out
 
-GREEDY_IDS = 2**62  # far from the identity of any sample that trains
+GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
 BegunRows = dict[int, Mapping[str, Task]]
-"""By the place of a row: the calls of rewards that began with its answer, by their names."""
+"""Reward calls that are running, by row index and by name of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequests:
-    """What an engine is asked for at once.
+    """Requests of one call to an engine.
 
     Args:
-        prompts: of this rank.
-        requests: for the samples that train, the same number for each prompt, in the order of the prompts.
-        greedy: for a greedy answer to each prompt that never trains; None if nobody compares with it.
+        prompts: Prompts of this rank.
+        requests: Requests for the samples that train, equally many for each prompt, in the order of the prompts.
+        greedy: Requests for a greedy completion of each prompt, as a baseline; None for no baseline.
     """
 
     prompts: Sequence[Prompt]
@@ -54,22 +54,22 @@ class SampleRequests:
 
     @property
     def by_prompt(self) -> list[tuple[Prompt, Request]]:
-        """Each request with its prompt, those of greedy answers last."""
-        asked = list(zip(_repeat(self.prompts, len(self.requests)), self.requests, strict=True))
-        return [*asked, *zip(self.prompts, self.greedy or (), strict=False)]
+        """Pairs of prompt and request, those of greedy completions last."""
+        pairs = list(zip(_repeat(self.prompts, len(self.requests)), self.requests, strict=True))
+        return [*pairs, *zip(self.prompts, self.greedy or (), strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """The answer to :class:`SampleRequests`: rows without rewards, which can wait, and be saved, like that.
+    """Results of :class:`SampleRequests`: rows without rewards, which a checkpoint can hold.
 
     Args:
-        prompts: of this rank.
-        rows: the same number of rows for each prompt, in the order of the prompts.
-        greedy: a row for each prompt, or None.
-        pairs: each request with its completion, turn by turn; none for samples that come out of a checkpoint.
-        started: calls of rewards for ``rows`` that are being made already.
-        outcomes: what environments made of ``rows``, and behind them of ``greedy``.
+        prompts: Prompts of this rank.
+        rows: Rows in the order of the prompts, equally many for each.
+        greedy: Greedy row of each prompt, or None.
+        pairs: Requests with their completions, turn by turn; empty after a load from a checkpoint.
+        started: Reward calls on ``rows`` that are running.
+        outcomes: Outcomes of the environments for ``rows``, then for ``greedy``.
     """
 
     prompts: Sequence[Prompt]
@@ -80,7 +80,7 @@ class Samples:
     outcomes: Sequence[Outcome] = ()
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors that load under ``weights_only=True``, without the prompts."""
+        """Return plain values and tensors that load under ``weights_only=True``, without the prompts."""
         return {
             "samples": self.rows.state(),
             "greedy": None if self.greedy is None else self.greedy.state(),
@@ -89,7 +89,7 @@ class Samples:
 
     @staticmethod
     def from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> "Samples":
-        """The inverse of :meth:`state`, with the prompts that were sampled."""
+        """Restore the samples of ``prompts`` from :meth:`state`."""
         greedy: Mapping[str, Tensor] | None = state["greedy"]
         return Samples(
             prompts=prompts,
@@ -103,9 +103,9 @@ class ScoredGroups(NamedTuple):
     """Whole groups with their rewards.
 
     Attributes:
-        rollout: the rows.
-        stats: how many groups were sampled and filtered, rows that were aborted, and rows that rewards failed on.
-        noted: what reward functions logged themselves, under names that may be others the next time.
+        rollout: Rows of the groups.
+        stats: Counts of sampled groups, filtered groups, aborted rows, and rows that rewards failed on.
+        noted: Metrics that reward functions logged; their names may differ between rollouts.
     """
 
     rollout: Rollout
@@ -115,27 +115,26 @@ class ScoredGroups(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Everything that turns prompts into scored samples.
+    """Sampler of scored completions.
 
     Args:
-        engine: generates.
-        tokenizer: turns completions into text for the rewards; without one they get the token ids.
-        rewards: scores.
-        sampling: how tokens are drawn, with ids that end a response.
-        group_size: samples of each prompt.
-        seed: of the run.
-        corrections: here reward masks, kept groups and who looks on.
-        dtype: of rewards and log-probabilities.
-        forward_context: context to generate in, for the precision of the forward.
-        greedy_baseline: whether a greedy answer to each prompt is scored as well, for ``extras["greedy_score"]``.
-        collectives: what the ranks do together.
-        max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run; None for never.
-        failed_folder: where the samples go that rewards fail on, beside those of environments; None for no files.
-        trainer_state: how far the run is, for rewards that ask.
-        vocabulary: number of token ids that the policy knows; None if unknown.
-        environments: what the samples talk to; None for answers that nobody answers.
-        max_failed_environments: the share of a rollout's conversations that have to fail to end the run; None for
-            never.
+        engine: Engine that generates.
+        tokenizer: Decodes completions for the rewards; None to pass token ids only.
+        rewards: Reward functions.
+        sampling: Sampling parameters, with the ids that end a response.
+        group_size: Number of samples per prompt.
+        seed: Seed of the run.
+        corrections: Callbacks; used for reward masks, kept groups and observers.
+        dtype: Dtype of rewards and log-probabilities.
+        forward_context: Context around generation that sets the precision.
+        greedy_baseline: True to score a greedy completion of each prompt for ``extras["greedy_score"]``.
+        collectives: Collectives over the ranks.
+        max_failed_rewards: Share of a rollout's rows with failed rewards that ends the run; None for no limit.
+        failed_folder: Folder for samples with failed rewards, next to that of failed environments; None to write none.
+        trainer_state: Progress of the run, for rewards that take it.
+        vocabulary: Vocabulary size of the policy; None if unknown.
+        environments: Environments of the samples; None for single-turn completions.
+        max_failed_environments: Share of a rollout's conversations that ends the run if they fail; None for no limit.
     """
 
     engine: Engine
@@ -158,26 +157,26 @@ class Sampler:
 
     @property
     def max_rounds(self) -> int:
-        """How often prompts are sampled at most until enough groups are kept."""
+        """Maximum number of sampling rounds until enough groups are kept."""
         return max((callback.max_rounds for callback in self.corrections.contributors("keep_groups")), default=1)
 
     def fill_groups(
         self, take: Callable[[int], list[Prompt]], groups: int, number: int, *, rank: int = 0, first: Samples
     ) -> ScoredGroups:
-        """``groups`` groups for this rank, scored.
+        """Return ``groups`` scored groups for this rank.
 
-        Ranks agree between the rounds; within one there is no collective.
+        Collectives run between the rounds, never within one.
 
         Args:
-            take: the next prompts, for further rounds.
-            groups: how many.
-            number: of the rollout.
-            rank: this one.
-            first: the first round.
+            take: Returns the next prompts, for further rounds.
+            groups: Number of groups.
+            number: Number of the rollout.
+            rank: Rank of this process.
+            first: Samples of the first round.
 
         Raises:
-            RewardError: on every rank, if rewards fail on too many rows.
-            RuntimeError: on the ranks where nothing is wrong, if a correction or a reward's arguments are on another.
+            RewardError: On every rank, if rewards fail on too many rows.
+            RuntimeError: On the other ranks, if a correction or the arguments of a reward raise on one.
         """
         parts: list[Rollout] = []
         calls: list[RewardCall] = []
@@ -213,7 +212,7 @@ class Sampler:
         return ScoredGroups(concatenate(parts), stats, noted)
 
     def _failing_together(self, what: str) -> AbstractContextManager[object]:
-        """If one rank fails inside, all do, and can save; but ranks that split a layer wait for each other in there."""
+        """Return a context in which all ranks fail if one does; no-op where ranks shard layers."""
         together = self.collectives.ranks > 1 and self.collectives.layers is None
         return failing_together(what) if together else nullcontext()
 
@@ -224,7 +223,7 @@ class Sampler:
         return counts
 
     def _close_rewards(self, calls: Sequence[RewardCall], failed: Tensor, number: int, rank: int) -> dict[str, Stat]:
-        """Reports what rewards failed on in a rollout, ends the run if it is too much, and collects what they noted."""
+        """Report failed rewards, end the run if there are too many, and return the metrics that rewards logged."""
         name = f"rollout-{number}-rank-{rank}.jsonl"
         path = None if self.failed_folder is None else self.failed_folder / name
         cause = report_failures(calls, path)
@@ -245,7 +244,7 @@ class Sampler:
         return self._stats_of(noted, {name for summary in summaries for name in summary.metrics})
 
     def _close_environments(self, outcomes: Sequence[Outcome], number: int, rank: int) -> dict[str, Stat]:
-        """The figures of a rollout's conversations; reports those that failed, and ends the run if too many did."""
+        """Report failed conversations, end the run if there are too many, and return the metrics of all."""
         if self.environments is None:
             return {}
         noted = self.collectives.share(metrics_of(outcomes))
@@ -259,13 +258,13 @@ class Sampler:
 
     @staticmethod
     def _stats_of(noted: Mapping[str, Sequence[float]], names: Collection[str]) -> dict[str, Stat]:
-        """A figure for each name that some rank has noted."""
+        """Return a metric for each name that any rank logged."""
         return {name: Stat.of(torch.tensor(noted.get(name, []), dtype=torch.float64)) for name in sorted(names)}
 
     def sample(
         self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: Sampling | None = None
     ) -> Rollout:
-        """Generates and scores samples that do not train, one of each prompt by default, from the run's seed."""
+        """Generate and score samples that do not train, by default one per prompt, with the run's seed."""
         requests = self.requests(prompts, 0, group_size=group_size or 1, sampling=sampling, baseline=False)
         samples = self.generate_together(requests)
         rollout, calls, _ = self.score(samples)
@@ -282,7 +281,7 @@ class Sampler:
         sampling: Sampling | None = None,
         baseline: bool | None = None,
     ) -> SampleRequests:
-        """What the engine is asked for, for ``group_size`` samples of each prompt in rollout ``number``."""
+        """Return the requests for ``group_size`` samples of each prompt in rollout ``number``."""
         prompts, size = prompts if self.collectives.generates else [], group_size or self.group_size
         requests = self._requests(prompts, number, size, sampling or self.sampling)
         if not (self.greedy_baseline if baseline is None else baseline):
@@ -307,49 +306,46 @@ class Sampler:
         ]
 
     def generate_together(self, requests: SampleRequests) -> Samples:
-        """Generates, and begins the rewards that run in processes of their own; if one rank fails, all do."""
+        """Generate and start rewards that run in subprocesses; if one rank fails, all do."""
         begun: BegunRows = {}
         with failing_together("generation", EngineError):
             samples = self._generate(requests, begun)
         return self._begin_rewards(samples, begun)
 
     def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
-        """Generates for several askers in one call of the engine; if one rank fails, all do."""
+        """Generate for several sets of requests in one call of the engine; if one rank fails, all do."""
         with failing_together("generation", EngineError):
             transcripts = iter(self.converse(list(chain.from_iterable(part.by_prompt for part in parts))))
             return [self._samples(part, list(islice(transcripts, len(part.by_prompt)))) for part in parts]
 
     def generate(self, requests: SampleRequests) -> Samples:
-        """Generates, and begins the rewards that run in processes of their own.
-
-        Runs no other code of rewards, none of corrections, and has no collective, so any thread may do it.
-        """
+        """Generate and start rewards that run in subprocesses. Thread-safe: no collective and no other user code."""
         begun: BegunRows = {}
         return self._begin_rewards(self._generate(requests, begun), begun)
 
     def _generate(self, requests: SampleRequests, begun: BegunRows) -> Samples:
-        """Generates; what may begin with a single answer has begun when it is there."""
+        """Generate; rewards that score single rows start as each completion arrives."""
         return self._samples(requests, self.converse(requests.by_prompt, self._row_starter(requests, begun)))
 
     def _row_starter(self, requests: SampleRequests, begun: BegunRows) -> Arrived | None:
-        """What begins the rewards of a row with its answer and notes them; None if all rows begin together."""
+        """Return a callback that starts the rewards of a row with its completion; None if all rows start together."""
         if not self.rewards.starts_by_row or self.environments is not None or self.engine.capabilities.collective:
             return None
         prompts = _repeat(requests.prompts, len(requests.requests))
         keys = _keys(prompts)
 
         def start(place: int, completion: Completion) -> None:
-            if place < len(prompts):  # behind them come greedy answers
+            if place < len(prompts):  # greedy completions come last and are not scored here
                 arguments = self._arguments([prompts[place]], [list(completion.token_ids)], keys)
                 begun[place] = self.rewards.start_row(**arguments)
 
         return start
 
     def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
-        size, asked = len(requests.requests), requests.by_prompt
+        size = len(requests.requests)
         drawn = [
             DrawnRow(row=each.row, group=prompt.index, sample_id=request.sample_id, finish=each.finish)
-            for (prompt, request), each in zip(asked, transcripts, strict=True)
+            for (prompt, request), each in zip(requests.by_prompt, transcripts, strict=True)
         ]
         return Samples(
             prompts=requests.prompts,
@@ -365,24 +361,26 @@ class Sampler:
         masks = rows.token_extras.get(SAMPLING_MASK)
         if masks is not None and not (holds(masks, rows.response_ids) | ~rows.action_mask).all():
             name = type(self.engine).__name__
-            raise ValueError(f"expected {name} to keep every token that it draws, got one it did not")
+            raise ValueError(
+                f"expected the sampling mask of {name} to keep every sampled token, got one that is masked"
+            )
         return rows
 
     def _begin_rewards(self, samples: Samples, begun: BegunRows) -> Samples:
-        """Begins what has not begun with the answer to each row."""
+        """Start the rewards that did not start with single rows."""
         if not self.rewards.starts_early:
             return samples
         rows = [begun[row] for row in sorted(begun)]
         return replace(samples, started=self.rewards.start(**self.reward_arguments(samples), begun=rows))
 
     def converse(self, asked: Sequence[tuple[Prompt, Request]], arrived: Arrived | None = None) -> list[Transcript]:
-        """What becomes of each request for an answer to a prompt: the answer, or a conversation that begins with it.
+        """Return a transcript for each request: one completion, or a conversation with an environment.
 
         Args:
-            asked: prompts with their requests.
-            arrived: is told of each answer that nobody answers, as soon as the engine has it.
+            asked: Prompts with their requests.
+            arrived: Callback for each completion without an environment, as soon as the engine returns it.
         """
-        with self.forward_context():  # for no requests as well: ranks may share an engine
+        with self.forward_context():  # also without requests, because ranks may share an engine
             if self.environments is None:
                 requests = [request for _, request in asked]
                 return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests, arrived), strict=True)]
@@ -396,7 +394,7 @@ class Sampler:
                 return drive(executor=executor, limit=workers.workers)
 
     def draw(self, requests: Sequence[Request], arrived: Arrived | None = None) -> list[Completion]:
-        """One completion for each request, held against it; ``arrived`` is told of each before the others are there."""
+        """Return a validated completion for each request; ``arrived`` gets each as soon as the engine returns it."""
         answers = Answers(engine=self.engine, requests=tuple(requests), **self._checks_of_answers)
         if arrived is None:
             return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
@@ -406,7 +404,7 @@ class Sampler:
 
     @property
     def _checks_of_answers(self) -> dict[str, Any]:
-        """What every answer of every engine is held against, besides its request."""
+        """Arguments that validate the completions of any engine."""
         return {
             "logprobs": self.engine.capabilities.returns_logprobs,
             "vocabulary": self.vocabulary,
@@ -414,8 +412,9 @@ class Sampler:
         }
 
     def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
-        """Samples with their rewards, the calls that gave them, and the rows that rewards failed on; greedy answers
-        give each row its baseline.
+        """Return samples with rewards, the reward calls, and a mask of rows with failed rewards.
+
+        Greedy completions give each row its baseline.
         """
         rollout, calls, failed = self._with_rewards(samples)
         if samples.greedy is not None:
@@ -427,14 +426,14 @@ class Sampler:
         return self.collectives.share(rollout), calls, failed
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """A completion as the rewards see it."""
+        """Decode a completion for the rewards."""
         return self.texts([token_ids])[0]
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Completions as the rewards see them, decoded in one call."""
+        """Decode completions for the rewards in one call."""
         if self.tokenizer is None or not rows:
             return [""] * len(rows)
-        arrays: Any = [np.array(row, dtype=np.int64) for row in rows]  # of a list, each entry would be looked at
+        arrays: Any = [np.array(row, dtype=np.int64) for row in rows]  # the tokenizer inspects each entry of a list
         return self.tokenizer.batch_decode(arrays, skip_special_tokens=True)
 
     def _whole_text(self, token_ids: Sequence[int]) -> str:
@@ -450,20 +449,20 @@ class Sampler:
         return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 
     def answers(self, samples: Samples) -> list[list[int]]:
-        """The token ids that each row is judged by: of its last turn, which is all of it without an environment."""
+        """Return the token ids that rewards score: the last turn of each row."""
         if self.environments is not None:
             return [list(outcome.answer) for outcome in samples.outcomes[: len(samples.rows)]]
         lengths = samples.rows.response_lengths.tolist()
         return [row[:length] for row, length in zip(samples.rows.response_ids.tolist(), lengths, strict=True)]
 
     def reward_arguments(self, samples: Samples) -> dict[str, Any]:
-        """What the reward functions are given."""
+        """Return the arguments of the reward functions."""
         prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
         arguments = self._arguments(prompts, ids, _keys(prompts))
         return {**arguments, "columns": arguments["columns"] | reward_columns(samples.outcomes[: len(ids)])}
 
     def _arguments(self, prompts: Sequence[Prompt], ids: list[list[int]], keys: Sequence[str]) -> dict[str, Any]:
-        """The same of some rows, with the columns that all rows have between them."""
+        """Return the arguments for some rows, with the given columns."""
         return {
             "prompts": [prompt.content for prompt in prompts],
             "completions": self.texts(ids),
@@ -484,7 +483,7 @@ class Sampler:
 
 
 def deal(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
-    """Deals prompts out to the ranks in turn, each until it has enough: ``[rank::world]`` if all want the same."""
+    """Distribute prompts to the ranks round-robin until each has enough; ``[rank::world]`` if all want equally many."""
     hands: list[list[Prompt]] = [[] for _ in wanted]
     rank = 0
     for prompt in prompts:
@@ -496,10 +495,10 @@ def deal(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]
 
 
 def check_staleness(rollout: Rollout, number: int, max_staleness: int) -> None:
-    """Refuses tokens of weights that are too old for rollout ``number``.
+    """Check that no token of rollout ``number`` comes from weights that are too old.
 
     Raises:
-        RuntimeError: naming sample, version and bound.
+        RuntimeError: With the sample, its version and the limit.
     """
     late = rollout.action_mask & (number - rollout.policy_version > max_staleness)
     if late.any():
@@ -512,16 +511,16 @@ def check_staleness(rollout: Rollout, number: int, max_staleness: int) -> None:
 
 
 def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
-    """How many rollouts before rollout ``number`` the weights were synced that drew each token."""
+    """Return the age of each token's weights, in rollouts before rollout ``number``."""
     age = Stat.of(number - rollout.policy_version, rollout.valid_tokens)
     return {"staleness/mean": age, "staleness/max": age.maximum()}
 
 
 def _keys(prompts: Sequence[Prompt]) -> list[str]:
-    """The columns that any of some prompts has."""
+    """Return the sorted names of all columns of the prompts."""
     return sorted({key for prompt in prompts for key in prompt.columns})
 
 
 def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
-    """The prompt of each of so many rows, the same number for each prompt."""
+    """Repeat each prompt equally often, ``rows`` prompts in all."""
     return [prompt for prompt in prompts for _ in range(rows // len(prompts))]

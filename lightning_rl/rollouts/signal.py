@@ -1,4 +1,4 @@
-"""Signal: from rewards and log-probabilities to the advantage of every token. Raw quantities stay raw."""
+"""Estimation of the advantage of every token from rewards and log-probabilities."""
 
 from contextlib import nullcontext
 from dataclasses import fields
@@ -17,12 +17,12 @@ from lightning_rl.signal.statistics import group_statistics
 
 
 class SignalledRollout(NamedTuple):
-    """A rollout with its signal.
+    """A rollout with its advantages.
 
     Attributes:
-        rollout: with ``advantages``, and ``returns`` from a token estimator.
-        rewards: what the estimator saw, the shaped reward among it.
-        stats: statistics of rewards and advantages.
+        rollout: Rollout with ``advantages``, and ``returns`` from a token estimator.
+        rewards: Inputs of the estimator, with the shaped reward.
+        stats: Metrics of rewards and advantages.
     """
 
     rollout: Rollout
@@ -33,16 +33,16 @@ class SignalledRollout(NamedTuple):
 def estimate_signal(
     rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
 ) -> SignalledRollout:
-    """From rewards, bonuses and token rewards to the advantage of every token.
+    """Estimate the advantage of every token from rewards, bonuses and token rewards.
 
     Args:
-        rollout: planned, with log-probabilities: ``trained``, ``rewarded`` and ``valid_tokens`` are final.
-        estimator: from rewards to advantages.
-        corrections: here provided fields, bonuses and token rewards.
-        global_sum: adds tensors up over the ranks.
+        rollout: Planned rollout with log-probabilities; ``trained``, ``rewarded`` and ``valid_tokens`` are final.
+        estimator: Advantage estimator.
+        corrections: Callbacks; used for provided fields, bonuses and token rewards.
+        global_sum: Sums tensors over the ranks.
 
     Raises:
-        ValueError: if a reward or an advantage is not finite; the message names the sample.
+        ValueError: If a reward or an advantage is not finite; with the id of the sample.
     """
     rollout = corrections.provide(rollout).sanitize()
     with corrections.watching(rollout) if corrections.contributors(*REWARDS) else nullcontext():
@@ -54,7 +54,7 @@ def estimate_signal(
     if earned is not None:
         earned = torch.where(rollout.rewarded[:, None], earned, 0.0)
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens, earned)
-    _check_finite(shaped, rollout)  # before a group or the whitening spreads it to other samples
+    _check_finite(shaped, rollout)  # before normalization spreads it to other samples
     rewards = RewardSignal(
         scores=scores,
         rewarded=rollout.rewarded,
@@ -83,7 +83,7 @@ def estimate_signal(
 
 
 def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, dict[str, Stat]]:
-    """The rollout without the rows that a correction excludes: the three masks, each derived from the one before."""
+    """Drop the rows that corrections exclude from ``trained``, ``valid_tokens`` and ``rewarded``."""
     excluded, stats = corrections.exclude(rollout)
     trained = rollout.trained & rollout.real & ~excluded
     valid = rollout.action_mask & trained[:, None]
@@ -91,7 +91,7 @@ def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, d
 
 
 def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
-    """Rewards over the rewarded rows, lengths over the real rows, and how many groups teach nothing."""
+    """Return metrics of rewards over rewarded rows, of lengths over real rows, and of groups without variance."""
     rewarded, real = rollout.rewarded, rollout.real
     stats = {"reward/task": Stat.of(rollout.rewards, rewarded)}
     for name, raw in rollout.task_rewards.items():
@@ -115,7 +115,7 @@ def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
 
 
 def _checked_advantages(estimator: Estimator, rewards: RewardSignal) -> Advantages:
-    """What an estimator makes of rewards, without writing to them."""
+    """Return the advantages of an estimator, after a check that it did not modify its inputs."""
 
     def tensors() -> list[tuple[str, Tensor]]:
         values = ((spec.name, getattr(rewards, spec.name)) for spec in fields(rewards))

@@ -1,4 +1,4 @@
-"""The state of a run besides its weights: the rollout in progress, everything else, and what a checkpoint keeps."""
+"""State of a run besides its weights, and the part of it that a checkpoint stores."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,18 +29,18 @@ from lightning_rl.update import ParameterTracer
 
 MAX_NONFINITE_IN_A_ROW = 3
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
-"""The element-wise maximum of a list over all ranks."""
+"""Element-wise maximum of a list over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentRollout:
-    """A finished rollout from its first optimizer step to its last, with its plan and its seal.
+    """A finished rollout from its first optimizer step to its last.
 
     Args:
-        number: of the rollout.
-        rollout: with its signal.
-        plan: used by every pass over it.
-        seal: of its fields, when the rollout was finished.
+        number: Number of the rollout.
+        rollout: Rollout with advantages.
+        plan: Plan of every pass over it.
+        seal: Checksum of its fields when it was finished.
     """
 
     number: int
@@ -50,18 +50,18 @@ class CurrentRollout:
 
     @staticmethod
     def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
-        """Holds a rollout from now on."""
+        """Seal a rollout."""
         return CurrentRollout(number=number, rollout=rollout, plan=plan, seal=Seal.of(rollout.tensors()))
 
     def check_edits(self, since: str, hooks: Callable[[], Sequence[str]] = tuple) -> None:
-        """Refuses a rollout that anybody wrote to since it was finished, by whatever way.
+        """Check that the rollout has not been modified since it was finished.
 
         Args:
-            since: when the last time was that it was whole, to end the sentence "was written to".
-            hooks: names those who had the chance; asked only if there is an edit.
+            since: Period of the edit, to complete the message "was written to in place ...".
+            hooks: Returns the names of hooks that may have modified it; called only after an edit.
 
         Raises:
-            EditError: naming the fields.
+            EditError: With the names of the modified fields.
         """
         fields = self.rollout.tensors()
         if self.seal.holds(fields):
@@ -74,7 +74,7 @@ class CurrentRollout:
             )
 
     def divide(self, token_budget: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
-        """The same rows in smaller microbatches; every rank takes part."""
+        """Split the rows into smaller microbatches; every rank has to call this."""
         device, rollout = self.rollout.response_ids.device, self.rollout.to("cpu")
         plan = divide_plan(
             rollout, self.plan.rows(), token_budget=token_budget, packed=packed, max_over_ranks=max_over_ranks
@@ -82,12 +82,12 @@ class CurrentRollout:
         return replace(self, plan=plan.to(device))
 
     def state(self) -> dict[str, Any]:
-        """Plain values and tensors that load under ``weights_only=True``."""
+        """Return plain values and tensors that load under ``weights_only=True``."""
         return {"number": self.number, "rollout": self.rollout.to("cpu").state(), "rows": self.plan.rows()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any], device: torch.device, *, packed: bool) -> "CurrentRollout":
-        """The inverse of :meth:`state`, on a device."""
+        """Restore the rollout from :meth:`state` on a device."""
         rollout = Rollout.from_state(state["rollout"])
         plan = plan_of_rows(rollout, state["rows"], packed=packed)
         return CurrentRollout.of(state["number"], rollout.to(device), plan.to(device))
@@ -95,38 +95,38 @@ class CurrentRollout:
 
 @dataclass(slots=True)
 class RunState:
-    """The one mutable place of a run. Lives outside of the module tree, so it is neither sharded nor moved.
+    """Mutable state of a run, kept outside of the module tree so that it is neither sharded nor moved.
 
     Attributes:
-        corrections: those of the trainer's callbacks, from setup on.
-        configuration: everything that makes the run what it is, in plain values, from setup on.
-        needs: which optional fields somebody reads.
-        reference: the frozen policy, if something reads it.
-        replica: what the embedded engine decodes with, where a rank lacks parts of the policy or trains it meanwhile.
-        sampling: that of the module, with the ids that end a response.
-        engine_started: whether the engine can take weights.
-        current: the rollout in progress.
-        prefetcher: the rollouts that are generated ahead.
-        metrics: what has not been logged yet.
-        times: seconds by phase.
-        rollout_stats: what was logged of the current rollout.
-        failed_folder: where the samples go that rewards fail on.
-        tracer: follows the parameters through the optimizer step that is being made.
-        ticket: index of the last one that this fit has served.
-        built_alone: whether the policy was built before there was a Trainer, so for no strategy yet.
-        stepped: whether the policy has moved since it was built.
-        skipped: optimizer steps that were left out.
-        idle: how many rollouts in a row taught the policy nothing.
-        nonfinite_in_a_row: how many of the last steps had a non-finite gradient.
-        loaded: this rank's part of a checkpoint, until fit starts.
-        name: of the run, by which its checkpoints are told from those of others; a resumed run keeps it.
-        mark: where the run stood when the current ticket, or its optimizer step, began.
-        late_error: what was raised after an optimizer step, until everything that belongs to the step is done.
-        settled: the error that the run was put back after.
-        unsettled: why it could not be.
-        failure: the rollout that the last error came in.
-        schedule_behind: whether the scheduler still has to make its step after the last one of the optimizer.
-        budget: of tokens, since memory ran out, with what was asked for; None for what was asked for.
+        corrections: Corrections among the trainer's callbacks, from setup on.
+        configuration: Configuration of the run in plain values, from setup on.
+        needs: Optional rollout fields that are read.
+        reference: Frozen reference policy, if needed.
+        replica: Copy of the policy that the embedded engine decodes with, where it cannot use the policy.
+        sampling: Sampling parameters of the module, with the ids that end a response.
+        engine_started: True once the engine can load weights.
+        current: Rollout in progress.
+        prefetcher: Rollouts that are generated ahead.
+        metrics: Metrics that have not been logged yet.
+        times: Seconds by phase.
+        rollout_stats: Logged metrics of the current rollout.
+        failed_folder: Folder for samples with failed rewards.
+        tracer: Tracer of the parameters during an optimizer step.
+        ticket: Index of the last ticket of this fit.
+        built_alone: True if the policy was built before there was a Trainer, so without a strategy.
+        stepped: True if the policy has changed since it was built.
+        skipped: Number of skipped optimizer steps.
+        idle: Counter of rollouts in a row without a gradient.
+        nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
+        loaded: This rank's part of a checkpoint, until fit starts.
+        name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
+        mark: Snapshot from before the current ticket or its optimizer step.
+        late_error: Error raised after an optimizer step, until the step is complete.
+        settled: Error after which the run was rolled back.
+        unsettled: Reason why the rollback failed.
+        failure: Rollout in which the last error was raised.
+        schedule_behind: True if the scheduler has not stepped since the last optimizer step.
+        budget: Requested and reduced token budget after memory ran out; None before.
     """
 
     corrections: Corrections = field(default_factory=Corrections)
@@ -160,45 +160,45 @@ class RunState:
     budget: tuple[int, int] | None = None
 
     def set_mark(self, ticket: Ticket, cursor: int) -> None:
-        """Notes where the run stands at a ticket, or at its optimizer step."""
+        """Take a snapshot of the run at a ticket or at its optimizer step."""
         self.mark = Mark.of(self, ticket, cursor)
         self.mark.keep_states(self.corrections)
 
     def note_step(self) -> None:
-        """Notes that the optimizer step of the current ticket was made or left out."""
+        """Record that the optimizer step of the current ticket was made or skipped."""
         if self.mark is not None:
             self.mark.stepping, self.mark.made = False, True
 
     def end_step(self, ticket: Ticket, *, last: bool) -> None:
-        """Leaves everything as a checkpoint after the step of a ticket should find it, in on_train_batch_end."""
+        """Complete the step of a ticket, as a checkpoint in ``on_train_batch_end`` expects."""
         self.mark, self.ticket = None, ticket.index
         if last:
             self.current = None
 
     def drop_tracer(self) -> None:
-        """Ends what follows the parameters of a step that broke off."""
+        """Release the tracer of an interrupted step."""
         if self.tracer is not None:
             self.tracer.release()
             self.tracer = None
 
     def token_budget(self, asked: int) -> int:
-        """Most tokens of a microbatch: what was asked for, unless memory ran out with it."""
+        """Return the maximum number of tokens per microbatch: ``asked``, or less after memory ran out with it."""
         return self.budget[1] if self.budget is not None and self.budget[0] == asked else asked
 
     def halve(self, asked: int) -> int:
-        """Half of the token budget from now on; returns it."""
+        """Halve the token budget and return it."""
         self.budget = asked, max(1, self.token_budget(asked) // 2)
         return self.budget[1]
 
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
-        """Whether a step with this gradient norm is made; counts those that are not.
+        """Return True if a step with this gradient norm is to be made, and count the others.
 
         Args:
-            norm: before clipping.
-            patient: never raise, because a gradient scaler is looking for its scale.
+            norm: Gradient norm before clipping.
+            patient: True to never raise, while a gradient scaler adjusts its scale.
 
         Raises:
-            FloatingPointError: if the norm was not finite too often in a row.
+            FloatingPointError: If the norm was not finite in too many steps in a row.
         """
         if torch.isfinite(norm):
             self.nonfinite_in_a_row = 0
@@ -210,18 +210,18 @@ class RunState:
         self.nonfinite_in_a_row += 1
         if not patient and self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise FloatingPointError(
-                f"{MAX_NONFINITE_IN_A_ROW} optimizer steps in a row had a gradient norm of {float(norm)}: lower the "
-                "learning rate, or look for a loss term, weight or reward that is not finite"
+                f"expected a finite gradient norm, got {float(norm)} in {MAX_NONFINITE_IN_A_ROW} optimizer steps in a "
+                "row: lower the learning rate, or look for a loss term, weight or reward that is not finite"
             )
         return False
 
     def count(self, number: int) -> None:
-        """Notes how far the run is: number of the rollout, optimizer steps left out."""
+        """Log the number of the rollout and the number of skipped optimizer steps."""
         counters = Stat.numbers({"optim/skipped": self.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
     def state(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint, in values that load under ``weights_only=True``."""
+        """Return this rank's part of a checkpoint, in values that load under ``weights_only=True``."""
         return {
             "current": None if self.current is None else self.current.state(),
             "prefetched": self.prefetcher.state(),
@@ -243,17 +243,17 @@ class RunState:
         max_staleness: int,
         collectives: Collectives,
     ) -> None:
-        """Starts a fit: continues from what was loaded, or drops a rollout that an earlier fit left behind.
+        """Start a fit from the loaded checkpoint, or drop the rollout of an earlier fit.
 
         Args:
-            device: where the rollout in progress belongs.
-            packed: whether microbatches are free of padding.
-            at: the prompts at some places of the stream.
-            max_staleness: how many rollouts may be generated ahead.
-            collectives: what the ranks do together.
+            device: Device of the rollout in progress.
+            packed: True if microbatches have no padding.
+            at: Returns the prompts at indices of the stream.
+            max_staleness: Maximum number of rollouts generated ahead.
+            collectives: Collectives over the ranks.
 
         Raises:
-            ValueError: if the checkpoint has more of them.
+            ValueError: If the checkpoint has more rollouts ahead.
         """
         loaded, self.loaded, self.current = self.loaded, None, None
         if loaded is None or not self.name:
@@ -284,10 +284,10 @@ class RunState:
             self.current = CurrentRollout.from_state(loaded["current"], device, packed=packed)
 
     def load(self, checkpoint: Mapping[str, Any], *, rank: int, world_size: int) -> None:
-        """Takes this rank's part of a checkpoint.
+        """Load this rank's part of a checkpoint.
 
         Raises:
-            ValueError: if the checkpoint was written by another number of ranks or with another reference.
+            ValueError: If the checkpoint has another number of ranks or another reference.
         """
         self.stepped = True
         ranks, reference = checkpoint["ranks"], checkpoint["reference_hash"]
@@ -305,7 +305,7 @@ class RunState:
 
 
 def trainer_state(trainer: Trainer) -> TrainerState:
-    """How far a fit is, in the form in which reward functions written for TRL ask for it."""
+    """Return the progress of a fit as a ``TrainerState``, for reward functions written for TRL."""
     batches, passed = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.completed
     share = passed / batches if 0 < batches < math.inf else 0.0
     return TrainerState(

@@ -1,4 +1,4 @@
-"""Undo: an error between two optimizer steps puts a run back to the last one, from which a checkpoint goes on."""
+"""Rollback to the last optimizer step after an error, so that a checkpoint can resume from there."""
 
 import copy
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ class Current(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the rollout."""
+        """Number of the rollout."""
         ...
 
     def check_edits(self, since: str) -> None:
-        """Raises an EditError if somebody wrote to it."""
+        """Raise an EditError if the rollout was modified."""
         ...
 
 
 class Run(Protocol):
-    """What an error puts back: the part of a run's state that moves between two optimizer steps."""
+    """Part of a run's state that changes between two optimizer steps."""
 
     corrections: Corrections
     prefetcher: Prefetcher
@@ -40,28 +40,28 @@ class Run(Protocol):
     unsettled: str | None
 
     def end_step(self, ticket: Ticket, *, last: bool) -> None:
-        """Leaves everything as a checkpoint after the step of a ticket should find it."""
+        """Complete the step of a ticket, as a checkpoint expects."""
         ...
 
     def drop_tracer(self) -> None:
-        """Ends what follows the parameters of a step that broke off."""
+        """Release the tracer of an interrupted step."""
         ...
 
 
 @dataclass(slots=True)
 class Mark:
-    """Where a run stood when something began that an error may break off: a ticket, or its optimizer step.
+    """Snapshot of a run from before a ticket or its optimizer step.
 
     Attributes:
-        ticket: that was taken.
-        cursor: of the prompt stream.
-        ahead: the rollouts that were asked for.
-        current: the rollout in progress.
-        skipped: optimizer steps left out so far.
-        nonfinite_in_a_row: non-finite gradients so far.
-        states: of the corrections, by name.
-        stepping: whether the optimizer is at work, so that weights may be neither old nor new.
-        made: whether the optimizer step was made or left out.
+        ticket: Current ticket.
+        cursor: Position in the prompt stream.
+        ahead: Numbers of the rollouts submitted ahead.
+        current: Rollout in progress.
+        skipped: Number of skipped optimizer steps.
+        nonfinite_in_a_row: Number of non-finite gradients in a row.
+        states: States of the corrections, by name.
+        stepping: True while the optimizer updates weights, so that some may be old and some new.
+        made: True if the optimizer step was made or skipped.
     """
 
     ticket: Ticket
@@ -76,7 +76,7 @@ class Mark:
 
     @staticmethod
     def of(run: Run, ticket: Ticket, cursor: int) -> "Mark":
-        """Where a run stands, but for its corrections."""
+        """Take a snapshot without the corrections."""
         return Mark(
             ticket=ticket,
             cursor=cursor,
@@ -87,15 +87,15 @@ class Mark:
         )
 
     def keep_states(self, corrections: Corrections) -> None:
-        """Keeps what the corrections know; one that raises when it is asked is undone like any other error."""
+        """Store the states of the corrections; an error in ``state_dict`` is rolled back like any other."""
         states = {callback.name: callback.state_dict() for callback in corrections.callbacks}
         self.states = copy.deepcopy({name: state for name, state in states.items() if state})
 
     def undo(self, run: Run, stream: PromptDataModule, trainer: Trainer, steps_per_rollout: int) -> str | None:
-        """Puts a run back to the mark, or, if the optimizer step was made, to where the next ticket would be taken.
+        """Roll a run back to the snapshot, or, if the optimizer step was made, complete the step.
 
         Returns:
-            Why that cannot be; None if it was done.
+            Reason why that is impossible; None on success.
         """
         if self.stepping:
             return "the error came in the middle of an optimizer step"
@@ -110,7 +110,7 @@ class Mark:
         return None
 
     def restore_corrections(self, run: Run) -> None:
-        """Gives the corrections back what they knew."""
+        """Load the stored states into the corrections."""
         for callback in run.corrections.callbacks:
             if callback.name in self.states:
                 callback.load_state_dict(copy.deepcopy(dict(self.states[callback.name])))
@@ -118,11 +118,11 @@ class Mark:
 
 @dataclass(slots=True)
 class Failure:
-    """A rollout that an error came in, and how often in a row.
+    """A rollout in which an error was raised.
 
     Attributes:
-        rollout: its number.
-        count: how often.
+        rollout: Number of the rollout.
+        count: Number of errors in a row.
     """
 
     rollout: int
@@ -130,25 +130,25 @@ class Failure:
 
     @staticmethod
     def next(before: "Failure | None", rollout: int) -> "Failure":
-        """One more."""
+        """Return the failure of a rollout, counted up if ``before`` is of the same rollout."""
         again = before is not None and before.rollout == rollout
         return Failure(rollout, before.count + 1 if again and before is not None else 1)
 
     def note(self) -> str:
-        """What to do about it, once it came back."""
-        again = f"rollout {self.rollout} failed, seen {self.count} of {self.count} times: mend the cause and resume"
+        """Return advice for a repeated error."""
+        again = f"rollout {self.rollout} failed in {self.count} of {self.count} attempts: fix the cause and resume"
         if self.count == 1:
             return again
-        return f"{again}, or go on without it by RLLightningModule(skip_rollouts=[{self.rollout}])"
+        return f"{again}, or skip it by RLLightningModule(skip_rollouts=[{self.rollout}])"
 
 
 def settle(
     run: Run, error: BaseException, stream: PromptDataModule, trainer: Trainer, steps_per_rollout: int
 ) -> str | None:
-    """Undoes what began after the last optimizer step, once for each error, and notes the rollout that it came in.
+    """Roll back to the last optimizer step, once for each error, and record the rollout that failed.
 
     Returns:
-        Why the run cannot be put back; None if it was.
+        Reason why the rollback is impossible; None on success.
     """
     if run.settled is not None and run.settled in (error, error.__cause__):
         return run.unsettled
@@ -167,7 +167,7 @@ def settle(
 
 
 def _edits(current: Current) -> str | None:
-    """What somebody changed in the rollout that the next steps train on, which would make a checkpoint of it wrong."""
+    """Return the message about in-place edits of the current rollout, or None."""
     try:
         current.check_edits("since it was finished")
     except EditError as edited:

@@ -289,7 +289,7 @@ def test_a_rollout_that_fails_at_every_resume_is_named_and_can_be_skipped(tmp_pa
             default_root_dir=tmp_path, ckpt_path=ckpt_path,
         )  # fmt: skip
 
-    again = "seen 1 of 1 times", "seen 2 of 2 times"
+    again = "failed in 1 of 1 attempts", "failed in 2 of 2 attempts"
     for number, ckpt_path in enumerate((None, tmp_path / INTERRUPTED)):
         with pytest.raises(SomeError) as raised:
             start(ckpt_path)

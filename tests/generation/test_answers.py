@@ -316,11 +316,11 @@ def test_a_run_whose_engine_gives_up_everything_ends_and_says_why() -> None:
             drawn = super()._draw(requests, logprobs=logprobs)
             return [replace(each, finish=Finish.ABORT) for each in drawn]
 
-    told = r"taught the policy nothing: the engine gave up every sample \(Finish.ABORT\): .* engine/aborted 16"
+    told = r"taught the policy nothing: the engine aborted every sample \(Finish.ABORT\): .* engine/aborted 16"
     with (
         pytest.warns(UserWarning, match="Lost gave up every sample"),
         pytest.warns(UserWarning, match=told),
-        pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine gave up every sample"),
+        pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
     ):
         fit(tiny_module(engine=Lost(), max_idle_rollouts=3))
 

@@ -121,7 +121,7 @@ def test_requests_are_taken_once_and_answers_come_back_in_their_order() -> None:
     for place in (2, 0, 1):
         arrivals.give(requests[place], COMPLETION)
     assert places == [2, 0, 1] and arrivals.take() == [] and arrivals.completions() == [COMPLETION] * 3
-    with pytest.raises(EngineError, match="got a further one to sample 2"):
+    with pytest.raises(EngineError, match="got a second one for sample 2"):
         arrivals.give(requests[2], COMPLETION)
 
 
