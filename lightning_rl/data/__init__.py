@@ -1,4 +1,4 @@
-"""Prompts: from any source, encoded for the policy, in the order of a run, with a ticket for each optimizer step."""
+"""Prompts from any source, encoded for the policy in the order of a run, and a ticket for each optimizer step."""
 
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import Encoder

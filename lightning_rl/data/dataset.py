@@ -1,4 +1,4 @@
-"""PromptDataset: rows from any source with how they become prompts; the rows stay where they are."""
+"""PromptDataset: rows of any source, encoded on access."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -16,29 +16,25 @@ from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 
 
 class PromptDataset:
-    """Prompts by number: rows of any source, and how they are encoded.
+    """Indexable prompts over the rows of any source.
 
-    Rows are read and encoded when they are asked for. :meth:`connect` reads all of them once, a batch at a time, and
-    keeps four bytes for each.
+    Rows are read and encoded on access. :meth:`connect` reads all of them once, in batches, and stores their lengths.
 
     Args:
-        source: see :func:`open_source`.
-        name: which configuration of a data set of the hub.
-        split: which split of a data set.
-        columns: from the name that a column is to have to the one that it has, such as ``{"prompt": "question"}``.
-        preprocess: a function of a row that returns the row to use; it has to return the same each time.
-        chat: whether a prompt that is a string is what the user says in a chat.
-        system: what the system says at the beginning of each chat that does not begin with a system message; a prompt
-            that is a string becomes a chat.
-        chat_template_kwargs: further variables of the tokenizer's chat template.
-        max_prompt_tokens: how many tokens a prompt may have, if fewer than the context window allows.
-        too_long: what happens to longer prompts: ``"error"`` names the first one, ``"drop"`` leaves them out, and says
-            how many.
-        label: what errors call a row.
+        source: Rows; see :func:`open_source`.
+        name: Configuration of a data set of the hub.
+        split: Split of a data set.
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``.
+        preprocess: Function from a row to the row to use; must be deterministic.
+        chat: True to turn a string prompt into the user message of a chat.
+        system: System message of chats without one; turns a string prompt into a chat.
+        chat_template_kwargs: Further variables of the tokenizer's chat template.
+        max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
+        too_long: Handling of longer prompts: ``"error"`` raises, ``"drop"`` drops them and logs their number.
+        label: Name of a row in error messages.
 
     Raises:
-        ValueError: if an option is wrong, a row cannot be read, or no column can be the prompt. Whatever needs a
-            tokenizer is found by :meth:`connect`.
+        ValueError: If an option is wrong, a row cannot be read, or no column can be the prompt.
 
     Example:
         >>> rows = PromptDataset([{"question": [3, 4], "answer": "7"}], columns={"prompt": "question"})
@@ -69,8 +65,8 @@ class PromptDataset:
         rows = open_source(source, name=name, split=split)
         if is_hugging_face(rows, "IterableDataset"):
             raise ValueError(
-                "expected a data set with a length, got an IterableDataset, which only training can draw from: take a "
-                "part of it, as list(stream.take(200))"
+                "expected a data set with a length, got an IterableDataset, which only training supports: take a part "
+                "of it, as list(stream.take(200))"
             )
         self.rows: Rows = rows
         if not len(self.rows):
@@ -82,24 +78,24 @@ class PromptDataset:
         self._connection: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
-        """How many prompts, without those that :meth:`connect` has dropped."""
+        """Return the number of prompts, without dropped ones."""
         return len(self.rows) if self._kept is None else len(self._kept)
 
     def prompt(self, number: int, place: int | None = None) -> Prompt:
-        """One prompt.
+        """Return one prompt.
 
         Args:
-            number: of the prompt, below the length.
-            place: its index in a stream; by default its number.
+            number: Number of the prompt.
+            place: Index in the stream; defaults to its number.
         """
         return self.prompts([number], None if place is None else [place])[0]
 
     def prompts(self, numbers: Sequence[int], places: Sequence[int] | None = None) -> list[Prompt]:
-        """Several prompts, encoded together.
+        """Return several prompts, encoded together.
 
         Args:
-            numbers: of the prompts, below the length.
-            places: their indices in a stream; by default their numbers.
+            numbers: Numbers of the prompts.
+            places: Indices in the stream; default to the numbers.
         """
         rows = numbers if self._kept is None else [self._kept[number] for number in numbers]
         readings = self._take(rows)
@@ -117,17 +113,16 @@ class PromptDataset:
         vocabulary: int | None = None,
         check: ColumnCheck | None = None,
     ) -> None:
-        """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
+        """Set the policy's tokenizer and encode every prompt once, so that a bad one raises before training.
 
         Args:
-            tokenizer: for strings and messages; token ids need none.
-            max_tokens: how many tokens a prompt may have by the policy's context; None for no limit.
-            vocabulary: how many token ids the policy knows; None for no check.
-            check: raises for a row whose columns do not fit the run; equal ones refuse the same.
+            tokenizer: Tokenizer for strings and messages; not needed for token ids.
+            max_tokens: Maximum number of tokens per prompt in the policy's context window; None for no limit.
+            vocabulary: Vocabulary size of the policy; None for no check.
+            check: Raises for a row whose columns do not fit the run; compared by ``==`` to skip a repeated check.
 
         Raises:
-            ValueError: naming the prompt that is empty, too long, or needs a tokenizer or chat template; if all are
-                too long.
+            ValueError: If a prompt is empty, too long, or needs a tokenizer or chat template, or if all are too long.
         """
         connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
         if self._lengths and connection == self._connection:
@@ -160,21 +155,21 @@ class PromptDataset:
 
     @property
     def drop_count(self) -> int:
-        """How many rows were too long, so that :meth:`connect` dropped them."""
+        """Number of rows that :meth:`connect` dropped as too long."""
         return len(self.rows) - len(self)
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens of the longest prompt, once connected."""
+        """Number of tokens of the longest prompt, once connected."""
         limit = self._encoder.max_tokens
         return max((length for length in self._lengths if limit is None or length <= limit), default=0)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the prompts and columns before they become tokens, the same in every process.
+        """Hash of the prompts and columns before tokenization, the same in every process.
 
-        All rows count up to 20,000 of them; of more, 20,000 at even distances, and how many there are. Rows that are
-        dropped as too long count too.
+        Includes rows that are too long. Of more than 20,000 rows, 20,000 at even distances and the number of rows are
+        hashed.
         """
         if not self._fingerprint:
             self._fingerprint = fingerprint_of(self._take, len(self.rows), self.form)
@@ -196,7 +191,7 @@ class PromptDataset:
         return Encoder.of(self.form, self.max_prompt_tokens, tokenizer, max_tokens, vocabulary)
 
     def _check_columns(self) -> None:
-        """Refuses rows without a prompt before there is a tokenizer, as far as nothing has to be read for it."""
+        """Check that there is a prompt column, before there is a tokenizer and without reading a file."""
         if self.form.preprocess is not None:
             return
         if isinstance(self.rows, ArrowRows):

@@ -1,4 +1,4 @@
-"""From prompts to the token ids that the policy continues."""
+"""Encoding of prompts as token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ TooLong = Literal["error", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Encodes strings with the tokenizer's special tokens, chats by its chat template, token ids as they are.
+    """Encoder that tokenizes strings with special tokens, renders chats with the chat template, and keeps token ids.
 
     Args:
-        tokenizer: None if all prompts are token ids.
-        max_tokens: how many tokens a prompt may have; None for no limit.
-        limit: what sets ``max_tokens``, for the error.
-        vocabulary: how many token ids the policy knows; None for no check.
-        chat_template_kwargs: further variables of the chat template.
+        tokenizer: Tokenizer; None if all prompts are token ids.
+        max_tokens: Maximum number of tokens per prompt; None for no limit.
+        limit: Name of the setting behind ``max_tokens``, for errors.
+        vocabulary: Vocabulary size of the policy; None for no check.
+        chat_template_kwargs: Further variables of the chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -39,21 +39,21 @@ class Encoder:
         max_tokens: int | None,
         vocabulary: int | None,
     ) -> "Encoder":
-        """What encodes rows of a form for a policy; the smaller limit holds."""
+        """Return the encoder of rows of a form for a policy; the smaller limit applies."""
         options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "vocabulary": vocabulary}
         if max_prompt_tokens is not None and (max_tokens is None or max_prompt_tokens < max_tokens):
             options |= {"max_tokens": max_prompt_tokens, "limit": "max_prompt_tokens"}
         return cls(chat_template_kwargs=form.chat_template_kwargs or {}, **options)
 
     def encode(self, contents: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
-        """The token ids of prompts, the strings and chats among them tokenized together.
+        """Return the token ids of prompts; strings and chats are tokenized in batches.
 
         Args:
-            contents: strings, lists of chat messages, or lists of token ids.
-            names: what errors call each.
+            contents: Strings, lists of chat messages, or lists of token ids.
+            names: Names of the prompts in error messages.
 
         Raises:
-            ValueError: naming the prompt that is empty, outside of the vocabulary, or needs a tokenizer or template.
+            ValueError: If a prompt is empty, outside of the vocabulary, or needs a tokenizer or chat template.
         """
         encodings: dict[int, tuple[int, ...]] = {}
         plain, rendered = dict[int, str](), dict[int, str]()
@@ -72,10 +72,10 @@ class Encoder:
         return token_ids
 
     def check_length(self, length: int, name: str) -> None:
-        """Refuses a prompt of too many tokens.
+        """Check the number of tokens of a prompt.
 
         Raises:
-            ValueError: naming it, its length and the limit.
+            ValueError: If it is too long; with its name, its length and the limit.
         """
         if self.max_tokens is not None and length > self.max_tokens:
             further = ", or raise it" if self.limit == "max_prompt_tokens" else ", or lower max_new_tokens"
@@ -90,7 +90,7 @@ class Encoder:
         return self.tokenizer
 
     def _render(self, messages: list[dict[str, Any]], name: str) -> str:
-        from jinja2 import TemplateError  # with transformers, which renders templates by it
+        from jinja2 import TemplateError  # a dependency of transformers' chat templates
 
         tokenizer = self._tokenizer_for(name)
         if tokenizer.chat_template is None:
@@ -127,10 +127,10 @@ class Encoder:
 
 
 def check_limits(max_prompt_tokens: int | None, too_long: str) -> None:
-    """Refuses options about long prompts that mean nothing.
+    """Check the options about long prompts.
 
     Raises:
-        ValueError: naming the option, its value and what it may be.
+        ValueError: With the option, its value and the valid values.
     """
     check_counts(1, optional=True, max_prompt_tokens=max_prompt_tokens)
     check_choices(get_args(TooLong), too_long=too_long)

@@ -1,4 +1,4 @@
-"""Rows from JSON Lines, JSON and CSV files; an error names file and line."""
+"""Readers of JSON Lines, JSON and CSV files; errors name file and line."""
 
 import csv
 import io
@@ -18,21 +18,21 @@ DELIMITERS = (";", "\t", "|", ",")
 
 
 def read_json_lines(path: Path) -> FileRows:
-    """The rows of a JSON Lines file: one JSON value on each line that is not blank. Every line is parsed once here.
+    """Return the rows of a JSON Lines file, one JSON value per line that is not blank; each line is validated here.
 
     Raises:
-        ValueError: naming the file and the line that is not JSON.
+        ValueError: If a line is not JSON; with the file and the line.
     """
     spans, begin = array("q"), 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):  # split at newlines alone: U+2028 may stand within a string
+        for number, line in enumerate(file, start=1):  # binary mode, because text mode splits at U+2028 in strings
             if line.strip():
                 try:
                     _parse_json(line)
                 except ValueError as error:
                     text = line.decode("utf-8", errors="replace").strip()
                     coded = isinstance(error, UnicodeDecodeError)
-                    cure = SAVE_UTF_8 if coded else "write each row as one line, with nothing behind it"
+                    cure = SAVE_UTF_8 if coded else "write each row as one line, with nothing after it"
                     raise ValueError(
                         f"expected one JSON value on each line{', in UTF-8' if coded else ''}, got {text[:80]!r} in "
                         f"{path}, line {number} ({error}): {cure}"
@@ -47,16 +47,16 @@ def _parse_json(line: bytes) -> Any:
 
 
 def read_json(path: Path) -> MemoryRows:
-    """The rows of a JSON file that holds one list; the whole list is in memory.
+    """Return the rows of a JSON file with one list, read into memory.
 
     Raises:
-        ValueError: naming the file and what it holds instead, or the line that is not JSON.
+        ValueError: If the file is not JSON or holds another type.
     """
     try:
         rows = json.loads(path.read_bytes().decode("utf-8-sig"))
     except ValueError as error:
         coded = isinstance(error, UnicodeDecodeError)
-        cure = SAVE_UTF_8 if coded else "a file with one value on each line is to end in .jsonl"
+        cure = SAVE_UTF_8 if coded else "rename a file with one value on each line to .jsonl"
         raise ValueError(f"expected {path} to hold one JSON list of rows, got an error ({error}): {cure}") from error
     if not isinstance(rows, list):
         keys = f" with the entries {in_words(rows)}" if isinstance(rows, Mapping) else ""
@@ -68,16 +68,16 @@ def read_json(path: Path) -> MemoryRows:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> FileRows:
-    """The rows of a CSV file with a header; every value is the text that stands there.
+    """Return the rows of a CSV file with a header; all values are strings.
 
     Raises:
-        ValueError: naming the file, the line, and the columns of the header.
+        ValueError: If the header or a line is malformed; with the file, the line and the columns.
     """
     spans, records = array("q"), _csv_records(path, delimiter)
     _, _, first, names = next(records, (0, 0, 1, list[str]()))
     if len(set(names)) < len(names) or not all(names):
         raise ValueError(
-            f"expected a header with a name of its own for each column, got {in_words(names)} in {path}, line {first}"
+            f"expected a header with a unique name for each column, got {in_words(names)} in {path}, line {first}"
         )
     other = next((mark for mark in DELIMITERS if len(names) == 1 and mark in names[0]), None)
     if other is not None:
@@ -102,7 +102,7 @@ def _parse_csv(text: bytes, names: list[str], delimiter: str) -> dict[str, str]:
 
 
 def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, int, int, list[str]]]:
-    """First byte, number of bytes, first line and values of each record that is not blank."""
+    """Yield first byte, number of bytes, first line and values of each record that is not blank."""
     end, line_number = 0, 0
 
     def lines() -> Iterator[str]:

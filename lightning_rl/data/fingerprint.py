@@ -1,4 +1,4 @@
-"""A fingerprint of data: a hash that is the same in every process and changes with what the policy is trained on."""
+"""Hash of a data set, the same in every process."""
 
 import hashlib
 import json
@@ -11,12 +11,12 @@ SAMPLED = 20_000  # rows
 
 
 def fingerprint_of(read: Callable[[Sequence[int]], list[Reading]], length: int, form: PromptForm) -> str:
-    """The first 16 digits of the SHA-256 over rows in a canonical JSON form.
+    """Return the first 16 digits of the SHA-256 over rows in canonical JSON.
 
     Args:
-        read: the rows with some numbers.
-        length: how many rows there are.
-        form: whose variables of the chat template change a prompt after it has been read.
+        read: Returns the rows with given numbers.
+        length: Number of rows.
+        form: Form of the rows, whose chat template variables are hashed too.
     """
     digest = hashlib.sha256(canonical_json([length, form.chat_template_kwargs]))
     count = min(length, SAMPLED)
@@ -28,7 +28,7 @@ def fingerprint_of(read: Callable[[Sequence[int]], list[Reading]], length: int, 
 
 
 def canonical_json(value: Any) -> bytes:
-    """A value as JSON with sorted keys; what JSON has no form for by its own text, if that is the same everywhere.
+    """Encode a value as JSON with sorted keys; other types as their ``repr`` unless it holds a memory address.
 
     Example:
         >>> canonical_json({"b": (1, 2), "a": {"c"}})
@@ -36,7 +36,7 @@ def canonical_json(value: Any) -> bytes:
     """
     try:
         return _dump(value)
-    except TypeError:  # keys that are no strings
+    except TypeError:  # keys that are not strings
         return _dump(_with_text_keys(value))
 
 

@@ -1,4 +1,4 @@
-"""The form of rows: which column is the prompt, what surrounds it, and what is left for the rewards."""
+"""Form of rows: the prompt column, chat options, and the columns left for the rewards."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from lightning_rl.arguments import check_bools
 from lightning_rl.naming import check_columns, in_words, name_of
 
-CONTENT = ("prompt", "messages")  # the columns that may hold the prompt
-QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # what other data sets call it
+CONTENT = ("prompt", "messages")  # valid names of the prompt column
+QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # its names in common data sets
 RENDERING = (
     "add_generation_prompt",
     "continue_final_message",
@@ -22,16 +22,16 @@ RENDERING = (
 )
 
 ColumnCheck = Callable[[Mapping[str, Any], str], object]
-"""Raises for the columns of a row that do not fit a run; it is told what errors call the row."""
+"""Function of a row's columns and its name in errors; raises if the columns do not fit the run."""
 
 
 class Reading(NamedTuple):
-    """What a row says.
+    """Contents of a row.
 
     Args:
-        content: the prompt: a string, chat messages or token ids.
-        columns: whatever else the row holds, each value as the source gives it.
-        name: what errors call it, with its column.
+        content: Prompt: a string, chat messages or token ids.
+        columns: All other values of the row, as in the source.
+        name: Name of the row in error messages, with the prompt column.
     """
 
     content: Any
@@ -41,21 +41,18 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptForm:
-    """From a row to the prompt and the columns for the rewards.
+    """Mapping from a row to its prompt and the columns for the rewards.
 
     Args:
-        columns: from the name that a column is to have to the one that it has, such as ``{"prompt": "question"}``;
-            the others keep their names.
-        preprocess: a function of a row that returns the row to use, called before anything else and whenever the row
-            is read, so it has to return the same each time.
-        chat: whether a prompt that is a string is what the user says in a chat.
-        system: what the system says at the beginning of each chat that does not begin with a system message; a prompt
-            that is a string becomes a chat.
-        chat_template_kwargs: further variables of the tokenizer's chat template, such as
-            ``{"enable_thinking": False}``.
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``; others are unchanged.
+        preprocess: Function from a row to the row to use, called first and on each read; must be deterministic.
+        chat: True to turn a string prompt into the user message of a chat.
+        system: System message of chats without one; turns a string prompt into a chat.
+        chat_template_kwargs: Further variables of the tokenizer's chat template, such as ``{"enable_thinking":
+            False}``.
 
     Raises:
-        ValueError: if an option is none of this.
+        ValueError: If an option has an invalid value.
     """
 
     columns: Mapping[str, str] | None = None
@@ -65,7 +62,7 @@ class PromptForm:
     chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         check_bools(chat=self.chat)
         columns, variables = self.columns or {}, self.chat_template_kwargs or {}
         if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
@@ -81,14 +78,14 @@ class PromptForm:
         if reserved:
             raise ValueError(
                 f"expected chat_template_kwargs to hold variables of the chat template, got {in_words(reserved)}: "
-                "leave it out, since a prompt always ends where the assistant begins"
+                "leave it out, because a prompt always ends with the generation prompt"
             )
 
     def check_names(self, names: Sequence[str] | Mapping[str, Any], where: str) -> None:
-        """Refuses rows that lack a column that the options name, or any that could be the prompt.
+        """Check that the columns in the options exist, and that one can be the prompt.
 
         Raises:
-            ValueError: naming it, and those that exist.
+            ValueError: With the missing column and the existing ones.
         """
         columns = self.columns or {}
         check_mapping(columns, names, where)
@@ -97,14 +94,14 @@ class PromptForm:
         content_column(renamed, where, columns)
 
     def read(self, row: Any, name: str) -> "Reading":
-        """The prompt of a row as the model is to see it, and the other columns.
+        """Return the prompt of a row as the model gets it, and the other columns.
 
         Args:
-            row: of the source.
-            name: what errors call it.
+            row: Row of the source.
+            name: Name of the row in error messages.
 
         Raises:
-            ValueError: naming row and column, and what was expected there.
+            ValueError: If a value is invalid; with row, column and expected type.
         """
         if self.preprocess is not None:
             row = apply(self.preprocess, row, name)
@@ -148,7 +145,7 @@ class PromptForm:
         return messages
 
     def _check_variables(self, got: str, name: str) -> None:
-        """Refuses variables of a chat template where there is no chat."""
+        """Raise if there are chat template variables but no chat."""
         if self.chat_template_kwargs:
             raise ValueError(
                 f"expected chat messages, because chat_template_kwargs={dict(self.chat_template_kwargs)} is set, got "
@@ -157,10 +154,10 @@ class PromptForm:
 
 
 def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
-    """What a function makes of a row.
+    """Return the result of ``preprocess`` on a row.
 
     Raises:
-        ValueError: naming the row on which it fails.
+        ValueError: If the function raises; with the name of the row.
     """
     try:
         return preprocess(row)
@@ -172,10 +169,10 @@ def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
 
 
 def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str, Any], where: str) -> None:
-    """Refuses a mapping of columns that names one that does not exist.
+    """Check that the columns in a mapping exist.
 
     Raises:
-        ValueError: naming it, and those that exist.
+        ValueError: With the missing column and the existing ones.
     """
     for new, old in columns.items():
         if old not in names:
@@ -190,15 +187,15 @@ def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str
 def content_column(
     names: Sequence[str] | Mapping[str, Any], where: str, columns: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Which column holds the prompt.
+    """Return the name of the prompt column.
 
     Args:
-        names: of the columns.
-        where: what errors call the row.
-        columns: as the user maps them, which says which of two it is.
+        names: Names of the columns.
+        where: Name of the row in error messages.
+        columns: Column mapping of the user, which selects one of two candidates.
 
     Raises:
-        ValueError: naming the columns that exist, and how to say which of them it is.
+        ValueError: If there are no or two candidates; with the existing columns and the option to set.
     """
     present = [column for column in CONTENT if column in names]
     chosen = [column for column in present if column in columns] if len(present) > 1 else present
@@ -206,19 +203,19 @@ def content_column(
         return chosen[0]
     if present:
         raise ValueError(
-            f'expected one entry "prompt" or "messages", got both in {where}: say which one is the prompt, as '
+            f'expected one entry "prompt" or "messages", got both in {where}: select the prompt by '
             'columns={"prompt": "prompt"} or columns={"messages": "messages"}; rewards get the other one'
         )
     known = [name for name in QUESTIONS if name in names]
     cure = f'columns={{"prompt": "{known[0] if known else next(iter(names), "...")}"}}'
     raise ValueError(
         f'expected every row to have an entry "prompt" or "messages", got none in {where}, which has '
-        f"{in_words(names)}: say which column is the prompt, as {cure}"
+        f"{in_words(names)}: name the prompt column by {cure}"
     )
 
 
 def is_token_ids(content: Any) -> bool:
-    """Whether a prompt is a list or tuple of integers, or empty."""
+    """Return True if a prompt is a list or tuple of integers, or empty."""
     if not isinstance(content, Sequence) or isinstance(content, str | bytes | bytearray):
         return False
     kinds = set(map(type, content))
@@ -226,13 +223,12 @@ def is_token_ids(content: Any) -> bool:
 
 
 def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
-    """Chat messages, without the entries that are None, which a table has where another message has an entry.
+    """Return validated chat messages without entries that are None, which tables add for missing keys.
 
-    The order of the roles is left to the chat template; only an answer at the end is refused, since the policy would
-    be shown what it is to find.
+    The order of roles is left to the chat template, but an answer at the end raises, because the policy is to write it.
 
     Raises:
-        ValueError: naming the row, the message, and what it lacks.
+        ValueError: If a message is malformed; with the row and the message.
     """
     is_list = isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray)
     if not is_list or not any(isinstance(message, Mapping) for message in content):
@@ -242,8 +238,8 @@ def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
     messages = [_message(message, number, name) for number, message in enumerate(content)]
     if messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"expected chat messages that the assistant is to answer, got its answer as the last one in {name}: leave "
-            'it out, as preprocess=lambda row: row | {"messages": row["messages"][:-1]}'
+            f"expected chat messages that end before the assistant's answer, got its answer as the last one in {name}: "
+            'leave it out, as preprocess=lambda row: row | {"messages": row["messages"][:-1]}'
         )
     return messages
 

@@ -25,39 +25,38 @@ from lightning_rl.naming import in_words
 
 
 class PromptDataModule(LightningDataModule):
-    """Prompts to train on and to evaluate on.
+    """Data module of prompts for training and evaluation.
 
-    A prompt is a string, a list of token ids, or a list of chat messages (rendered by the tokenizer's chat template
-    with the generation prompt); alone, or under ``"prompt"`` or ``"messages"`` in a mapping whose other entries become
-    columns for the rewards. The order follows from ``seed`` and the number of prompts alone, so it is the same on any
-    number of ranks, and a run resumes at any prompt.
+    A prompt is a string, a list of token ids, or a list of chat messages, which the chat template renders with the
+    generation prompt. It is a row by itself, or the entry ``"prompt"`` or ``"messages"`` of a mapping whose other
+    entries are columns for the rewards. The order depends on ``seed`` and the number of prompts only, so it is the same
+    on any number of ranks, and a run can resume at any prompt.
 
     Args:
-        prompts: a list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the
-            name of a data set of the hub; a ``datasets.Dataset`` or, for training alone, ``IterableDataset``; a
+        prompts: A list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the
+            name of a data set of the hub; a ``datasets.Dataset`` or, for training only, ``IterableDataset``; a
             :class:`PromptDataset`, which has its own options.
-        prompts_per_rollout: prompts drawn for each rollout, over all ranks.
-        validation: prompts to evaluate on, in the same forms and with the same options.
-        validation_batch_size: prompts of each evaluation that are answered together.
-        shuffle: whether every pass over the prompts has an order of its own.
-        seed: of the shuffling.
-        epoch_length: rollouts of an epoch; by default as many as a pass has prompts for. A stream needs it.
-        shuffle_buffer: how many rows of a stream are held, of which the next prompt is drawn.
-        name: which configuration of a data set of the hub.
-        split: which split of a data set to train on.
-        validation_split: which split of ``validation`` to evaluate on, or of ``prompts`` if that is not given.
-        columns: from the name that a column is to have to the one that it has, such as ``{"prompt": "question"}``.
-        preprocess: a function of a row that returns the row to use; it has to return the same each time.
-        chat: whether a prompt that is a string is what the user says in a chat.
-        system: what the system says at the beginning of each chat that does not begin with a system message; a prompt
-            that is a string becomes a chat.
-        chat_template_kwargs: further variables of the tokenizer's chat template.
-        max_prompt_tokens: how many tokens a prompt may have, if fewer than the context window allows.
-        too_long: what happens to longer prompts: ``"error"`` names the first one, ``"drop"`` leaves them out, says how
-            many at the beginning, and logs the number as ``prompts/dropped``.
+        prompts_per_rollout: Number of prompts per rollout, over all ranks.
+        validation: Prompts for evaluation, in the same forms and with the same options.
+        validation_batch_size: Number of validation prompts per batch.
+        shuffle: True to shuffle each pass over the prompts differently.
+        seed: Seed of the shuffling.
+        epoch_length: Number of rollouts per epoch; defaults to one pass over the prompts. Required for a stream.
+        shuffle_buffer: Number of rows in the shuffle buffer of a stream.
+        name: Configuration of a data set of the hub.
+        split: Split of a data set for training.
+        validation_split: Split for evaluation, of ``validation`` or else of ``prompts``.
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``.
+        preprocess: Function from a row to the row to use; must be deterministic.
+        chat: True to turn a string prompt into the user message of a chat.
+        system: System message of chats without one; turns a string prompt into a chat.
+        chat_template_kwargs: Further variables of the tokenizer's chat template.
+        max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
+        too_long: Handling of longer prompts: ``"error"`` raises, ``"drop"`` drops them and logs their number as
+            ``prompts/dropped``.
 
     Raises:
-        ValueError: if an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
+        ValueError: If an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
     """
 
     def __init__(
@@ -124,16 +123,16 @@ class PromptDataModule(LightningDataModule):
         vocabulary: int | None = None,
         check: ColumnCheck | None = None,
     ) -> None:
-        """Takes the policy's tokenizer and encodes every prompt once, so that a bad one is found before training.
+        """Set the policy's tokenizer and encode every prompt once, so that a bad one raises before training.
 
         Args:
-            tokenizer: for strings and messages; token ids need none.
-            max_tokens: how many tokens a prompt may have; None for no limit.
-            vocabulary: how many token ids the policy knows; None for no check.
-            check: raises for a row whose columns do not fit the run.
+            tokenizer: Tokenizer for strings and messages; not needed for token ids.
+            max_tokens: Maximum number of tokens per prompt; None for no limit.
+            vocabulary: Vocabulary size of the policy; None for no check.
+            check: Raises for a row whose columns do not fit the run.
 
         Raises:
-            ValueError: naming the prompt that is empty, too long, or needs a tokenizer or chat template.
+            ValueError: If a prompt is empty, too long, or needs a tokenizer or chat template.
         """
         for prompts in (self.prompts, self.validation):
             if prompts is not None:
@@ -155,31 +154,31 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def pass_length(self) -> int | None:
-        """How many prompts a pass over the data has; None for a stream."""
+        """Number of prompts in a pass over the data; None for a stream."""
         return None if isinstance(self.prompts, PromptStream) else len(self.prompts)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the prompts to train on and of their columns, the same in every process: which data a run has."""
+        """Hash of the training prompts and their columns, the same in every process."""
         return self.prompts.fingerprint
 
     @property
     def template_options(self) -> Mapping[str, Any]:
-        """Further variables of the chat template, the same for whoever renders messages of this run."""
+        """Further variables of the chat template."""
         return self.prompts.form.chat_template_kwargs or {}
 
     def max_prompt_length(self) -> int:
-        """Tokens of the longest prompt to train on, once a tokenizer is connected."""
+        """Return the number of tokens of the longest training prompt, once connected."""
         return self.prompts.max_prompt_length
 
     def take(self, number: int) -> list[Prompt]:
-        """The next prompts of the stream; moves the one cursor. Every rank calls it alike and uses its share."""
+        """Return the next prompts of the stream and advance the cursor; ranks get the same and use their share."""
         places = range(self.cursor, self.cursor + number)
         self.cursor += number
         return self.at(places)
 
     def at(self, places: Iterable[int]) -> list[Prompt]:
-        """The prompts at some places of the stream; moves nothing."""
+        """Return the prompts at indices of the stream, without advancing the cursor."""
         places = list(places)
         span = self._overfit_span
         drawn = places if span is None else [place % span for place in places]
@@ -189,14 +188,12 @@ class PromptDataModule(LightningDataModule):
         return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in drawn], places)
 
     def first(self) -> Prompt | None:
-        """The prompt at the first place; None if the rows come from a stream, of which nothing is read."""
+        """Return the first prompt; None for a stream."""
         return None if self.pass_length is None else self.at([0])[0]
 
     @property
     def _overfit_span(self) -> int | None:
-        """The prompts that the stream goes over again and again under Trainer(overfit_batches=): those of its first
-        epoch, which ends after so many optimizer steps. None for all.
-        """
+        """Number of prompts that repeat under Trainer(overfit_batches=); None for all."""
         batches = 0 if self.trainer is None else self.trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]
         if not batches:
             return None
@@ -209,29 +206,30 @@ class PromptDataModule(LightningDataModule):
         return self.epoch_length or (self.pass_length or 0) // self.prompts_per_rollout
 
     def stats(self) -> dict[str, Stat]:
-        """``prompts/dropped``, the number of prompts left out as too long so far, if any may be."""
+        """Return ``prompts/dropped``, the number of prompts dropped as too long so far, if dropping is on."""
         if self.prompts.too_long != "drop":
             return {}
         return {"prompts/dropped": Stat.single(self.prompts.drop_count)}
 
     def give_back(self, ticket: Ticket, cursor: int) -> None:
-        """Undoes a ticket that led to no optimizer step, and the prompts taken since the cursor stood where it says."""
+        """Undo a ticket that led to no optimizer step, and reset the cursor."""
         self.cursor = cursor
         if self._loader is not None:
             self._loader.index = ticket.index
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Has the module note where it stands: after the loader and before every other hook of the batch."""
+        """Pass the ticket to the module before any other hook of the batch."""
         if isinstance(batch, Ticket):
             self._module.begin_ticket(batch)  # pyright: ignore[reportCallIssue]
         return batch
 
     @override
     def train_dataloader(self) -> TicketLoader:
-        """Tickets of one epoch; a new fit begins with a new rollout, and one that is resumed with the next ticket.
+        """Return the tickets of one epoch.
 
-        Lightning gives a loader its place back only within an epoch.
+        A new fit starts with a new rollout, a resumed one with the next ticket. Lightning restores a loader within an
+        epoch only.
         """
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
         start, self._resumed_at = self._resumed_at, None
@@ -241,14 +239,14 @@ class PromptDataModule(LightningDataModule):
         return self._loader
 
     def validation_prompts(self) -> list[Prompt]:
-        """The validation prompts in their order, none if there are none."""
+        """Return all validation prompts in order."""
         return [] if self.validation is None else self.validation.prompts(range(len(self.validation)))
 
     def prediction_prompts(self) -> list[Prompt]:
-        """Every prompt once, in the order of the data, for ``trainer.predict``.
+        """Return every prompt once, in the order of the data, for ``trainer.predict``.
 
         Raises:
-            ValueError: if they are a stream.
+            ValueError: If the prompts are a stream.
         """
         if isinstance(self.prompts, PromptStream):
             raise ValueError(
@@ -259,34 +257,34 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def val_dataloader(self) -> Any:
-        """What the module evaluates: its evaluations and these validation prompts."""
+        """Return the module's loader of evaluations and validation prompts."""
         return self._module.val_dataloader()
 
     @override
     def test_dataloader(self) -> Any:
-        """The same in a test."""
+        """Return the module's loader of evaluations and validation prompts for a test."""
         return self._module.test_dataloader()
 
     @override
     def predict_dataloader(self) -> Any:
-        """What the module answers: these prompts."""
+        """Return the module's loader of these prompts."""
         return self._module.predict_dataloader()
 
     @override
     def state_dict(self) -> dict[str, int]:
-        """The cursor of the prompt stream, and the number of the next ticket."""
+        """Return the cursor of the prompt stream and the index of the next ticket."""
         return {"cursor": self.cursor, "ticket": 0 if self._loader is None else self._loader.index}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues the stream at a saved cursor, in a fit; an evaluation of a checkpoint leaves it alone."""
+        """Restore the cursor in a fit; ignored when a checkpoint is evaluated."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self.cursor, self._resumed_at = int(state_dict["cursor"]), state_dict.get("ticket")
 
     @property
     def _module(self) -> LightningModule:
         if self.trainer is None:
-            raise RuntimeError("expected a data module that a Trainer holds: pass it to fit or validate")
+            raise RuntimeError("expected a data module with a Trainer, got none: pass it to fit or validate")
         return self.trainer.lightning_module
 
     def _number_of(self, place: int, length: int) -> int:
@@ -295,10 +293,10 @@ class PromptDataModule(LightningDataModule):
 
 
 def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
-    """The data module that a Trainer was given.
+    """Return the PromptDataModule of a Trainer.
 
     Raises:
-        TypeError: if it is none of prompts.
+        TypeError: If the Trainer has none.
     """
     data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(data, PromptDataModule):
@@ -337,8 +335,10 @@ def _prompts(
 
 
 def _check_use(options: Mapping[str, Any], *sources: Any) -> None:
-    """Refuses options that nothing would use, since each source has its own."""
+    """Raise for options next to sources that are all PromptDatasets, which have their own."""
     plain = [source for source in sources if source is not None and not isinstance(source, PromptDataset)]
     used = [option for option, value in options.items() if value not in (None, False, "error")]
     if used and not plain:
-        raise ValueError(f"expected {in_words(used)} as options of the PromptDataset that is passed, not beside it")
+        raise ValueError(
+            f"expected options in the PromptDataset, got {in_words(used)} next to it: pass them to PromptDataset"
+        )

@@ -1,4 +1,4 @@
-"""A prompt with its place in the stream."""
+"""Prompt: a prompt with its index in the stream."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt with its place in the stream.
+    """A prompt with its index in the stream.
 
     Args:
-        index: number in the stream; unique in a run.
-        token_ids: what the model continues.
-        content: the prompt as the model sees it before it becomes tokens: a string, chat messages or token ids; for
-            rewards.
-        columns: whatever else its row of the data holds, each value as the source gives it, for rewards.
+        index: Index in the stream; unique in a run.
+        token_ids: Token ids that the model continues.
+        content: Prompt before tokenization, for rewards: a string, chat messages or token ids.
+        columns: All other values of the row, as in the source, for rewards.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Rows by their number, wherever they lie: in memory, in a text file, or in a memory-mapped ``datasets.Dataset``."""
+"""Rows by number: in memory, in a text file, or in a memory-mapped ``datasets.Dataset``."""
 
 from abc import ABC, abstractmethod
 from array import array
@@ -10,69 +10,69 @@ import numpy as np
 
 
 class Rows(ABC):
-    """The rows of a source, by number."""
+    """Rows of a source, by number."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows."""
+        """Return the number of rows."""
 
     @abstractmethod
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows with these numbers, in their order."""
+        """Return the rows with the given numbers, in that order."""
 
     def place(self, number: int) -> str:  # noqa: ARG002
-        """Where a row stands in its file; empty for rows that stand in none."""
+        """Return the position of a row in its file; empty without a file."""
         return ""
 
     def batches(self, size: int = 1024) -> Iterator[tuple[range, list[Any]]]:
-        """All rows in order, ``size`` at a time, with their numbers."""
+        """Yield all rows in order, ``size`` at a time, with their numbers."""
         for start in range(0, len(self), size):
             numbers = range(start, min(start + size, len(self)))
             yield numbers, self.take(numbers)
 
 
 class MemoryRows(Rows):
-    """Rows of anything with a length and an item for each number; ``places`` names those that came out of a file."""
+    """Rows of an indexable object; ``places`` returns the position of a row in a file."""
 
     def __init__(self, rows: Any, places: Callable[[int], str] | None = None) -> None:
         self.rows, self._places = rows, places
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows with these numbers."""
+        """Return the rows with the given numbers."""
         return [self.rows[number] for number in numbers]
 
     def place(self, number: int) -> str:
-        """Where a row stands in its file."""
+        """Return the position of a row in its file."""
         return "" if self._places is None else self._places(number)
 
 
 class ArrowRows(Rows):
-    """Rows of a ``datasets.Dataset``, which stay in its memory-mapped files, as plain Python values."""
+    """Rows of a memory-mapped ``datasets.Dataset``, as plain Python values."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset.with_format(None)
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Return the number of rows."""
         return len(self.dataset)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows with these numbers."""
+        """Return the rows with the given numbers."""
         columns = self.dataset[numbers if isinstance(numbers, range) else list(numbers)]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 class FileRows(Rows):
-    """Rows of a text file, of which only the positions are in memory: 24 bytes for each row.
+    """Rows of a text file; only their positions are in memory, 24 bytes per row.
 
     Args:
-        path: of the file.
-        spans: first byte, number of bytes, and first line of each row, one after the other.
-        parse: from the bytes of a row to the row.
+        path: Path of the file.
+        spans: First byte, number of bytes and first line of each row, flattened.
+        parse: Parses the bytes of a row.
     """
 
     def __init__(self, path: Path, spans: "array[int]", parse: Callable[[bytes], Any]) -> None:
@@ -81,19 +81,19 @@ class FileRows(Rows):
         self._version = _version(path)
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Return the number of rows."""
         return len(self.spans)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows with these numbers.
+        """Return the rows with the given numbers.
 
         Raises:
-            RuntimeError: if the file is not the one that was opened.
+            RuntimeError: If the file has changed since it was opened.
         """
         if _version(self.path) != self._version:
             raise RuntimeError(
-                f"expected {self.path} to stay as it was when the run began, but it was written to: start again, or "
-                "put the file back and resume"
+                f"expected {self.path} to stay as it was when the run began, but it was modified: start again, or "
+                "restore the file and resume"
             )
         rows = []
         with self.path.open("rb") as file:
@@ -103,7 +103,7 @@ class FileRows(Rows):
         return rows
 
     def place(self, number: int) -> str:
-        """File and line."""
+        """Return file and line of a row."""
         return f"{self.path}, line {self.spans[number, 2]}"
 
 

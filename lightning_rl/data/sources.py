@@ -10,7 +10,7 @@ from lightning_rl.data.files import read_csv, read_json, read_json_lines
 from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
 from lightning_rl.naming import in_words
 
-PromptSource = str | Path | Iterable[Any]  # str first: a command line takes the first that fits
+PromptSource = str | Path | Iterable[Any]  # str first, because jsonargparse takes the first type that matches
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 READERS = {
@@ -21,23 +21,23 @@ READERS = {
     ".tsv": lambda path: read_csv(path, delimiter="\t"),
     ".parquet": lambda path: ArrowRows(_load("parquet", None, "train", data_files=str(path))),
 }
-LINE_BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv")  # whose readers name file and line
+LINE_BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv")  # errors of these readers name file and line
 NEED_DATASETS = 'pip install "lightning-rl[data]"'
 
 
 def open_source(source: Any, *, name: str | None = None, split: str | None = None) -> Any:
-    """The rows of a source: :class:`Rows`, or a ``datasets.IterableDataset``, which has no length.
+    """Return the :class:`Rows` of a source; a ``datasets.IterableDataset`` is returned as it is.
 
     Args:
-        source: a list or anything else with a length and an item for each number; an iterator, of which a list is
-            made; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the name of a
-            data set of the hub; a ``datasets.Dataset`` or ``IterableDataset``.
-        name: which configuration of a data set of the hub.
-        split: which split of it, or of a ``datasets.DatasetDict``.
+        source: A list or other indexable with a length; an iterator, which is read into a list; the path of a file
+            (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the name of a data set of the hub; a
+            ``datasets.Dataset`` or ``IterableDataset``.
+        name: Configuration of a data set of the hub.
+        split: Split of the data set or of a ``datasets.DatasetDict``.
 
     Raises:
-        ValueError: if it is none of this, is a file without rows, or a split has to be chosen.
-        FileNotFoundError: if there is no such file.
+        ValueError: If the source has another type or no rows, or if it has several splits and none is selected.
+        FileNotFoundError: If the file does not exist.
     """
     place = f" in {source}" if isinstance(source, str | Path) else ""
     if isinstance(source, str | Path):
@@ -55,7 +55,7 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
 
 
 def _rows_of(source: Any) -> Rows:
-    """The rows of something that is in memory, or mapped into it."""
+    """Return the rows of an object in memory or memory-mapped."""
     if is_hugging_face(source, "Dataset"):
         return ArrowRows(source)
     _check_rows(source)
@@ -64,7 +64,7 @@ def _rows_of(source: Any) -> Rows:
 
 
 def is_hugging_face(value: Any, kind: str) -> bool:
-    """Whether something is of a class of ``datasets``, which is imported only where somebody has done so already."""
+    """Return True if ``value`` is of a class of ``datasets``; never imports ``datasets``."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(value, getattr(datasets, kind))
 
@@ -81,12 +81,12 @@ def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:
             )
             raise ValueError(f"expected a file whose name ends in {in_words(READERS)}, got {path}: {cure}")
         if not path.is_file():
-            raise FileNotFoundError(f"expected a file of prompts, got {path}, which is none: look at {path.absolute()}")
+            raise FileNotFoundError(f"expected a file of prompts, got {path}, which is none: check {path.absolute()}")
         if name is not None or split not in (None, "train"):
             raise ValueError(f"expected no name= and no split= with a file, got name={name!r}, split={split!r}, {path}")
         return READERS[path.suffix](path)
     if isinstance(source, Path) and not path.is_dir():
-        raise FileNotFoundError(f"expected a file or folder of prompts, got {path}: look at {path.absolute()}")
+        raise FileNotFoundError(f"expected a file or folder of prompts, got {path}: check {path.absolute()}")
     if not path.is_dir() and not HUB_NAME.fullmatch(str(source)):
         raise ValueError(
             f"expected the path of a file ({in_words(READERS)}) or folder, or the name of a data set such as "
@@ -97,16 +97,16 @@ def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:
 
 def _load(path: str, name: str | None, split: str | None, **options: Any) -> Any:
     try:
-        import datasets  # pyarrow and pandas come with it
+        import datasets
     except ImportError as error:
-        raise ImportError(f"expected the package datasets, which reads {path}: {NEED_DATASETS}") from error
+        raise ImportError(f"expected the package datasets to read {path}, got none: {NEED_DATASETS}") from error
     folder = Path(path)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return datasets.load_from_disk(path)
     try:
         return datasets.load_dataset(path, name, split=split, **options)
     except Exception as error:
-        for file in sorted(folder.rglob("*")) if folder.is_dir() else []:  # datasets does not say which is the fault
+        for file in sorted(folder.rglob("*")) if folder.is_dir() else []:  # our readers name the file and the line
             if file.suffix in LINE_BY_LINE:
                 READERS[file.suffix](file)
         described = {"name": name, "split": split, **options}
@@ -144,7 +144,7 @@ def _check_rows(source: Any) -> None:
             "zip(*columns.values())]"
         )
     if isinstance(source, set | frozenset):
-        raise ValueError(f"expected rows in an order, got a {kind}: pass sorted(rows)")
+        raise ValueError(f"expected ordered rows, got a {kind}: pass sorted(rows)")
     if hasattr(source, "columns") and hasattr(source, "to_dict"):
         raise ValueError(f'expected a list of rows, got a {kind}: pass frame.to_dict("records")')
     if isinstance(source, bytes | bytearray) or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):

@@ -1,4 +1,4 @@
-"""PromptStream: prompts of a ``datasets.IterableDataset``, which has no length, by their place in the run."""
+"""PromptStream: prompts of a ``datasets.IterableDataset``, by their index in the run."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -13,28 +13,27 @@ from lightning_rl.data.fingerprint import fingerprint_of
 from lightning_rl.data.form import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.prompts import Prompt
 
-CHECKED = 256  # rows that are read before training
-PATIENCE = 10_000  # rows one after the other that are too long before the stream is given up
+CHECKED = 256  # number of rows read before training
+PATIENCE = 10_000  # number of too long rows in a row that ends the run
 
 
 class PromptStream:
-    """Prompts by their place in the run, read from the stream in order; behind its end the next pass begins.
+    """Prompts of a stream by their index in the run, pass after pass.
 
-    A place is found again by reading everything before it, so a resumed run reads its rows once more, without encoding
-    them unless long ones are dropped. Every rank reads the same stream.
+    An index is found by reading the rows before it, so a resumed run reads them again. Every rank reads the whole
+    stream.
 
     Args:
-        dataset: a ``datasets.IterableDataset``, the whole of it on every rank.
-        form: from a row to the prompt.
-        shuffle: whether each pass has an order of its own, by the data set's ``shuffle(seed, buffer_size)``.
-        seed: of the shuffling.
-        shuffle_buffer: how many rows are held, of which the next one is drawn.
-        max_prompt_tokens: how many tokens a prompt may have, if fewer than the context window allows.
-        too_long: what happens to longer prompts; since a stream cannot be read in advance, ``"error"`` ends the run
-            where it meets one.
+        dataset: A ``datasets.IterableDataset``, unsharded on every rank.
+        form: Form of the rows.
+        shuffle: True to shuffle each pass differently, by the data set's ``shuffle(seed, buffer_size)``.
+        seed: Seed of the shuffling.
+        shuffle_buffer: Number of rows in the shuffle buffer.
+        max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
+        too_long: Handling of longer prompts; ``"error"`` raises during training, because a stream cannot be read ahead.
 
     Raises:
-        ValueError: if an option is wrong, or no column can be the prompt.
+        ValueError: If an option is wrong, or no column can be the prompt.
     """
 
     def __init__(
@@ -68,16 +67,16 @@ class PromptStream:
         vocabulary: int | None = None,
         check: ColumnCheck | None = None,
     ) -> None:
-        """Takes the policy's tokenizer and encodes the first rows, so that a wrong option is found before training.
+        """Set the policy's tokenizer and encode the first rows, so that a wrong option raises before training.
 
         Args:
-            tokenizer: for strings and messages; token ids need none.
-            max_tokens: how many tokens a prompt may have by the policy's context; None for no limit.
-            vocabulary: how many token ids the policy knows; None for no check.
-            check: raises for a row whose columns do not fit the run; equal ones refuse the same.
+            tokenizer: Tokenizer for strings and messages; not needed for token ids.
+            max_tokens: Maximum number of tokens per prompt in the policy's context window; None for no limit.
+            vocabulary: Vocabulary size of the policy; None for no check.
+            check: Raises for a row whose columns do not fit the run; compared by ``==`` to skip a repeated check.
 
         Raises:
-            ValueError: naming the row that is wrong; if there is none.
+            ValueError: If a row is wrong, or if there is none.
         """
         connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
         if connection == self._connection:
@@ -97,7 +96,7 @@ class PromptStream:
         self._rewind()
 
     def at(self, places: Iterable[int]) -> list[Prompt]:
-        """The prompts at some places of the run."""
+        """Return the prompts at indices of the run."""
         return [self._at(place) for place in places]
 
     def _at(self, place: int) -> Prompt:
@@ -112,7 +111,7 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the first rows before they become tokens, the same in every process."""
+        """Hash of the first rows before tokenization, the same in every process."""
         if not self._fingerprint:
             head = self._head()
             self._fingerprint = fingerprint_of(lambda numbers: [head[n] for n in numbers], len(head), self.form)
@@ -135,7 +134,7 @@ class PromptStream:
         return next(self._readings)
 
     def _passes(self) -> Iterator[Reading]:
-        """The rows of pass after pass, without those that are dropped."""
+        """Yield the rows of pass after pass, without dropped ones."""
         passes = 0
         while True:
             kept = 0

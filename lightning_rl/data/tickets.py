@@ -1,10 +1,10 @@
-"""Tickets: each admits to one optimizer step; the loader counts them through a run."""
+"""Tickets, one for each optimizer step, and the loader that counts them through a run."""
 
 from collections.abc import Iterator, Mapping
 
 
 class Ticket:
-    """Admits to one optimizer step: number of the rollout, step within it, and number of the ticket in the run."""
+    """Index of one optimizer step: number of the rollout, step within it, and index in the run."""
 
     __slots__ = ("index", "rollout", "step")
 
@@ -15,7 +15,7 @@ class Ticket:
 
 
 class TicketLoader:
-    """Yields ``epoch_length`` tickets for each pass; resumes where its state says. The position outlives epochs."""
+    """Loader of ``epoch_length`` tickets per epoch; the index continues over epochs and is part of the state."""
 
     def __init__(self, epoch_length: int, steps_per_rollout: int, start: int = 0) -> None:
         self.epoch_length = epoch_length
@@ -23,11 +23,11 @@ class TicketLoader:
         self.index = start
 
     def __len__(self) -> int:
-        """Tickets of one epoch."""
+        """Return the number of tickets of one epoch."""
         return self.epoch_length
 
     def __iter__(self) -> Iterator[Ticket]:
-        """The next tickets. The body runs at the first ``next``, so after a possible ``load_state_dict``."""
+        """Yield the next tickets; a generator, so that ``load_state_dict`` may follow ``iter``."""
         for _ in range(self.epoch_length):
             rollout, step = divmod(self.index, self.steps_per_rollout)
             ticket = Ticket(rollout, step, self.index)
@@ -35,9 +35,9 @@ class TicketLoader:
             yield ticket
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the run; Lightning itself knows how much of the epoch is left."""
+        """Return the index in the run; Lightning stores the position within the epoch."""
         return {"index": self.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues at a saved position."""
+        """Continue at a saved index."""
         self.index = state["index"]

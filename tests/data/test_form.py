@@ -138,8 +138,8 @@ QUESTION = [{"prompt": [2]}, {"question": "a", "answer": "b"}]
 def test_a_prompt_column_of_another_name_is_named_with_how_to_map_it(table: bool) -> None:
     source = datasets.Dataset.from_list(QUESTION[1:]) if table else QUESTION
     where = "the data set" if table else "prompt 1"
-    message = rf'or "messages", got none in {where}, which has "question", "answer": say which column is the prompt, '
-    with pytest.raises(ValueError, match=message + r'as columns=\{"prompt": "question"\}'):
+    message = rf'or "messages", got none in {where}, which has "question", "answer": name the prompt column by '
+    with pytest.raises(ValueError, match=message + r'columns=\{"prompt": "question"\}'):
         PromptDataModule(source, 1)
 
 
@@ -272,7 +272,7 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
 
 def test_options_beside_a_prompt_dataset_are_refused() -> None:
     rows = PromptDataset([{"q": [2], "n": 1}], columns={"prompt": "q"})
-    with pytest.raises(ValueError, match='expected "system", "split" as options of the PromptDataset that is passed'):
+    with pytest.raises(ValueError, match='expected options in the PromptDataset, got "system", "split" next to it'):
         PromptDataModule(rows, 1, system="e", split="train")
     data = PromptDataModule(rows, 1, validation=[{"p": [3]}], columns={"prompt": "p"})
     data.connect(None, None)

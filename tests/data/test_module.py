@@ -271,7 +271,7 @@ def test_overfit_batches_reads_the_head_of_a_stream_again() -> None:
 
 
 def test_a_data_module_without_a_trainer_says_so() -> None:
-    with pytest.raises(RuntimeError, match="expected a data module that a Trainer holds"):
+    with pytest.raises(RuntimeError, match="expected a data module with a Trainer"):
         connected([[2]]).train_dataloader()
 
 

@@ -174,7 +174,7 @@ COLUMNS = {"prompt": ["a", "b"], "answer": [1, 2]}
     ("source", "message"),
     [
         pytest.param(COLUMNS, r'got a mapping with "prompt", "answer": .*Dataset\.from_dict\(columns\)', id="columns"),
-        pytest.param({"a", "b"}, r"expected rows in an order, got a set: pass sorted\(rows\)", id="set"),
+        pytest.param({"a", "b"}, r"expected ordered rows, got a set: pass sorted\(rows\)", id="set"),
         pytest.param(b"ab", r"expected a list of prompts, a file, .*, got b'ab' \(bytes\)", id="bytes"),
         pytest.param(7, r"expected a list of prompts, a file, .*, got 7 \(int\)", id="number"),
         pytest.param(None, r"expected a list of prompts, .* got None", id="nothing"),

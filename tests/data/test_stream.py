@@ -118,7 +118,7 @@ def test_a_wrong_row_of_a_stream_is_named() -> None:
         ({"epoch_length": None}, "expected epoch_length=, the number of rollouts of an epoch, because a stream has no"),
         ({"epoch_length": 0}, "expected epoch_length to be a whole number above 0 or None, got 0"),
         ({"shuffle_buffer": 0}, "expected shuffle_buffer to be a whole number above 0, got 0"),
-        ({"columns": None}, r'got none in .*, which has "question", "n": say which column'),
+        ({"columns": None}, r'got none in .*, which has "question", "n": name the prompt column'),
     ],
 )
 def test_a_wrong_option_of_a_stream_is_named(options: dict[str, Any], message: str) -> None:
@@ -129,7 +129,7 @@ def test_a_wrong_option_of_a_stream_is_named(options: dict[str, Any], message: s
 def test_a_stream_is_nothing_to_evaluate_on() -> None:
     with pytest.raises(ValueError, match=r"with a length, got an IterableDataset, .*: take a part .*take\(200\)"):
         PromptDataset(stream_of())
-    with pytest.raises(ValueError, match="got an IterableDataset, which only training can draw from"):
+    with pytest.raises(ValueError, match="got an IterableDataset, which only training supports"):
         PromptDataModule([[2]], 1, validation=stream_of())
     assert len(PromptDataset(list(stream_of().take(3)), columns={"prompt": "question"})) == 3
 
