@@ -1,4 +1,4 @@
-"""Evaluation: prompts whose samples measure the policy and never train it."""
+"""Evaluation: prompts whose samples measure the policy without training it."""
 
 from lightning_rl.evaluation.evaluation import Evaluation
 

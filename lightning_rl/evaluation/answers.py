@@ -1,4 +1,4 @@
-"""Answers: what ``Evaluation(answer=)`` finds in completions, and what it fails on."""
+"""Extraction of answers from completions by ``Evaluation(answer=)``."""
 
 import traceback
 import warnings
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """The answers of some completions.
+    """Answers of some completions.
 
     Args:
-        values: None for no vote: there is no answer, or it could not be found.
-        read: whether each could be looked for.
-        cause: the first failure, with its completion; empty without one.
+        values: Answer of each completion; None for no vote.
+        read: False for each completion on which extraction failed.
+        cause: First failure, with its completion; empty without one.
     """
 
     values: tuple[Hashable | None, ...]
@@ -22,11 +22,11 @@ class Answers:
 
 
 def read_answers(extract: Callable[[str], Hashable] | None, texts: Sequence[str]) -> Answers:
-    """Looks for the answer in each completion. One that raises, or is not hashable, costs its sample alone.
+    """Extract the answer of each completion; an error or an unhashable answer affects its own sample only.
 
     Args:
-        extract: as the user wrote it; None for no vote.
-        texts: the completions.
+        extract: Function of the user; None for no vote.
+        texts: Completions.
     """
     if extract is None:
         return Answers(values=(None,) * len(texts), read=(True,) * len(texts))
@@ -41,10 +41,10 @@ def read_answers(extract: Callable[[str], Hashable] | None, texts: Sequence[str]
 
 
 def _read(extract: Callable[[str], Hashable], text: str) -> tuple[Hashable | None, str]:
-    """An answer, and why there is none if it is the function's fault."""
+    """Return an answer, and the failure of the function or an empty string."""
     try:
         value = extract(text)
-    except Exception as error:  # noqa: BLE001  code of the user, whose failure costs a sample and not the run
+    except Exception as error:  # noqa: BLE001  a failure of user code drops a sample and does not end the run
         lines = traceback.format_exc().rstrip()
         return None, f"raised {type(error).__name__}: {error} for completion {text!r:.1000}\n{lines}"
     try:
@@ -59,12 +59,12 @@ def _read(extract: Callable[[str], Hashable], text: str) -> tuple[Hashable | Non
 
 
 def report_answers(name: str, number: int, cause: str) -> None:
-    """Warns once of the answers of an evaluation that could not be found.
+    """Warn once of failed extractions in an evaluation.
 
     Args:
-        name: of the evaluation.
-        number: how many, on this rank.
-        cause: of the first.
+        name: Name of the evaluation.
+        number: Number of failures on this rank.
+        cause: First failure; empty for no warning.
     """
     if cause:
         warnings.warn(

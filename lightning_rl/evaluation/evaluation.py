@@ -1,4 +1,4 @@
-"""Evaluation: a set of prompts, how they are answered, and what is measured of the answers."""
+"""Evaluation: a set of prompts, how to sample completions, and how to score them."""
 
 import re
 from collections.abc import Callable, Hashable, Sequence
@@ -11,32 +11,31 @@ from lightning_rl.generation import Sampling
 from lightning_rl.rewards import Rewards, RewardSource
 
 STAGES = ("val", "test")
-TAKEN = frozenset({"reward", "length", "validation"})  # metrics and folder of the data module's validation prompts
+TAKEN = frozenset({"reward", "length", "validation"})  # names used by the data module's validation prompts
 
 Answer = Callable[[str], Hashable]
-"""From the text of a completion to its answer, which has to be hashable; None if it has none."""
+"""Function from the text of a completion to its hashable answer; None for no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Logs ``val/<name>/...`` in a validation and ``test/<name>/...`` in a test, see docs/evaluation.md.
+    """Evaluation that logs ``val/<name>/...`` in validation and ``test/<name>/...`` in a test; see docs/evaluation.md.
 
     Args:
-        name: of the metrics and of the folder with the samples.
-        prompts: from any source that PromptDataModule takes, or a PromptDataset, which has options of its own.
-        sampling: how answers are drawn; by default as the module draws them to train, but greedily if there is one
-            sample of each prompt.
-        samples: of each prompt.
-        rewards: what scores the samples; by default the module's.
-        pass_at: the k of ``pass@k``, none above ``samples``; by default 1 and ``samples``.
-        correct: the reward, weighted and summed, from which a sample counts as solved.
-        answer: from the text of a completion to its answer, which has to be hashable, for ``maj@k``; None for no vote.
-            Where it fails, the sample has no vote and is counted.
-        stages: where it runs: ``"val"``, ``"test"`` or both.
-        save: whether the samples are kept in a file below the logger's folder.
+        name: Name of the metrics and of the folder with the samples.
+        prompts: Any source of PromptDataModule, or a PromptDataset, which has its own options.
+        sampling: Sampling parameters; default to those of training, but greedy for one sample per prompt.
+        samples: Number of samples per prompt.
+        rewards: Reward functions; default to those of the module.
+        pass_at: Values of k in ``pass@k``, at most ``samples``; default to 1 and ``samples``.
+        correct: Minimum total reward of a solved sample.
+        answer: Function from the text of a completion to its hashable answer, for ``maj@k``; None for no vote.
+            Samples on which it fails have no vote and are counted.
+        stages: Stages to run in: ``"val"``, ``"test"`` or both.
+        save: True to save the samples in a file below the logger's folder.
 
     Raises:
-        ValueError: if an option is out of range; the message names evaluation and option.
+        ValueError: If an option is out of range; with the evaluation and the option.
 
     Example:
         >>> Evaluation("gsm8k", ["1 + 1 ="], samples=8).pass_at
@@ -56,7 +55,7 @@ class Evaluation:
     save: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the ranges and freezes the sequences."""
+        """Check the options and convert sequences to tuples."""
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
             raise ValueError(f"expected a name of letters, digits, _, . and - for an evaluation, got {self.name!r}")
         if self.name in TAKEN:
@@ -68,7 +67,7 @@ class Evaluation:
         check_numbers(finite=True, correct=self.correct)
         check_bools(save=self.save)
         if self.rewards is not None:
-            Rewards(self.rewards)  # refuses what is none
+            Rewards(self.rewards)  # raises for invalid rewards
         self._check(self.answer is None or callable(self.answer), "answer to be a function of a text", self.answer)
         stages = (self.stages,) if isinstance(self.stages, str) else tuple(self.stages)
         self._check(bool(stages) and set(stages) <= set(STAGES), f"stages among {STAGES}", stages)
@@ -103,10 +102,10 @@ def _whole(number: object) -> bool:
 
 
 def evaluations_of(evaluation: Evaluation | Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """The evaluations of a module, given one or several.
+    """Return the evaluations of a module as a tuple, given one or several.
 
     Raises:
-        ValueError: if one is something else, or two share a name.
+        ValueError: If one has another type, or if two share a name.
     """
     several: tuple[Any, ...] = (evaluation,)
     if isinstance(evaluation, Sequence) and not isinstance(evaluation, str):

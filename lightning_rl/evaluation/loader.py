@@ -1,4 +1,4 @@
-"""The loader of a validation, test or prediction: each batch holds the next prompts of every evaluation."""
+"""Data loader of a validation, test or prediction."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,10 +6,10 @@ from lightning_rl.data import Prompt
 
 
 class EvaluationBatch:
-    """Prompts whose requests go to the engine together, as a plain object, which Lightning passes on as it is.
+    """Prompts whose requests go to the engine together, as a plain object, which Lightning does not move to a device.
 
     Attributes:
-        parts: the prompts of each evaluation, by its number; none of an evaluation that has no more.
+        parts: Prompts of each evaluation; empty for an exhausted one.
     """
 
     __slots__ = ("parts",)
@@ -19,9 +19,9 @@ class EvaluationBatch:
 
 
 class EvaluationLoader:
-    """Batches of at most ``size`` prompts of each evaluation, until the longest one ends.
+    """Loader of batches of at most ``size`` prompts of each evaluation, until the longest one ends.
 
-    One loader for all of them: a limit of batches then cuts each, and the engine is asked once for a batch.
+    With one loader for all, Trainer limits cut each evaluation, and the engine gets one call per batch.
     """
 
     def __init__(self, prompts: Sequence[Sequence[Prompt]], size: int) -> None:
@@ -31,9 +31,9 @@ class EvaluationLoader:
         ]
 
     def __len__(self) -> int:
-        """How many batches."""
+        """Return the number of batches."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        """Every batch."""
+        """Iterate over the batches."""
         return iter(self.batches)

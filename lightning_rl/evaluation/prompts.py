@@ -1,4 +1,4 @@
-"""Prompts of evaluations and of single questions: from what a user wrote to what an engine continues."""
+"""Encoding of prompts for evaluations and single questions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ def encode_prompts(
     max_new_tokens: int,
     check: ColumnCheck | None = None,
 ) -> tuple[Prompt, ...]:
-    """Every prompt of a source, in its order.
+    """Return every prompt of a source in order.
 
     Raises:
-        ValueError: naming the prompt that is empty, too long, or does not fit tokenizer or model.
+        ValueError: If a prompt is empty, too long, or does not fit tokenizer or model.
     """
     prompts = source if isinstance(source, PromptDataset) else PromptDataset(source)
     vocabulary = model.config.get_text_config().vocab_size
@@ -29,7 +29,7 @@ def encode_prompts(
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether this is one prompt and not a sequence of them: a text, a row, token ids, or chat messages.
+    """Return True for a single prompt (a text, a row, token ids, or chat messages), False for a sequence of prompts.
 
     Example:
         >>> is_single("hi"), is_single(["hi"]), is_single([2, 3]), is_single([[2, 3]])

@@ -1,4 +1,4 @@
-"""Questions: an evaluation that can run, with its prompts encoded and its options resolved."""
+"""Questions: an evaluation with encoded prompts and resolved options."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from lightning_rl.policy.build import eos_ids_of
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import SampleRequests
 
-IDS = 2**40  # how many sample ids an evaluation has to itself
+IDS = 2**40  # number of sample ids reserved for each evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """An evaluation that can run: its prompts encoded, its options resolved.
+    """An evaluation with encoded prompts and resolved options.
 
     Args:
-        evaluation: as the user wrote it; None for the validation prompts of the data module.
-        prompts: in their order, each with an index of its own.
-        sampling: with the ids that end a response.
-        rewards: what scores.
-        samples: of each prompt.
+        evaluation: Evaluation of the user; None for the validation prompts of the data module.
+        prompts: Prompts in order, each with a unique index.
+        sampling: Sampling parameters, with the ids that end a response.
+        rewards: Reward functions.
+        samples: Number of samples per prompt.
     """
 
     evaluation: Evaluation | None
@@ -38,16 +38,16 @@ class Questions:
 
     @property
     def name(self) -> str:
-        """Of the evaluation and of its folder."""
+        """Name of the evaluation and of its folder."""
         return "validation" if self.evaluation is None else self.evaluation.name
 
     def requests(self, prompts: Sequence[Prompt], seed: int, number: int) -> SampleRequests:
-        """What the engine is asked for some of the prompts.
+        """Return the requests for some of the prompts.
 
         Args:
-            prompts: of this rank.
-            seed: of the run.
-            number: of the evaluation in the run, which keeps the ids of its samples apart from others'.
+            prompts: Prompts of this rank.
+            seed: Seed of the run.
+            number: Number of the evaluation in the run, which makes the sample ids unique.
         """
         requests = [
             Request(
@@ -63,8 +63,9 @@ class Questions:
 
 
 def evaluation_seed(run_seed: int, name: str, prompt: int, sample: int) -> int:
-    """A 31-bit seed of one sample of an evaluation: neither batches nor ranks, nor how many samples there are, nor the
-    step of the run enter, so that validations of one run differ by the weights alone.
+    """Return a 31-bit seed of one sample of an evaluation.
+
+    It does not depend on batches, ranks or the step, so validations of one run differ by the weights only.
 
     Example:
         >>> evaluation_seed(0, "a", 0, 0) == evaluation_seed(0, "a", 0, 0)
@@ -85,18 +86,18 @@ def questions_of(
     rewards: Rewards,
     check: ColumnCheck | None = None,
 ) -> Questions:
-    """An evaluation for a policy.
+    """Return the questions of an evaluation for a policy.
 
     Args:
-        evaluation: as the user wrote it.
-        model: of the policy.
-        tokenizer: its own.
-        sampling: that of training, for an evaluation without one: greedy for one sample.
-        rewards: those of training, for an evaluation without any.
-        check: raises for a row whose columns do not fit the run.
+        evaluation: Evaluation of the user.
+        model: Model of the policy.
+        tokenizer: Tokenizer of the policy.
+        sampling: Default sampling parameters, those of training; made greedy for one sample.
+        rewards: Default rewards, those of training.
+        check: Raises for a row whose columns do not fit the run.
 
     Raises:
-        ValueError: if a prompt does not fit; the message names it and the evaluation.
+        ValueError: If a prompt is invalid; with the prompt and the evaluation.
     """
     default = replace(sampling, temperature=0.0) if evaluation.samples == 1 else sampling
     chosen = with_eos(evaluation.sampling or default, model, tokenizer)
@@ -109,6 +110,6 @@ def questions_of(
 
 
 def with_eos(sampling: Sampling, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Sampling:
-    """The same sampling with the ids that end a response."""
+    """Return the sampling parameters with the ids that end a response."""
     ids = eos_ids_of(model, tokenizer, sampling.eos_token_ids, sampling.stop)
     return replace(sampling, eos_token_ids=tuple(ids))

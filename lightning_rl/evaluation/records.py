@@ -1,4 +1,4 @@
-"""Records: the samples of a prompt as a line of a JSON Lines file, for viewers. docs/evaluation.md has the format."""
+"""Records of samples, one JSON line per prompt; docs/evaluation.md has the format."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ Record = dict[str, Any]
 def records_of(
     prompts: Sequence[Prompt], rows: Rollout, texts: Sequence[str], further: Mapping[str, Sequence[Any]]
 ) -> list[Record]:
-    """A record for each prompt.
+    """Return a record for each prompt.
 
     Args:
-        prompts: in the order of the rows.
-        rows: the same number for each prompt.
-        texts: of the rows.
-        further: entries of each completion by name, one for each row.
+        prompts: Prompts in the order of the rows.
+        rows: Rows, equally many for each prompt.
+        texts: Text of each row.
+        further: Further entries of each completion by name, one value per row.
     """
     size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.drawn_lengths.tolist(), rows.finish.tolist()
     completions = [
@@ -46,12 +46,12 @@ def records_of(
 
 
 def number_or_none(value: float) -> float | None:
-    """A number as JSON has it: None for NaN."""
+    """Return the number, or None for NaN, which JSON lacks."""
     return None if math.isnan(value) else value
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    """Writes a line for each record, whole or not at all; what JSON does not know is written as its text."""
+    """Write one line per record atomically; values without a JSON form are written as strings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(dump_visible(record, default=str) + "\n" for record in records)
     write_atomically(path, lambda part: part.write_text(lines, encoding="utf-8"))

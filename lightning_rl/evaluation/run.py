@@ -1,4 +1,4 @@
-"""EvaluationRun: one validation or test, from the first batch to figures and files; and predictions."""
+"""EvaluationRun: one validation or test from the first batch to metrics and files; predictions."""
 
 import math
 import re
@@ -27,21 +27,21 @@ from lightning_rl.rewards.failures import report_failures
 from lightning_rl.rollout import Finish, Rollout
 from lightning_rl.rollouts.sample import Sampler
 
-BOUND = re.compile(r"@\d+_(low|high)$")  # of an interval, which has nothing where its metric has nothing
-NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # of the data module's validation prompts
+BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
+NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # metrics not logged for validation prompts
 
 
 class EvaluationRun:
-    """Every evaluation of one validation or test: its samples are drawn once, counted, and kept for the file.
+    """All evaluations of one validation or test.
 
     Args:
-        questions: the evaluations.
-        stage: ``"val"`` or ``"test"``, before the names of the metrics.
-        collectives: what the ranks do together.
-        rank: this one.
-        device: where the tallies lie, so that ranks can add them up.
-        seed: of the run.
-        talks: whether the samples talk to environments, whose failures are counted then.
+        questions: Evaluations to run.
+        stage: ``"val"`` or ``"test"``, the prefix of the metrics.
+        collectives: Collectives over the ranks.
+        rank: Rank of this process.
+        device: Device of the tallies, for collectives.
+        seed: Seed of the run.
+        talks: True if the samples use environments, whose failures are counted.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EvaluationRun:
         self.broken = [0 for _ in questions]
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
-        """Generates for this rank's share of a batch, in one call of the engine, and counts what the rewards say."""
+        """Generate this rank's share of a batch in one call of the engine, score it, and update the tallies."""
         shares = [part[self.rank :: self.collectives.ranks] for part in batch.parts]
         asked = [
             questions.requests(prompts if self.collectives.generates else [], self.seed, number)
@@ -84,7 +84,7 @@ class EvaluationRun:
     def _count(
         self, number: int, prompts: Sequence[Prompt], rollout: Rollout, failed: Bool[Tensor, " B"], texts: Sequence[str]
     ) -> None:
-        """Fills the rows of some prompts, and keeps their samples."""
+        """Fill the rows of some prompts in the tally, and store their samples."""
         questions, evaluation = self.questions[number], self.questions[number].evaluation
         extract = None if evaluation is None else evaluation.answer
         answers = read_answers(extract, texts)
@@ -98,11 +98,11 @@ class EvaluationRun:
             self.records[number] += records_of(prompts, rollout, texts, further)
 
     def keeps(self, questions: Questions) -> bool:
-        """Whether the samples of an evaluation are kept."""
+        """Return True if the samples of an evaluation are saved."""
         return questions.evaluation is None or questions.evaluation.save
 
     def figures(self) -> dict[str, float]:
-        """Every metric by its whole name, over all ranks. A collective."""
+        """Return all metrics by full name, over all ranks. A collective."""
         figures: dict[str, float] = {}
         for questions, tally in zip(self.questions, self.tallies, strict=True):
             evaluation = questions.evaluation
@@ -116,14 +116,14 @@ class EvaluationRun:
         return figures | (self._failures() if self.talks else {})
 
     def _failures(self) -> dict[str, float]:
-        """How many conversations of each evaluation failed with their environment, over all ranks. A collective."""
+        """Return the number of failed conversations of each evaluation, over all ranks. A collective."""
         counts = [sum(rank) for rank in zip(*self.collectives.objects(self.broken), strict=True)]
         heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
         return {f"{head}/env/failed": float(count) for head, count in zip(heads, counts, strict=True)}
 
     @property
     def on_the_bar(self) -> frozenset[str]:
-        """The figure of each evaluation that a progress bar has room for."""
+        """Metrics for the progress bar, one per evaluation."""
         names = [
             "reward/task" if q.evaluation is None else f"{q.name}/pass@{cast(Sequence[int], q.evaluation.pass_at)[0]}"
             for q in self.questions
@@ -131,12 +131,12 @@ class EvaluationRun:
         return frozenset(f"{self.stage}/{name}" for name in names)
 
     def report(self, folder: Path | None, file: str) -> None:
-        """Warns once for each evaluation of the samples that rewards, ``answer=`` or environments failed on, and keeps
-        all but the second.
+        """Warn once per evaluation of samples on which rewards, ``answer=`` or environments failed.
 
         Args:
-            folder: where the samples go that rewards fail on, into ``<name>-<file>-rank-<r>.jsonl``; None for no files.
-            file: which run this is.
+            folder: Folder for samples with failed rewards or environments, ``<name>-<file>-rank-<r>.jsonl``; None to
+                write none.
+            file: Name of this run.
         """
         each = zip(self.questions, self.failing, self.unread, self.outcomes, strict=True)
         for questions, calls, unread, outcomes in each:
@@ -147,12 +147,12 @@ class EvaluationRun:
             report_answers(questions.name, number, unread[0].cause if unread else "")
 
     def write(self, folder: Path, file: str, *, writing: bool) -> None:
-        """Writes ``<folder>/<name>/<file>.jsonl`` for each evaluation that keeps its samples. A collective.
+        """Write ``<folder>/<name>/<file>.jsonl`` for each evaluation that saves its samples. A collective.
 
         Args:
-            folder: of all evaluations.
-            file: which run this is.
-            writing: whether this is the one process that writes.
+            folder: Folder of all evaluations.
+            file: Name of this run.
+            writing: True on the one process that writes.
         """
         for questions, mine in zip(self.questions, self.records, strict=True):
             records = [record for part in self.collectives.objects(mine) for record in part]
@@ -162,11 +162,11 @@ class EvaluationRun:
 
 
 def warn_of_nan(figures: Mapping[str, float]) -> None:
-    """Warns once of figures that are NaN, which callbacks that monitor them see."""
+    """Warn once of metrics that are NaN, because callbacks may monitor them."""
     unmeasured = [name for name, value in figures.items() if math.isnan(value) and not BOUND.search(name)]
     if unmeasured:
         warnings.warn(
-            f"nothing could be measured for {', '.join(unmeasured)}, so they are NaN: too few samples have a reward "
+            f"expected a value for each metric, got NaN for {', '.join(unmeasured)}: too few samples have a reward "
             "or an answer (see reward/missing, reward/failed, answer/failed). ModelCheckpoint ranks NaN last; "
             "EarlyStopping ends the run, unless check_finite=False",
             stacklevel=2,
@@ -176,14 +176,14 @@ def warn_of_nan(figures: Mapping[str, float]) -> None:
 def table_rows(
     rollout: Rollout, failed: Bool[Tensor, " B"], solved: Bool[Tensor, " B"], answers: Answers, samples: int
 ) -> Float[Tensor, "P C"]:
-    """The rows of a :class:`Tally` that some prompts fill.
+    """Return the rows of a :class:`Tally` for some prompts.
 
     Args:
-        rollout: the samples of each prompt beside each other, scored.
-        failed: which samples rewards failed on.
-        solved: which samples are.
-        answers: of each sample.
-        samples: of each prompt.
+        rollout: Scored samples, those of each prompt adjacent.
+        failed: Mask of samples with failed rewards.
+        solved: Mask of solved samples.
+        answers: Answers of the samples.
+        samples: Number of samples per prompt.
     """
     rewarded, right = rollout.rewarded, solved.tolist()
     read = answers.values
@@ -208,7 +208,7 @@ def table_rows(
 
 
 def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
-    """Sum and values of the rewards of each sample, as records have them."""
+    """Return total and single rewards of each sample as entries of records."""
     total = torch.where(rollout.rewarded, rollout.rewards.double(), torch.nan).tolist()
     rewards = {name: raw.masked_fill(rollout.failures, torch.nan) for name, raw in rollout.task_rewards.items()}
     named = {name: list(map(number_or_none, values.tolist())) for name, values in rewards.items()}
@@ -217,14 +217,14 @@ def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
 
 
 def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, rank: int, seed: int) -> list[Record]:
-    """A record for each prompt of a batch, with its completions, in the order of the batch on every rank. A collective.
+    """Return a record with completions for each prompt of a batch, in the same order on every rank. A collective.
 
     Args:
-        questions: how they are answered.
-        batch: its first part is answered.
-        sampler: generates.
-        rank: this one, which takes its share.
-        seed: of the run.
+        questions: Prompts with their sampling parameters.
+        batch: Batch, whose first part is completed.
+        sampler: Sampler that generates.
+        rank: Rank of this process.
+        seed: Seed of the run.
     """
     collectives = sampler.collectives
     prompts = batch.parts[0][rank :: collectives.ranks]

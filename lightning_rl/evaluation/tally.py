@@ -1,4 +1,4 @@
-"""Tally: what the samples of each prompt came to, as a torchmetric, and the figures that follow from it."""
+"""Tally: sums over the samples of each prompt, as a torchmetrics Metric."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +16,14 @@ COLUMNS = ("samples", "rewarded", "failed", "solved", "answered", "vote", "lengt
 
 
 class Tally(Metric):
-    """A table with a row for each prompt of an evaluation, which one rank fills and all others leave 0.
+    """Table with one row per prompt, which one rank fills and all others leave 0.
 
-    So the sum over ranks is exact, and figures are computed once, from whole rows in the order of the prompts: they do
-    not depend on batches and ranks, to the last bit.
+    The sum over ranks is therefore exact, and metrics do not depend on batches or ranks, bitwise.
 
     Args:
-        prompts: P, how many the evaluation has.
-        rewards: names of the reward functions.
-        collectives: what the ranks do together.
+        prompts: Number P of prompts.
+        rewards: Names of the reward functions.
+        collectives: Collectives over the ranks.
     """
 
     full_state_update = False
@@ -38,25 +37,24 @@ class Tally(Metric):
 
     @override
     def update(self, places: Int[Tensor, " p"], rows: Float[Tensor, "p C"]) -> None:
-        """Fills the rows of some prompts: :data:`COLUMNS`, then value and number of samples of each reward, summed."""
+        """Fill the rows of some prompts: :data:`COLUMNS`, then the sum and number of samples of each reward."""
         self.table[places] = rows.to(self.table)
 
     @override
     def compute(self) -> Float[Tensor, "P C"]:
-        """The table of all ranks."""
+        """Return the table summed over ranks."""
         return self.table
 
     def figures(self, *, pass_at: Sequence[int], samples: int, votes: bool) -> dict[str, float]:
-        """What the table says, by the name of the metric. A collective.
+        """Return the metrics by name. A collective.
 
-        A sample without a reward is as if it had not been drawn: a prompt counts in ``pass@k``, ``avg@k`` and ``maj@k``
-        if at least k of its samples have one; in ``maj@k`` besides if one of them has been read. The names are always
-        the same: a mean over nothing is NaN.
+        A prompt counts in ``pass@k``, ``avg@k`` and ``maj@k`` if at least k of its samples have a reward; in ``maj@k``,
+        one of them also needs an answer. The names are always the same; a mean over nothing is NaN.
 
         Args:
-            pass_at: each k.
-            samples: of each prompt.
-            votes: whether the samples have answers.
+            pass_at: Values of k.
+            samples: Number of samples per prompt.
+            votes: True if the samples have answers.
         """
         rows = self.compute().cpu().tolist()
         shares = _shares(rows, pass_at=pass_at, samples=samples, votes=votes)
@@ -67,7 +65,7 @@ class Tally(Metric):
         return figures | self._means(rows, votes=votes)
 
     def _means(self, rows: Sequence[Sequence[float]], *, votes: bool) -> dict[str, float]:
-        """Means over samples, and how many rewards and answers failed on."""
+        """Return means over samples, and the number of failed rewards and answers."""
         width = len(COLUMNS) + 2 * len(self.rewards)
         sums = [math.fsum(column) for column in zip(*rows, strict=True)] or [0.0] * width
         drawn, rewarded, failed, _, answered, _, length, truncated, task, *raw = sums
@@ -79,14 +77,14 @@ class Tally(Metric):
 
 
 def mean(total: float, count: float) -> float:
-    """The mean of a population; NaN for none."""
+    """Return the mean, or NaN for an empty population."""
     return total / count if count else math.nan
 
 
 def _shares(
     rows: Sequence[Sequence[float]], *, pass_at: Sequence[int], samples: int, votes: bool
 ) -> dict[str, list[float]]:
-    """The value in [0, 1] of each prompt that counts, by metric."""
+    """Return the values in [0, 1] of the prompts that count, by metric."""
     scored = [(int(n), int(solved), answered > 0, vote) for _, n, _, solved, answered, vote, *_ in rows]
     shares = {f"pass@{k}": [pass_at_k(n, solved, k) for n, solved, *_ in scored if n >= k] for k in pass_at}
     if samples > 1:

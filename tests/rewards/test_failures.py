@@ -139,7 +139,7 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
 def test_validation_warns_and_goes_on() -> None:
     data = PromptDataModule([[2, 3]] * 4, 2, validation=[[2, 4]] * 3)
     module = tiny_module(rewards=Breaks(3, answer=explode))  # after two rollouts
-    unmeasured = pytest.warns(UserWarning, match="nothing could be measured for val/reward/task")
+    unmeasured = pytest.warns(UserWarning, match="expected a value for each metric, got NaN for val/reward/task")
     with pytest.warns(UserWarning, match="Breaks failed on 3"), unmeasured:
         trainer = fit(module, data=data, num_sanity_val_steps=0)
     assert trainer.global_step == 2
