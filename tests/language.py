@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKED = (
     "README.md",
     "lightning_rl/data",
+    "lightning_rl/distributed",
     "lightning_rl/evaluation",
     "lightning_rl/rollouts",
 )

@@ -1,6 +1,4 @@
-"""What depends on the strategy: sums over ranks, sharding, accumulation, clipping, full weights. The rest of the code
-does not know which one runs.
-"""
+"""Code that depends on the strategy: sums over ranks, sharding, accumulation, clipping, full weights."""
 
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -57,10 +55,10 @@ KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (
 
 
 def parallel_of(strategy: Strategy) -> Parallel:
-    """What the loop asks of the Trainer's strategy.
+    """Return the :class:`Parallel` of the Trainer's strategy.
 
     Raises:
-        ValueError: if the strategy is unknown; the message lists the known ones.
+        ValueError: If the strategy is not supported; with the supported ones.
     """
     for theirs, ours in KINDS:
         if isinstance(strategy, theirs):

@@ -1,11 +1,10 @@
-"""Collectives: sums, joins and maxima over ranks, merged in rank order. Every rank calls them equally often.
+"""Collectives in rank order, which every rank has to call equally often.
 
-Ranks that split a layer between them (tensor parallelism) work on the same rows, which count once: a
-:class:`Collectives` runs over the ranks whose rows differ. The plain functions run over every process.
+Under tensor parallelism, ranks that shard a layer hold the same rows, which count once: a :class:`Collectives` runs
+over the ranks with different rows. The plain functions run over all processes.
 
-Objects, and every wait for what may take a rank minutes (an engine, rewards, a disk), go through groups of gloo beside
-those of the strategy, whose own patience is half an hour or less: nobody stands in one of the strategy's collectives
-while another rank waits for a server.
+Objects and long waits (for an engine, rewards or a disk) use gloo groups next to the strategy's group, whose timeout is
+at most half an hour.
 """
 
 import atexit
@@ -24,21 +23,21 @@ from lightning_rl.distributed.network import cure_of
 
 Anything = TypeVar("Anything")
 
-SAID = 500  # characters of an error that other ranks repeat
+SAID = 500  # maximum number of characters of another rank's error in a message
 UNREACHED = "set GLOO_SOCKET_IFNAME to the network interface that reaches the other nodes"
-PATIENCE = timedelta(hours=6)  # longer than every wait of ours; a process that dies is noticed at once
+PATIENCE = timedelta(hours=6)  # longer than any wait; the death of a process raises immediately
 
 
 class RunEndError(RuntimeError):
-    """Ends a run on every rank alike, between two optimizer steps, so that a checkpoint can be written first."""
+    """Error that ends a run on every rank between two optimizer steps, after a checkpoint has been written."""
 
 
 class Collectives:
-    """What ranks do together; the strategy's :class:`~lightning_rl.distributed.Parallel` makes it and hands it in.
+    """Collectives of a :class:`~lightning_rl.distributed.Parallel`.
 
     Args:
-        rows: the ranks whose rows differ; None for all processes.
-        layers: the ranks that hold a part of each layer and work on the same rows; None for this one alone.
+        rows: Group of the ranks with different rows; None for all processes.
+        layers: Group of the ranks that shard each layer and hold the same rows; None for no tensor parallelism.
     """
 
     def __init__(self, rows: dist.ProcessGroup | None = None, layers: dist.ProcessGroup | None = None) -> None:
@@ -50,7 +49,7 @@ class Collectives:
         return dist.get_world_size(self.rows) if process_count() > 1 else 1
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, of one shape, in rank order."""
+        """Return the tensors of all ranks, which have one shape, in rank order."""
         if self.ranks == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in range(self.ranks)]
@@ -58,11 +57,11 @@ class Collectives:
         return parts
 
     def sum(self, values: Tensor) -> Tensor:
-        """Adds a tensor up over all ranks, in rank order."""
+        """Sum a tensor over all ranks, in rank order."""
         return torch.stack(self.gather(values)).sum(0) if self.ranks > 1 else values
 
     def concat(self, values: Tensor) -> Tensor:
-        """Tensors [N], of any length on each rank, joined in rank order."""
+        """Concatenate tensors ``[N]``, where N may differ between ranks, in rank order."""
         if self.ranks == 1:
             return values
         lengths = self.gather(torch.tensor(len(values), device=values.device))
@@ -71,20 +70,20 @@ class Collectives:
         return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
 
     def maximum(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """The element-wise maximum of a list over all ranks."""
+        """Return the element-wise maximum of a list over all ranks."""
         return torch.stack(self.gather(torch.tensor(numbers, device=device))).amax(0).tolist()
 
     def objects(self, value: Anything) -> list[Anything]:
-        """One object of every rank, in rank order."""
+        """Return the object of every rank, in rank order."""
         return _gather_objects(value, self.ranks, self.rows)
 
     @property
     def generates(self) -> bool:
-        """Whether this rank generates and scores, for itself and the others that work on the same rows."""
+        """True if this rank generates and scores, for itself and the other ranks with the same rows."""
         return self.layers is None or dist.get_rank(self.layers) == 0
 
     def share(self, value: Anything) -> Anything:
-        """What the rank has that generates and scores, on each rank that works on the same rows."""
+        """Broadcast a value from the rank that generates to the other ranks with the same rows."""
         if self.layers is None:
             return value
         shared = [value]
@@ -93,11 +92,11 @@ class Collectives:
 
 
 class Alone(Collectives):
-    """Collectives of this rank alone, for work that other ranks may do otherwise, or not at all."""
+    """Collectives of this rank only, for work that differs between ranks."""
 
     @property
     def ranks(self) -> int:
-        """1."""
+        """Always 1."""
         return 1
 
 
@@ -105,22 +104,22 @@ ALONE = Alone()
 
 
 def process_count() -> int:
-    """Number of training processes."""
+    """Return the number of training processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def process_store() -> Store | None:
-    """Where the processes met, and may leave word for each other at any time; None for one alone."""
+    """Return the key-value store of the process group; None for a single process."""
     return dist.distributed_c10d._get_default_store() if process_count() > 1 else None  # noqa: SLF001  has no other name
 
 
 def process_objects(value: Anything) -> list[Anything]:
-    """One object of every process, those that work on the same rows included, in rank order."""
+    """Return the object of every process, in rank order."""
     return _gather_objects(value, process_count(), None)
 
 
 def process_maximum(number: int) -> int:
-    """The largest number over every process, those that work on the same rows included."""
+    """Return the largest number over all processes."""
     largest = torch.tensor(number)
     if process_count() > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=_waiting(None))
@@ -128,13 +127,10 @@ def process_maximum(number: int) -> int:
 
 
 def meet(seconds: float, value: Anything = None) -> list[Anything] | None:
-    """One object of every process, if all of them come here within some seconds, wherever they come from.
+    """Return the objects of all processes in rank order if all call this within some seconds, else None.
 
-    It has a group of its own, so a process that waits in another collective is no harm; a first call has to be made by
-    all of them together.
-
-    Returns:
-        The objects in rank order, or None if somebody did not come.
+    It uses a separate group, so other processes may be in another collective. The first call has to be made by all
+    together.
     """
     if process_count() == 1:
         return [value]
@@ -148,22 +144,22 @@ def meet(seconds: float, value: Anything = None) -> list[Anything] | None:
 
 @contextmanager
 def failing_together(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
-    """Raises on every rank if one fails inside. Every rank takes part.
+    """Raise on every rank if one fails inside; every rank has to enter this context.
 
     Args:
-        what: is done inside, for the message.
-        kind: of error that is raised on every rank or on none.
+        what: Description of the work, for the message.
+        kind: Class of errors that is raised on every rank or on none.
 
     Raises:
-        RuntimeError: on a rank that did not fail itself, naming those that did; of the kind if all their errors are.
+        RuntimeError: On ranks that did not fail, with the ranks that did; of class ``kind`` if all errors are.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001  raised again once every rank knows
+    except Exception as error:  # noqa: BLE001  raised again after all ranks have exchanged their errors
         failure = error
-    said = None if failure is None else (isinstance(failure, kind), f"{type(failure).__name__}: {failure}"[:SAID])
-    failures = {rank: other for rank, other in enumerate(process_objects(said)) if other is not None}
+    report = None if failure is None else (isinstance(failure, kind), f"{type(failure).__name__}: {failure}"[:SAID])
+    failures = {rank: other for rank, other in enumerate(process_objects(report)) if other is not None}
     alike = all(of_kind for of_kind, _ in failures.values())
     if failure is not None and (alike or not isinstance(failure, kind)):
         raise failure
@@ -174,11 +170,10 @@ def failing_together(what: str, kind: type[RuntimeError] = RuntimeError) -> Iter
 
 
 def end_at_exit() -> None:
-    """Lets the process groups end before the interpreter does.
+    """Destroy the process groups at exit, before the interpreter ends.
 
-    A thread of gloo that has not let go of a tensor yet asks for the interpreter's lock, and aborts the process that
-    had finished. Lightning ends only NCCL's group, and ``destroy_process_group`` joins the threads of a gloo group only
-    once nobody holds it.
+    A gloo thread that still releases a tensor would abort the finished process. Lightning destroys the NCCL group only,
+    and a gloo group joins its threads only after its last reference is gone.
     """
     atexit.unregister(_end_group)
     atexit.register(_end_group)
@@ -188,7 +183,7 @@ def _end_group() -> None:
     if dist.is_available() and dist.is_initialized():
         _made.clear()
         dist.destroy_process_group()
-        gc.collect()  # trainers and strategies, which hold groups, are cycles
+        gc.collect()  # trainers and strategies hold groups in reference cycles
 
 
 def _gather_objects(value: Anything, number: int, group: dist.ProcessGroup | None) -> list[Anything]:
@@ -203,12 +198,12 @@ _made: dict[tuple[str, Any], tuple[Any, dist.ProcessGroup]] = {}
 
 
 def _waiting(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of gloo beside a group, for objects and long waits."""
+    """Return the gloo group next to a group, for objects and long waits."""
     return _groups("waiting", group)
 
 
 def _groups(purpose: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of gloo with the processes of another one; made by all of them when they first need it."""
+    """Return a gloo group with the processes of another group; all of them create it on first use."""
     if any(group is made for _, made in _made.values()):
         return group  # pyright: ignore[reportReturnType]
     whole, ranks = dist.group.WORLD, None if group is None else dist.get_process_group_ranks(group)
@@ -218,8 +213,7 @@ def _groups(purpose: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             made = dist.new_group(ranks, PATIENCE, backend="gloo", use_local_synchronization=ranks is not None)
         except RuntimeError as failure:
             raise RuntimeError(
-                "expected a group of gloo beside the strategy's own, for waits that may be long, got "
-                f"{failure}: {cure_of(failure) or UNREACHED}"
+                f"expected to create a gloo group for long waits, got {failure}: {cure_of(failure) or UNREACHED}"
             ) from failure
         _made[key] = whole, cast(dist.ProcessGroup, made)
     return _made[key][1]

@@ -1,4 +1,4 @@
-"""DDP: whole models on every rank, gradients averaged after the last microbatch of a step."""
+"""DDP: full models on every rank, gradients averaged after the last microbatch of a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

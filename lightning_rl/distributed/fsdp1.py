@@ -1,6 +1,6 @@
-"""FSDP1: the weights of each layer split over the ranks as one flat tensor. Wrapped here and not by Lightning.
+"""FSDP1: weights of each layer sharded over the ranks as one flat tensor; wrapped here instead of by Lightning.
 
-If Lightning wraps the whole module, accumulation and clipping within a training step fail, and so does a forward before
+Lightning wraps the whole module, which breaks accumulation and clipping within a training step, and a forward before
 the first step.
 """
 
@@ -32,21 +32,21 @@ class FullyShardedDataParallel1(Parallel):
     def check(self, max_grad_norm: float | None) -> None:
         super().check(max_grad_norm)
         strategy = cast(Any, self.strategy)
-        if strategy._activation_checkpointing_kwargs:  # noqa: SLF001 - kept nowhere else
+        if strategy._activation_checkpointing_kwargs:  # noqa: SLF001 - no public attribute
             raise ValueError(
-                "expected FSDPStrategy without activation_checkpointing, which our wrapper would not get: pass "
+                "expected FSDPStrategy without activation_checkpointing, which would have no effect: pass "
                 "activation_checkpointing=True to RLLightningModule"
             )
         if "auto_wrap_policy" in strategy.kwargs or not strategy.kwargs["use_orig_params"]:
             raise ValueError(
-                "expected FSDPStrategy without auto_wrap_policy and use_orig_params: each layer of the model is a unit "
-                "here, and LoRA and parameter groups need the original parameters"
+                "expected FSDPStrategy without auto_wrap_policy and use_orig_params: each layer is wrapped by default, "
+                "and LoRA and parameter groups need the original parameters"
             )
 
     @override
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         strategy = cast(FSDPStrategy, self.strategy)
-        precision = strategy.mixed_precision_config  # without it bf16-mixed does nothing, silently
+        precision = strategy.mixed_precision_config  # without it, bf16-mixed has no effect
         if precision is not None:
             precision = replace(precision, buffer_dtype=None)  # see PolicyModel._apply
         return FullyShardedDataParallel(
@@ -61,7 +61,7 @@ class FullyShardedDataParallel1(Parallel):
 
     @override
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        offloads = cast(Any, self.strategy).cpu_offload.offload_params  # a part on the CPU is overwritten, not added to
+        offloads = cast(Any, self.strategy).cpu_offload.offload_params  # offloaded shards do not accumulate gradients
         return cast(FullyShardedDataParallel, model).no_sync() if offloads and not last else nullcontext()
 
     @override

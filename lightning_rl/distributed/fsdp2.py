@@ -1,4 +1,4 @@
-"""FSDP2: every parameter split over the ranks as a DTensor, gathered layer by layer."""
+"""FSDP2: every parameter sharded over the ranks as a DTensor, gathered layer by layer."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -18,14 +18,13 @@ from lightning_rl.distributed.tensor import add_up_partial_gradients, split_laye
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """ModelParallelStrategy that splits the weights over all ranks: ``Trainer(strategy="fsdp2")``.
+    """ModelParallelStrategy that shards the weights over all ranks: ``Trainer(strategy="fsdp2")``.
 
-    Lightning's own default takes the ranks of a node for tensor parallelism, so one node would have no data
-    parallelism at all.
+    Lightning's default uses the ranks of a node for tensor parallelism, which leaves one node without data parallelism.
 
     Args:
-        tensor_parallel_size: how many neighbouring ranks split each layer and work on the same rows.
-        options: for ModelParallelStrategy, except the other size.
+        tensor_parallel_size: Number of adjacent ranks that shard each layer and hold the same rows.
+        options: Options of ModelParallelStrategy, except ``data_parallel_size``.
     """
 
     def __init__(self, *, tensor_parallel_size: int = 1, **options: Any) -> None:
@@ -44,7 +43,7 @@ StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ra
 
 
 class FullyShardedDataParallel2(Parallel):
-    """ModelParallelStrategy, with tensor parallelism or without."""
+    """ModelParallelStrategy, with or without tensor parallelism."""
 
     sharded = True
     splits_first = True
@@ -52,12 +51,12 @@ class FullyShardedDataParallel2(Parallel):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Data parallel ranks x tensor parallel ranks."""
+        """Mesh of data parallel x tensor parallel ranks."""
         return cast(ModelParallelStrategy, self.strategy).device_mesh
 
     @property
     def compiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether parts of a layer are whole when they are called: without tensor parallelism."""
+        """True without tensor parallelism, where the parts of a layer are whole when called."""
         return self.mesh["tensor_parallel"].size() == 1
 
     @property
@@ -87,12 +86,12 @@ class FullyShardedDataParallel2(Parallel):
     @override
     def shard_frozen(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         split = super().shard_frozen(model, layers, mesh)
-        cast(FSDPModule, split).set_reshard_after_forward(True)  # or its root stays whole, for a backward
+        cast(FSDPModule, split).set_reshard_after_forward(True)  # the root is not resharded by default
         return split
 
     @override
     def optimizer_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Splits each group by mesh, since one call of a fused kernel takes tensors of one mesh only."""
+        """Split each group by mesh, because fused kernels take tensors of one mesh only."""
         split: list[dict[str, Any]] = []
         for group in groups:
             for number, parameters in enumerate(_by_mesh(group["params"])):
@@ -120,7 +119,7 @@ class FullyShardedDataParallel2(Parallel):
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that each tensor parallel rank has whole, then those that are split: DTensors of two meshes."""
+    """Return the replicated parameters, then those under tensor parallelism, whose DTensors have another mesh."""
     split = [isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1 for parameter in parameters]
     parts = [[p for p, is_split in zip(parameters, split, strict=True) if is_split is kind] for kind in (False, True)]
     return [part for part in parts if part]
@@ -129,6 +128,6 @@ def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.ndim > 1:  # one mesh dimension at a time, or PyTorch warns of two gathers in a row
+    if tensor.device_mesh.ndim > 1:  # one mesh dimension at a time; PyTorch warns of consecutive gathers
         tensor = tensor.redistribute(placements=(Replicate(), *tensor.placements[1:]))
     return tensor.full_tensor()

@@ -1,21 +1,21 @@
-"""Network: why ranks did not find each other, and the variable that lets them."""
+"""Advice for errors of connections between ranks."""
 
 import os
 import socket
 
 LOOPBACK = "127.0.0.1"
-MESH = ("connectFullMesh", "makeDeviceForHostname", "Unable to find address for")  # of gloo
+MESH = ("connectFullMesh", "makeDeviceForHostname", "Unable to find address for")  # errors of gloo
 TAKEN = ("EADDRINUSE", "Address already in use")
 UNREACHED = (
     "client socket has timed out",
     "client socket has failed to connect",
-    "waiting for clients",  # of the first node, whom the others look for elsewhere
-    "Ping failed",  # somebody else answers there
+    "waiting for clients",  # on the first node, while the others use another address
+    "Ping failed",  # another program listens on the port
 )
 
 
 def cure_of(error: BaseException) -> str:
-    """What to set so that an error of torch's stores and groups does not come again; empty for any other error.
+    """Return the variable to set for an error of torch's stores and groups; empty for any other error.
 
     Example:
         >>> cure_of(RuntimeError("name: EADDRINUSE, message: address already in use")).partition(":")[0]
@@ -24,8 +24,8 @@ def cure_of(error: BaseException) -> str:
     text = str(error)
     if any(words in text for words in TAKEN):
         return (
-            "set MASTER_PORT to a free port, the same on all nodes: another run has this one, as under SLURM two jobs "
-            "do whose numbers end alike"
+            "set MASTER_PORT to a free port, the same on all nodes: another run uses this one, as with two SLURM jobs "
+            "whose ids end in the same digits"
         )
     if any(words in text for words in MESH):
         return _cure_of_mesh()
@@ -41,19 +41,19 @@ def cure_of(error: BaseException) -> str:
 
 
 def _cure_of_mesh() -> str:
-    """Ranks have met at the store and cannot connect to each other."""
+    """Return advice for ranks that have reached the store but not each other."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         return f"set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, got {name!r}"
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return (
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started: ranks that begin anew read the "
-            "addresses of those that died out of a store that both share"
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started: restarted ranks read the addresses "
+            "of dead ones from a shared store"
         )
     host = socket.gethostname()
     return (
         "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that reaches the other nodes: without it "
-        f"gloo listens where the name of the host leads to, for {host} {_address_of(host)}"
+        f"gloo listens on the address of the host name, for {host} {_address_of(host)}"
     )
 
 
@@ -61,4 +61,4 @@ def _address_of(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError:
-        return LOOPBACK  # which gloo falls back to
+        return LOOPBACK  # the fallback of gloo

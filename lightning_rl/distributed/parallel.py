@@ -1,4 +1,4 @@
-"""Parallel: what the loop asks of a strategy. This class is the single device; each other strategy has its own file."""
+"""Parallel: interface to a strategy. This class is the single device; each other strategy has its own file."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rl.distributed.collectives import Collectives, end_at_exit
 
-DTYPES = {  # of the precisions that are not that of the weights
+DTYPES = {  # compute dtype by precision; the others compute in the dtype of the weights
     "bf16-mixed": torch.bfloat16,
     "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
@@ -21,25 +21,26 @@ DTYPES = {  # of the precisions that are not that of the weights
 
 
 class Accept(Protocol):
-    """Whether a step with this gradient norm is made; counts those that are not, patiently under a gradient scaler."""
+    """Callback that returns True if a step with this gradient norm is to be made, and counts the others."""
 
     def __call__(self, norm: Tensor, *, patient: bool = False) -> bool:
-        """Decides."""
+        """Return True to make the step; ``patient`` is True under a gradient scaler."""
         ...
 
 
 class Parallel:
-    """One device.
+    """Interface to the strategy of a single device.
 
     Args:
-        strategy: of the Trainer.
+        strategy: Strategy of the Trainer.
 
     Attributes:
-        sharded: whether a rank holds only a part of the weights, so that nobody can decode with the policy itself.
-        repeats_steps: whether the gradient of a step can be thrown away and accumulated anew after memory ran out:
-            where ranks meet in every layer, one that breaks off leaves the others waiting.
-        compiles: whether parts of a layer can be compiled before it splits a model.
-        splits_first: whether a model can be split before it has numbers, so that each rank reads its part alone.
+        sharded: True if a rank holds only a part of the weights, so that generation needs a copy of the policy.
+        repeats_steps: True if the gradient of a step can be accumulated again after memory ran out; False where ranks
+            synchronize in every layer.
+        compiles: True if parts of a layer can be compiled before the model is sharded.
+        splits_first: True if a model can be sharded before its weights are loaded, so that each rank reads its part
+            only.
     """
 
     sharded: bool = False
@@ -52,24 +53,24 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the rows are split."""
+        """Number of ranks over which the rows are split."""
         return int(getattr(self.strategy, "world_size", 1))
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """Index of this rank among them."""
         return int(getattr(self.strategy, "global_rank", 0))
 
     @cached_property
     def collectives(self) -> Collectives:
-        """What its ranks do together; there once the strategy has set its environment up."""
+        """Collectives over the ranks; available once the strategy has set up its environment."""
         return Collectives()
 
     def check(self, max_grad_norm: float | None) -> None:
-        """Refuses what would be silently wrong, and sets what the strategy needs to know.
+        """Check settings that would be silently wrong, and configure the strategy.
 
         Raises:
-            ValueError: naming the setting and the fix.
+            ValueError: With the setting and the fix.
         """
         del max_grad_norm
         end_at_exit()
@@ -81,57 +82,57 @@ class Parallel:
         return DTYPES.get(str(self.strategy.precision_plugin.precision), weights)
 
     def building(self) -> AbstractContextManager[object]:
-        """Around the construction of a model."""
+        """Return a context for the construction of a model."""
         return nullcontext()
 
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
-        """Splits a model over the ranks; ``layers`` are its largest parts that run as a whole."""
+        """Shard a model over the ranks; ``layers`` are its largest parts that run as a whole."""
         del layers, mesh
         return model
 
     def shard_frozen(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
-        """The same for a model that nobody trains, in the precision of the policy."""
+        """Shard a frozen model, in the precision of the policy."""
         return self.shard(cast(nn.Module, self.strategy.precision_plugin.convert_module(model)), layers, mesh)
 
     def optimizer_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Parameter groups as the optimizer's kernels can take them."""
+        """Return parameter groups in the form that the optimizer's kernels need."""
         return groups
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Around a microbatch's forward and backward.
+        """Return a context for a microbatch's forward and backward.
 
-        Whole gradients are exchanged after the last microbatch of a step alone. Where a rank holds its part, each
-        microbatch ends with a reduce-scatter, or every rank would hold the whole gradient in between.
+        Full gradients are reduced after the last microbatch of a step only. Sharded ones are reduce-scattered after
+        each microbatch, because a rank cannot hold the full gradient in between.
         """
         del model, last
         return nullcontext()
 
     def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
-        """Clips the gradient to ``limit`` and steps if the norm is accepted; returns the norm before clipping."""
+        """Clip the gradient to ``limit``, step if the norm is accepted, and return the norm before clipping."""
         scaler = getattr(self.strategy.precision_plugin, "scaler", None)  # under 16-mixed
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         norm = self.clipped_norm(model, torch.inf if limit is None else limit * scale) / scale
         if accept(norm, patient=scaler is not None) or scaler is not None:
-            optimizer.step()  # a scaler leaves the step out by itself, and lowers its scale
+            optimizer.step()  # a scaler skips the step by itself and lowers its scale
         return norm
 
     def clear(self, optimizer: LightningOptimizer) -> None:
-        """Clears the gradient once the step was made."""
+        """Clear the gradient after a step."""
         optimizer.zero_grad()
 
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
-        """The gradient norm before clipping, after which the gradient is scaled down to ``limit``."""
+        """Clip the gradient to ``limit`` and return its norm before clipping."""
         return nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=None)
 
     def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and full value of each parameter, one at a time. Every rank iterates to the end.
+        """Yield name and full value of each parameter, one at a time. Every rank has to iterate to the end.
 
-        A value is lent: copy what has to outlive the next one, and ``del`` it, or two are held at once.
+        A value is valid until the next one; copy it to keep it, and ``del`` it, or two are in memory at once.
 
         Args:
-            model: the policy, as the strategy has wrapped it.
-            dtype: that whoever reads the values rounds them to. A strategy that gathers each by itself rounds the parts
-                before, so that fewer bytes travel; others leave them as they are.
+            model: Policy, as wrapped by the strategy.
+            dtype: Dtype that the caller converts to. Strategies that gather may convert the shards first, to send fewer
+                bytes.
         """
         del dtype
         for name, parameter in model.named_parameters():

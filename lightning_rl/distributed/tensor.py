@@ -1,7 +1,7 @@
-"""Tensor parallelism: the matrices of each layer split over ranks that work on the same rows.
+"""Tensor parallelism: matrices of each layer sharded over ranks that hold the same rows.
 
-What is split how is the model's own plan (``config.base_model_tp_plan`` of transformers). Queries, keys and values of
-some heads, and some columns of the feed-forward, lie on each rank; embeddings, norms and the head on all of them.
+The model's plan (``config.base_model_tp_plan`` of transformers) is applied. Attention heads and columns of the
+feed-forward are sharded; embeddings, norms and the head are replicated.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053.
 """
@@ -17,29 +17,29 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 SPLIT: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-PARTIAL = "replicated_with_grad_allreduce"  # whole on each rank, but used by its own heads alone
+PARTIAL = "replicated_with_grad_allreduce"  # replicated, but used by the local heads only
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits every layer with a plan over the ranks of a mesh with one dimension.
+    """Shard every layer with a plan over a mesh with one dimension.
 
     Raises:
-        ValueError: if a model has no plan, or one that we do not know; the message says what to use instead.
+        ValueError: If a model has no plan or an unsupported one; with the alternative.
     """
     for part in _backbones(model):
         check_plan(part, mesh.size())
         for module, style in _plan_entries(part):
-            # with LoRA also the adapter's matrix that has the split side, B for columns
+            # with LoRA, also the adapter's matrix with the sharded side: B for columns
             adapters = getattr(module, "lora_B" if style == "colwise" else "lora_A", {}).values()
             for linear in (getattr(module, "base_layer", module), *adapters) if style in SPLIT else ():
                 parallelize_module(linear, mesh, SPLIT[style]())
 
 
 def check_plan(backbone: PreTrainedModel, size: int) -> None:
-    """Refuses what would be split wrongly.
+    """Check that the plan can be applied.
 
     Raises:
-        ValueError: naming the model, what is in the way and the fix.
+        ValueError: With the model, the obstacle and the fix.
     """
     name, config = type(backbone).__name__, backbone.config.get_text_config()
     planned = list(_plan_entries(backbone))
@@ -58,7 +58,7 @@ def check_plan(backbone: PreTrainedModel, size: int) -> None:
 
 
 def add_up_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Adds up the gradients of parameters that are whole on each rank but met only some of the heads."""
+    """Sum the gradients of replicated parameters that are used by the local heads only."""
     for part in _backbones(model):
         for module, style in _plan_entries(part):
             for parameter in module.parameters() if style == PARTIAL else ():
@@ -73,7 +73,7 @@ def _backbones(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _plan_entries(backbone: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
-    """Module and style of everything that the plan names and the model has."""
+    """Yield module and style of each entry of the plan that the model has."""
     plan = getattr(backbone.config.get_text_config(), "base_model_tp_plan", None) or {}
     for name, module in backbone.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))

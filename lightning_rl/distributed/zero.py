@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and weights (3) split over the ranks."""
+"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and weights (3) sharded over the ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rl.distributed.parallel import Accept, Parallel
 
-CASTS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # what becomes of float32 weights
+CASTS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # dtype of float32 weights by precision
 
 
 class ZeRO(Parallel):
@@ -26,7 +26,7 @@ class ZeRO(Parallel):
 
     @property
     def sharded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether weights are split: in stage 3."""
+        """True if weights are sharded, in stage 3."""
         return bool(cast(DeepSpeedStrategy, self.strategy).zero_stage_3)
 
     @override
@@ -45,13 +45,13 @@ class ZeRO(Parallel):
                 'expected DeepSpeed\'s config without "gradient_accumulation_steps": microbatches follow token_budget'
             )
         if "bf16" in config:
-            config["bf16"].setdefault("check_grad_overflow", True)  # a step without finite gradient is left out
+            config["bf16"].setdefault("check_grad_overflow", True)  # skip steps with a non-finite gradient
 
     @override
     @contextmanager
     def building(self) -> Iterator[None]:
         partition = import_module("deepspeed.runtime.zero.partition_parameters")
-        active = partition.zero_init_context  # models and adapters built inside get other, or no, initial weights
+        active = partition.zero_init_context  # would change the initial weights of models and adapters
         if active:
             partition.shutdown_init_context()
         try:
@@ -64,19 +64,19 @@ class ZeRO(Parallel):
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         if self.sharded:
             zero = import_module("deepspeed").zero
-            for parameter in cast(Any, model).head_parameters():  # read outside of the layer that they belong to
+            for parameter in cast(Any, model).head_parameters():  # used outside of their layer
                 zero.register_external_parameter(model, parameter)
         return model
 
     @override
     def shard_frozen(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
-        """DeepSpeed casts and splits what it optimizes, so the rest is cast here and split by FSDP2."""
+        """Cast the model and shard it by FSDP2, because DeepSpeed does both for optimized parameters only."""
         plugin = self.strategy.precision_plugin
         model = cast(nn.Module, plugin.convert_module(model)).to(CASTS.get(str(plugin.precision)))
         if self.sharded:
             mesh = init_device_mesh(self.strategy.root_device.type, (self.ranks,))
             for part in (*layers, model):
-                fully_shard(part, mesh=mesh, reshard_after_forward=True)  # the root as well: no backward comes
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)  # also the root, which has no backward
         return model
 
     @override
@@ -89,14 +89,14 @@ class ZeRO(Parallel):
 
     @override
     def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
-        optimizer.step()  # clips, leaves a step without finite gradient out, and clears
+        optimizer.step()  # clips, skips steps with a non-finite gradient, and clears
         norm = torch.as_tensor(cast(Any, self.strategy.model).get_global_grad_norm(), dtype=torch.float64)
         accept(norm)
         return norm.to(self.strategy.root_device)
 
     @override
     def clear(self, optimizer: LightningOptimizer) -> None:
-        """Nothing: the step of the engine has cleared."""
+        """Do nothing, because the engine clears gradients in its step."""
 
     @override
     def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
