@@ -18,6 +18,7 @@ CHECKED = (
     "lightning_rl/distributed",
     "lightning_rl/evaluation",
     "lightning_rl/rollouts",
+    "lightning_rl/testing",
 )
 # fmt: on
 WORDS = re.compile(

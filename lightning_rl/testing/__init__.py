@@ -1,8 +1,7 @@
-"""The audit's checks for your own code: rewards, advantages, losses and corrections on generated ragged batches,
-and for environments in conversations with odd answers.
+"""Property checks of user code: rewards, advantages, losses, corrections and environments, on generated inputs.
 
-Each function raises a :class:`PropertyError`, which is an AssertionError, with the property that is broken, the
-smallest batch that shows it and what to do. Needs hypothesis: ``pip install 'lightning-rl[testing]'``.
+Each function raises a :class:`PropertyError`, an AssertionError with the broken property, the smallest failing batch
+and the fix. Requires hypothesis: ``pip install 'lightning-rl[testing]'``.
 """
 
 try:

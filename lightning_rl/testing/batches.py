@@ -1,4 +1,4 @@
-"""Batches: ragged rows of every kind that a run can have, small, and with a policy that differs from every other."""
+"""Generated batches: small ragged rows of every kind, with policies that all differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Row:
     """One response.
 
     Attributes:
-        tokens: whether the policy sampled each token; the others came from a tool.
-        prompt: number of the prompt that it answers.
-        reward: of the task.
-        rewarded: whether it enters statistics of the reward.
-        trained: whether it trains at all.
-        cut_off: whether it ended for its length.
+        tokens: True for each token that the policy sampled, False for those of a tool.
+        prompt: Number of its prompt.
+        reward: Task reward.
+        rewarded: True if it enters statistics of the reward.
+        trained: True if it trains.
+        cut_off: True if it ended at the length limit.
     """
 
     tokens: tuple[bool, ...] = (True,)
@@ -33,15 +33,15 @@ class Row:
     cut_off: bool = False
 
     def __str__(self) -> str:
-        """One line of a table: ``x`` for a sampled token, ``.`` for another one."""
+        """Return a table line, with ``x`` for a sampled token and ``.`` for another one."""
         states = {"not rewarded": not self.rewarded, "not trained": not self.trained, "cut off": self.cut_off}
-        states_text = "".join(f", {what}" for what, holds in states.items() if holds)
+        states_text = "".join(f", {state}" for state, holds in states.items() if holds)
         tokens = "".join("x" if sampled else "." for sampled in self.tokens) or "(none)"
         return f"prompt {self.prompt}  tokens {tokens:<{MAX_LENGTH + 1}} reward {self.reward}{states_text}"
 
 
 def batches(min_rows: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
-    """Batches of ``min_rows`` to seven rows; the simplest has rows of one token, the same prompt and reward 0."""
+    """Return a strategy for batches of ``min_rows`` to seven rows; the simplest row has one token and reward 0."""
     rarely = st.sampled_from((False, False, False, True))
     row = st.builds(
         Row,
@@ -56,7 +56,7 @@ def batches(min_rows: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
 
 
 def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
-    """A finished rollout of such rows in float64; log-probabilities, values and entropies follow from the seed.
+    """Return a finished float64 rollout of rows; log-probabilities, values and entropies depend on the seed only.
 
     Fields are 0 outside of the valid tokens, no two policies agree, and rows without a valid token are kept.
     """
@@ -96,9 +96,9 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
 
 
 def _of_conversations(sampled: Tensor, old: Tensor) -> dict[str, Tensor]:
-    """A turn for each run of sampled tokens, and a spread of probabilities that fits the log-probability of each.
+    """Return turn numbers for runs of sampled tokens, and sums of squared probabilities that fit the log-probabilities.
 
-    What follows a turn with an odd number is a context that was rewritten.
+    The context after a turn with an odd number counts as rewritten.
     """
     starts = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
     number = starts.cumsum(-1)

@@ -1,7 +1,6 @@
-"""The kit for environments: conversations with answers of every kind, held twice and beside each other.
+"""Property checks of environments: conversations with all kinds of answers, repeated and interleaved.
 
-Each conversation is a list of answers that a policy may give; the same are held every time. An environment that can
-hang does so here as well: this kit runs it in this process.
+Each conversation is a fixed list of answers. Environments run in this process, so one that hangs blocks the check.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,19 +23,19 @@ from lightning_rl.seeding import keep_generators
 from lightning_rl.testing.smallest import PropertyError
 
 MEANINGS = {
-    "environment_accepts": "An environment answers whatever a policy says: empty, long, nonsense, cut off, or a call "
-    "of a tool that it does not have. What it raises costs the sample.",
-    "environment_steps": "What an environment says means something: messages of users or tools with content, or token "
-    "ids, with finite figures; or the conversation is done.",
-    "environment_repeats": "Under the same seed and answers an environment says the same, so that a conversation that "
-    "is begun anew, and a run that is resumed, go on as they were.",
-    "environment_generators": "An environment draws from generators of its own: the global ones belong to the run.",
-    "environment_isolation": "Conversations share nothing: one says the same whatever another one does beside it.",
+    "environment_accepts": "An environment accepts any answer: empty, long, nonsense, cut off, or a call of an unknown "
+    "tool. An error drops the sample.",
+    "environment_steps": "An environment returns valid steps: messages of users or tools with content, or token ids, "
+    "with finite metrics; or the conversation is done.",
+    "environment_repeats": "An environment is deterministic under the same seed and answers, so that a repeated "
+    "conversation and a resumed run continue unchanged.",
+    "environment_generators": "An environment uses its own random generators: the global ones belong to the run.",
+    "environment_isolation": "Conversations share no state: interleaved ones return the same as separate ones.",
     "environment_closes": "An environment can be closed after any step, and before the first.",
-    "environment_ships": "An environment can be sent to a process of its own, and what it says comes back as data.",
+    "environment_ships": "An environment can be sent to a subprocess, and its results come back as plain data.",
 }
-HUGE = 100_000  # characters, or tokens, of the longest answer
-TURNS = 4  # answers of a conversation
+HUGE = 100_000  # number of characters or tokens of the longest answer
+TURNS = 4  # number of answers per conversation
 OURS = ("lightning_rl.environments.environment", "lightning_rl.environments.form", "lightning_rl.arguments")
 NONSENSE = (
     "",
@@ -51,12 +50,12 @@ NONSENSE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The answers of one conversation.
+    """Answers of one conversation.
 
     Args:
-        name: in a few words.
-        answers: in their order; texts, answers of an environment in messages, or token ids.
-        finish: why the last of them ended.
+        name: Short description.
+        answers: Answers in order: texts, ``Answer`` objects, or token ids.
+        finish: Finish reason of the last answer.
     """
 
     name: str
@@ -66,12 +65,12 @@ class Script:
 
 @dataclass(slots=True)
 class Held:
-    """What was said in a conversation.
+    """Results of a conversation.
 
     Attributes:
-        said: of the reset and of each step.
-        raised: what ended it; None if nothing did.
-        where: the call that raised, or the last one.
+        said: Results of the reset and of each step.
+        raised: Error that ended it, or None.
+        where: Call that raised, or the last one.
     """
 
     said: list[Any] = field(default_factory=list)
@@ -86,18 +85,18 @@ def check_environment(
     answers: Sequence[str | Answer | Sequence[int]] = (),
     seed: int = 0,
 ) -> None:
-    """Checks what would be passed as ``environment=``, in conversations with the given answers and with odd ones.
+    """Check an ``environment=`` in conversations with the given answers and with unusual ones.
 
     Args:
-        environment: a class or function that makes an ``Environment``, a ``TokenEnvironment``, or an object of TRL's
-            shape; it is called for each conversation.
-        row: a row of the data: a prompt and columns.
-        answers: examples of what a policy says, in an order that makes sense: texts or ``Answer`` for an environment in
-            messages, token ids for one in token ids, whose odd answers are made of the same ids.
-        seed: of the reset.
+        environment: Class or function that makes an ``Environment``, a ``TokenEnvironment``, or an object of TRL's
+            form; called for each conversation.
+        row: Row of the data: a prompt and columns.
+        answers: Plausible answers of a policy, in order: texts or ``Answer`` objects, or token ids for a token
+            environment, whose unusual answers use the same ids.
+        seed: Seed of the reset.
 
     Raises:
-        PropertyError: naming the property that it breaks, with the conversation that shows it and what to do.
+        PropertyError: With the broken property, the conversation that shows it, and the fix.
     """
     row = {"prompt": "?"} if row is None else row
     with keep_generators(torch.device("cpu")):
@@ -109,7 +108,7 @@ def check_environment(
 def _findings(
     factory: Callable[[], Any], row: Mapping[str, Any], answers: Sequence[Any], seed: int
 ) -> Iterator[tuple[Finding, Script]]:
-    """The properties that are broken, until one makes the next senseless."""
+    """Yield findings about broken properties until one makes the next checks meaningless."""
     nothing = Script(name="no answer", answers=())
     try:
         with refuse_draws(_name_of(factory)):
@@ -117,7 +116,7 @@ def _findings(
     except GeneratorError as error:
         yield _generators(error), nothing
         return
-    except Exception as raised:  # noqa: BLE001  code of the user: what it raises is the finding
+    except Exception as raised:  # noqa: BLE001  an error of user code is a finding
         yield _finding_of("environment_accepts", "an environment", raised, "make one without arguments"), nothing
         return
     words = isinstance(made, Environment)
@@ -131,7 +130,7 @@ def _findings(
         again = hold(factory, row, script, seed)
         if repr(again.said) != repr(held.said):
             yield (
-                _differs("environment_repeats", held, again, "draw from random.Random(seed), and keep no state"),
+                _differs("environment_repeats", held, again, "use random.Random(seed), and keep no state"),
                 script,
             )
             return
@@ -144,7 +143,7 @@ def _findings(
 
 
 def hold(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> Held:
-    """A conversation of its own."""
+    """Run one conversation."""
     held = Held()
     for _ in _moves(factory, row, script, seed, held):
         pass
@@ -152,7 +151,7 @@ def hold(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, see
 
 
 def _hold_beside(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int) -> Held:
-    """The same conversation, with another one that moves on after each of its steps."""
+    """Run a conversation, interleaved with another one."""
     held, beside = Held(), Held()
     ours, theirs = _moves(factory, row, script, seed, held), _moves(factory, row, other, seed + 1, beside)
     more = True
@@ -165,7 +164,7 @@ def _hold_beside(factory: Callable[[], Any], row: Mapping[str, Any], script: Scr
 
 
 def _moves(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, held: Held) -> Iterator[str]:
-    """Moves a conversation on, call by call; what it says goes to ``held``."""
+    """Run a conversation call by call; its results are added to ``held``."""
     try:
         with refuse_draws(_name_of(factory)):
             made: Any = environment_of(factory())
@@ -191,7 +190,7 @@ def _moves(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, s
         held.where = "close"
         with refuse_draws(_name_of(factory)):
             made.close()
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  code of the user: what it raises is the finding
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
         held.raised = raised
 
 
@@ -204,7 +203,7 @@ def _arguments(made: Environment | TokenEnvironment, answer: Any, finish: Finish
 
 
 def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> Iterator[Script]:
-    """The given answers first, as a whole and cut off after each; then every odd one again and again."""
+    """Yield the given answers, all of them and the first cut off, then repetitions of each unusual answer."""
     if answers:
         yield Script(name="the given answers", answers=answers)
         yield Script(name="the first of them, cut off", answers=answers[:1], finish=Finish.LENGTH)
@@ -222,33 +221,30 @@ def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> It
         for arguments in ({}, {"x": None, "y": "word " * 100}):
             call = Answer(text="", tool_calls=[ToolCall(name=name, arguments=arguments)])
             yield Script(
-                name=f"a call of {name} with {len(arguments)} arguments that it may not know", answers=[call] * TURNS
+                name=f"a call of {name} with {len(arguments)} possibly unknown arguments", answers=[call] * TURNS
             )
     if names:
-        yield Script(name="a call that nobody could read", answers=[Answer(text="", errors=["no JSON"])] * TURNS)
+        yield Script(name="an unreadable call", answers=[Answer(text="", errors=["no JSON"])] * TURNS)
 
 
 def _judge(held: Held) -> Finding | None:
-    """What is wrong with what was said, by itself."""
+    """Return the finding about an error in a conversation, or None."""
     raised = held.raised
     if raised is None:
         return None
     if isinstance(raised, GeneratorError):
         return _generators(raised)
     if held.where == "close":
-        return _finding_of(
-            "environment_closes", "an environment that can be closed", raised, "close what is there alone"
-        )
-    meant = _is_ours(raised)
-    if meant:
-        cure = "return Step(messages=[...]) or Step(done=True), with finite figures"
-        return _finding_of("environment_steps", f"something that means something from {held.where}", raised, cure)
-    cure = "say what is wrong with the answer in a message, or end with Step(done=True)"
-    return _finding_of("environment_accepts", f"an answer to anything from {held.where}", raised, cure)
+        return _finding_of("environment_closes", "an environment that can be closed", raised, "close only what is open")
+    if _is_ours(raised):
+        cure = "return Step(messages=[...]) or Step(done=True), with finite metrics"
+        return _finding_of("environment_steps", f"a valid result of {held.where}", raised, cure)
+    cure = "describe the error in a message, or end with Step(done=True)"
+    return _finding_of("environment_accepts", f"a result of {held.where} for any answer", raised, cure)
 
 
 def _is_ours(raised: BaseException) -> bool:
-    """Whether the library refused what was said, and no code of the environment raised."""
+    """Return True if the library's validation raised, and not code of the environment."""
     trace, last = raised.__traceback__, ""
     while trace is not None:
         last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
@@ -256,31 +252,31 @@ def _is_ours(raised: BaseException) -> bool:
 
 
 def _close(made: Environment | TokenEnvironment) -> Iterator[Finding]:
-    """Whether an environment that nobody has reset can be closed."""
+    """Yield a finding if an environment cannot be closed before its reset."""
     try:
         made.close()
     except Exception as raised:  # noqa: BLE001  as above
-        cure = "begin with nothing to close: a run makes one at setup and closes it"
+        cure = "open nothing in __init__ that close needs: a run makes one environment at setup and closes it"
         yield _finding_of("environment_closes", "an environment that can be closed before it is reset", raised, cure)
 
 
 def _ship(factory: Callable[[], Any], held: Held, *, words: bool) -> Iterator[Finding]:
-    """Whether the environment can be sent to a process, and what it says comes back."""
+    """Yield a finding if the environment cannot be pickled, or if its results are not plain data."""
     try:
         cloudpickle.loads(cloudpickle.dumps(factory))
     except Exception as raised:  # noqa: BLE001  as above
-        cure = "make what it holds inside of it, or run with environment_workers=0"
+        cure = "create its resources in reset, or run with environment_workers=0"
         yield _finding_of("environment_ships", "a class or function that can be pickled by cloudpickle", raised, cure)
         return
     try:
         plain(held.said)
     except TypeError as raised:
-        cure = f"say {'messages' if words else 'token ids'} of plain values, numbers, lists and mappings"
+        cure = f"return {'messages' if words else 'token ids'} of plain values: numbers, lists and mappings"
         yield _finding_of("environment_ships", "plain values", raised, cure)
 
 
 def _copy(value: Any) -> Any:
-    """A value as it is now, whatever is done to it later."""
+    """Copy a value, with arrays and tensors as lists."""
     if isinstance(value, Mapping):
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -296,7 +292,7 @@ def _differs(check: str, held: Held, other: Held, cure: str) -> Finding:
 
 def _generators(error: GeneratorError) -> Finding:
     cure = "use random.Random(seed) with the seed that reset gets, or run with environment_workers="
-    return _finding("environment_generators", "generators of its own", str(error).partition(", which")[0], cure)
+    return _finding("environment_generators", "its own generators", str(error).partition(", which")[0], cure)
 
 
 def _finding_of(check: str, expected: str, raised: BaseException, cure: str) -> Finding:
@@ -312,5 +308,5 @@ def _name_of(factory: Callable[[], Any]) -> str:
 
 
 def _answers_of(script: Script) -> str:
-    said = ", ".join(f"{answer!r:.60}" for answer in script.answers)
-    return f"{said} ({script.finish.name})"
+    answers = ", ".join(f"{answer!r:.60}" for answer in script.answers)
+    return f"{answers} ({script.finish.name})"

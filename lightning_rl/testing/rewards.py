@@ -1,4 +1,4 @@
-"""The kit for reward functions: generated completions beside each other, in other orders and alone."""
+"""Property checks of reward functions: generated completions in batches, in other orders and alone."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.testing.smallest import PropertyError, smallest
 
 MEANINGS = {
-    "reward_accepts": "A reward takes any completion, the empty one too: what raises takes its row out of training.",
-    "reward_values": "A reward is a list with one finite number, or None, for each completion.",
-    "reward_inputs": "A reward edits nothing that it is given: other rewards are given the same lists.",
-    "reward_repeats": "A reward says the same of the same completions.",
-    "reward_order": "The reward of a completion depends on neither the order of the rows nor on its neighbours.",
+    "reward_accepts": "A reward accepts any completion, including an empty one: an error drops the row from training.",
+    "reward_values": "A reward returns a list with one finite number, or None, for each completion.",
+    "reward_inputs": "A reward does not modify its arguments: other rewards get the same lists.",
+    "reward_repeats": "A reward returns the same values for the same completions.",
+    "reward_order": "The reward of a completion does not depend on the order of the rows or on other rows.",
 }
 COMPLETIONS = ("", " ", "4", "4\n", "The answer is 4.", r"\boxed{4}", "a " * 40)
 
@@ -32,16 +32,16 @@ def check_reward(
     completions: Sequence[str] = COMPLETIONS,
     **columns: Sequence[Any],
 ) -> None:
-    """Checks what would be passed as ``rewards=``, on batches that mix the given examples with arbitrary text.
+    """Check a ``rewards=`` function on batches that mix the given examples with arbitrary text.
 
     Args:
-        reward: ``reward(prompts, completions, *, completion_ids, **columns)``.
-        prompts: examples of prompts.
-        completions: examples of completions, some of which should score differently.
-        columns: examples for each column of the data that the reward reads, such as ``answer=["4", "7"]``.
+        reward: Function ``reward(prompts, completions, *, completion_ids, **columns)``.
+        prompts: Examples of prompts.
+        completions: Examples of completions, some of which should score differently.
+        columns: Examples for each column of the data that the reward reads, such as ``answer=["4", "7"]``.
 
     Raises:
-        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+        PropertyError: With the broken property and the smallest batch that shows it.
     """
     text = st.one_of(st.sampled_from(list(completions)), st.text(max_size=12))
     row = st.fixed_dictionaries(
@@ -65,7 +65,7 @@ def _edits(reward: Reward, rows: Rows) -> list[str]:
 
 
 def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """The properties that some rows show to be broken, until one makes the next senseless."""
+    """Yield findings about broken properties until one makes the next checks meaningless."""
     columns, number = {name: [row[name] for row in rows] for name in rows[0]}, len(rows)
     prompts, completions = columns.pop("prompt"), columns.pop("completion")
     ids = [[ord(letter) for letter in completion] for completion in completions]
@@ -73,9 +73,9 @@ def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Fin
     given = call.rows.copy()
     try:
         values: Any = return_alone(name_of(reward), reward, given)
-        backward = call.rows.select(range(number)[::-1])  # what sorts its arguments edits one of the two orders
+        backward = call.rows.select(range(number)[::-1])  # in-place sorting changes one of the two orders
         edits = [*call.rows.edits(given), *_edits(reward, backward)]
-    except Exception as raised:  # noqa: BLE001  user code: what it raises is the finding
+    except Exception as raised:  # noqa: BLE001  an error of user code is a finding
         cure = "return None where it does not apply"
         yield _finding("reward_accepts", "values", f"{type(raised).__name__}: {raised}", cure)
         return
@@ -91,7 +91,7 @@ def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Fin
         yield _finding("reward_repeats", "the same values again", "others", "seed or drop its random numbers")
     for order in (range(number)[::-1], *([row] for row in range(number))) if number > 1 else ():
         if rows_valued_otherwise(call, order):
-            observed, cure = f"another one among rows {list(order)}", "score each row by itself, by its own arguments"
+            observed, cure = f"another one among rows {list(order)}", "score each row from its own arguments only"
             yield _finding("reward_order", "the same value for a completion", observed, cure)
 
 

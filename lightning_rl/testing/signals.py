@@ -1,4 +1,4 @@
-"""Kits for advantages, losses and corrections: the audit's own checks on generated batches."""
+"""Property checks of advantages, losses and corrections: checks of the audit on generated batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -69,39 +69,38 @@ CALLBACK = (
 
 
 def check_advantage(advantages: Estimator | RowFunction | str) -> None:
-    """Checks what would be passed as ``advantages=``.
+    """Check an ``advantages=`` estimator or function.
 
     Args:
-        advantages: an Estimator or a function of (scores [B], groups [B], rewarded [B]) -> [B].
+        advantages: An Estimator or a function of (scores [B], groups [B], rewarded [B]) -> [B].
 
     Raises:
-        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+        PropertyError: With the broken property and the smallest batch that shows it.
     """
     estimator = resolve_advantages(advantages)
     _check(f"advantages={estimator.name}", PLAIN.replace(advantages=estimator), ADVANTAGE)
 
 
 def check_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> None:
-    """Checks what would be passed as ``loss=``.
+    """Check a ``loss=``.
 
     Args:
-        loss: a PolicyLoss or a function of a LossView -> [b, T].
+        loss: A PolicyLoss or a function of a LossView -> [b, T].
 
     Raises:
-        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+        PropertyError: With the broken property and the smallest batch that shows it.
     """
     resolved = resolve_loss(loss)
     _check(f"loss={name_of(resolved if isinstance(loss, str) else loss)}", PLAIN.replace(loss=resolved), LOSS)
 
 
 def check_callback(callback: RLCallback) -> None:
-    """Checks a correction: every contribution that its class offers.
+    """Check a correction: every contribution of its class.
 
-    Models of its own and hooks of the Trainer are not run; what its ``provides`` names is asked of it beforehand, or
-    taken to be there where the batch has it.
+    Its models and Trainer hooks are not run. Fields in its ``provides`` are computed first or taken from the batch.
 
     Raises:
-        PropertyError: naming the property that it breaks, with the smallest batch that shows it.
+        PropertyError: With the broken property and the smallest batch that shows it.
     """
     estimator = ReinforcePlusPlus() if callback.contributes & {*TOKEN_REWARDS} else DrGRPO()
     algorithm = PLAIN.replace(advantages=estimator, corrections=ReplayCorrections([callback]))
@@ -109,7 +108,7 @@ def check_callback(callback: RLCallback) -> None:
 
 
 def _add_fields_of(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout:
-    """The rollout with the fields that corrections declare to provide and that it does not have."""
+    """Add the fields that corrections provide and the rollout lacks."""
     known = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
     return Corrections([one for one in callbacks if set(one.provides) - known]).provide(rollout)
 
@@ -123,7 +122,7 @@ def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
             if name == "advantage_support":
                 try:
                     evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
-                except ValueError:  # masked_values and excluded_rows say so
+                except ValueError:  # reported by masked_values and excluded_rows
                     continue
             findings = list(FURTHER[name](evidence)) if name in FURTHER else run_checks([CHECKS[name]], evidence)
             if findings:

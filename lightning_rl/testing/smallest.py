@@ -1,4 +1,4 @@
-"""Smallest: the simplest example for which a property is broken, and how that is said."""
+"""Shrinking of a failing example, and the error that reports it."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -21,17 +21,17 @@ HOW = settings(
 
 
 class PropertyError(AssertionError):
-    """What a ``check_...`` function raises.
+    """Error of the ``check_...`` functions.
 
     Args:
-        what: is checked.
-        finding: about the smallest batch.
-        batch: one line for each row.
-        meaning: of the property.
+        what: Name of the checked object.
+        finding: Finding about the smallest batch.
+        batch: One line per row.
+        meaning: Statement of the property.
 
     Attributes:
-        property: name of the broken property, that of a check of the audit where it has one.
-        finding: about the smallest batch.
+        property: Name of the broken property.
+        finding: Finding about the smallest batch.
     """
 
     def __init__(self, what: str, finding: Finding, batch: Sequence[str], meaning: str = "") -> None:
@@ -51,13 +51,13 @@ class PropertyError(AssertionError):
 def smallest(
     strategy: SearchStrategy[Example], look: Callable[[Example, str | None], list[Finding]]
 ) -> tuple[Example, Finding] | None:
-    """The simplest example with a finding, and the finding; None if there is none among so many examples.
+    """Return the simplest example with a finding, and the finding; None if no example has one.
 
-    The same examples are tried every time. What shrinks is one property: that which was broken first.
+    The examples are the same in each call. Shrinking keeps the property that broke first.
 
     Args:
-        strategy: of examples.
-        look: findings about an example, of all properties or of the one that is named.
+        strategy: Strategy for examples.
+        look: Returns findings about an example, for all properties or for the named one.
     """
     wanted: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Witnesses: contributions shown rows with extreme values, much more padding, or without what they do not declare."""
+"""Probes of contributions: extreme values, wider padding, and missing undeclared fields."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,19 +11,18 @@ from lightning_rl.corrections import CONTRIBUTIONS, MADE_AFTER, LossTerm, Stat
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import TOKEN, Rollout
 
-SCALES = (0.01, 0.1, 1.0, 10.0, 100.0)  # so that some witness lies on either side of any threshold
-WIDER = (1, 99)  # times the width, added as padding
+SCALES = (0.01, 0.1, 1.0, 10.0, 100.0)  # values on both sides of any threshold
+WIDER = (1, 99)  # added padding as a multiple of the width
 OPTIONAL = ("rollout_logprobs", "ref_logprobs", "values", "returns")
 MEANINGS = {
-    "declared_reads": "A correction declares what it reads, so that a run provides it or refuses: fields in reads or "
-    "reads_at_loss, none of them before it exists.",
-    "padding_blindness": "However much padding stands behind the responses, and whatever size the numbers have, a "
-    "contribution says the same.",
+    "declared_reads": "A correction declares the fields that it reads in reads or reads_at_loss, so that a run can "
+    "provide them, and reads none before it exists.",
+    "padding_blindness": "A contribution does not depend on the width of the padding, for values of any size.",
 }
 
 
 def padding_blindness(evidence: Evidence) -> Iterator[Finding]:
-    """Contributions to rows with values of any size do not change with the width of the padding."""
+    """Check that contributions for values of any size do not change with the width of the padding."""
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
         for scale in SCALES:
             rows = scale_values(_rows_for(evidence, contribution), scale)
@@ -42,7 +41,7 @@ def padding_blindness(evidence: Evidence) -> Iterator[Finding]:
 
 
 def declared_reads(evidence: Evidence) -> Iterator[Finding]:
-    """Contributions do without every field that they do not declare."""
+    """Check that contributions do not read undeclared fields."""
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW, "observe"):
         shown = _rows_for(evidence, contribution)
         for name in _optional_fields(contribution, shown):
@@ -55,7 +54,7 @@ def declared_reads(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 check="declared_reads",
                 culprit=str(contribution),
-                expected=f'"{name}" among its {attribute}, or a contribution that does without',
+                expected=f'"{name}" among its {attribute}, or a contribution that does not read it',
                 observed=f"{problem} without it",
                 cure=cure if late else f'declare it: {attribute} = ("{name}",)',
             )
@@ -66,13 +65,13 @@ FURTHER: Mapping[str, Callable[[Evidence], Iterator[Finding]]] = {
     "declared_reads": declared_reads,
     "padding_blindness": padding_blindness,
 }
-"""What the kit checks besides the checks of the audit, by the name of the property."""
+"""Checks besides those of the audit, by the name of the property."""
 
 
 def scale_values(rows: Rollout, scale: float) -> Rollout:
-    """A copy with other numbers at the valid tokens: all float fields of tokens, the entropy not below 0.
+    """Return a copy with other values at the valid tokens in all float token fields; entropies stay at least 0.
 
-    Every field has numbers of its own, which depend on sample and position alone, about ``scale`` or a few times that.
+    Values are of size ``scale``, differ between fields, and depend on sample and position only.
     """
     position, number = torch.arange(rows.width), iter(range(1, 100))
 
@@ -98,7 +97,7 @@ def _rows_for(evidence: Evidence, contribution: Contribution) -> Rollout:
 
 
 def _optional_fields(contribution: Contribution, shown: Rollout) -> list[str]:
-    """Fields that a run need not have where this contribution is made."""
+    """Return the undeclared fields that may be missing when the contribution is computed."""
     callback, method = contribution.callback, contribution.method
     declared = {*callback.reads, *callback.reads_at_loss, *callback.provides}
     declared |= {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in callback.records}
@@ -109,7 +108,7 @@ def _optional_fields(contribution: Contribution, shown: Rollout) -> list[str]:
 
 
 def _loss_of(contribution: Contribution, shown: Rollout, name: str) -> str:
-    """What becomes of a contribution without a field; empty if nothing does."""
+    """Return the effect of a missing field on a contribution; empty for none."""
     field, _, key = name.partition("/")
     present = getattr(shown, field)
     if present is None:
@@ -118,7 +117,7 @@ def _loss_of(contribution: Contribution, shown: Rollout, name: str) -> str:
     before = _tensors(contribution(shown))
     try:
         after = _tensors(contribution(shown.replace(**{field: rest})))
-    except Exception as raised:  # noqa: BLE001  user code: what it raises is the finding
+    except Exception as raised:  # noqa: BLE001  an error of user code is a finding
         return f"{type(raised).__name__}: {raised}"
     same = len(before) == len(after) and all(map(_alike(shown), before, after))
     return "" if same or not CONTRIBUTIONS[contribution.method].bends else "another contribution"
@@ -133,7 +132,7 @@ def _tensors(contribution: Any) -> list[Tensor]:
 
 
 def _alike(rows: Rollout) -> Callable[[Tensor, Tensor], bool]:
-    """Whether two contributions agree, at the valid tokens if they are about tokens."""
+    """Return a function that compares two contributions, at the valid tokens if they are token-wise."""
     valid = rows.valid_tokens
 
     def alike(first: Tensor, second: Tensor) -> bool:
