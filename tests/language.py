@@ -19,6 +19,7 @@ CHECKED = (
     "lightning_rl/evaluation",
     "lightning_rl/rollouts",
     "lightning_rl/testing",
+    "lightning_rl/translation",
 )
 # fmt: on
 WORDS = re.compile(

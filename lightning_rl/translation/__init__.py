@@ -1,1 +1,1 @@
-"""Configurations of TRL as recipes: a table of its options, and a writer that reads them."""
+"""Translation of TRL configurations to recipes: a table of TRL's options, and a writer of recipes."""

@@ -1,4 +1,4 @@
-"""From TRL: the options of a GRPOConfig as the source of a recipe."""
+"""Translation of a GRPOConfig of TRL to the source of a recipe."""
 
 import ast
 import json
@@ -14,25 +14,25 @@ import yaml
 
 from lightning_rl.translation.trl_options import OPTIONS, VERSION
 
-EPSILON = 1e-4  # under TRL's standard deviations
+EPSILON = 1e-4  # added to standard deviations by TRL
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 SIGNS = {"positive": "pos", "negative": "neg"}
 LOGGERS = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 LOGGERS |= {"comet_ml": "CometLogger", "none": "CSVLogger"}
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # of get_soft_overlong_punishment in trl grpo
-PATH = re.compile("\0(.*?)\0")  # a dotted name in the source of a value, until it is imported
+OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # trl grpo's get_soft_overlong_punishment
+PATH = re.compile("\0(.*?)\0")  # marks a dotted name that has to be imported
 
 
 class UnreadableError(Exception):
-    """A file is no configuration."""
+    """Error for a file that is not a configuration."""
 
 
 class RefusedError(Exception):
-    """Options that cannot be translated.
+    """Error for options that cannot be translated.
 
     Attributes:
-        reasons: The reason for each option by name.
+        reasons: Reason for each option by name.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -43,20 +43,20 @@ class RefusedError(Exception):
 def from_trl(
     path: Path, devices: int = 1, model: str | None = None, rewards: Sequence[str] = (), prompts: str | None = None
 ) -> tuple[str, dict[str, str]]:
-    """Translates a script with a GRPOConfig, or YAML or JSON for ``trl grpo --config``.
+    """Translate a script with a GRPOConfig, or YAML or JSON for ``trl grpo --config``.
 
-    Returns the source of the recipe, and the differences from TRL by the names of the options.
+    Return the source of the recipe, and differences from TRL by the names of the options.
 
     Args:
-        path: The configuration.
+        path: Path of the configuration.
         devices: Number of processes of the run.
         model: Name or folder of the policy, if the configuration has none.
-        rewards: Dotted names of reward functions, likewise.
-        prompts: File or data set of prompts, likewise.
+        rewards: Dotted names of reward functions, if the configuration has none.
+        prompts: File or data set of prompts, if the configuration has none.
 
     Raises:
-        RefusedError: with the reason for each refused option.
-        UnreadableError: if the file is no configuration.
+        RefusedError: With the reason for each refused option.
+        UnreadableError: If the file is not a configuration.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -71,9 +71,9 @@ def from_trl(
 
 
 def _read_script(text: str) -> dict[str, Any]:
-    """Returns the options of the only GRPOConfig of a script, which is parsed and never run.
+    """Return the options of the only GRPOConfig in a script, which is parsed and never run.
 
-    A name is replaced by the value that it is assigned, if it is assigned once; other expressions are kept.
+    A name that is assigned once is replaced by its value; other expressions are kept.
     """
     nodes = list(ast.walk(ast.parse(text)))
     configs = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOConfig")]
@@ -95,13 +95,13 @@ def _read_script(text: str) -> dict[str, Any]:
     for keyword in configs[0].keywords:
         value = value_of(keyword.value)
         if keyword.arg is None and not isinstance(value, dict):
-            raise ValueError(f"expected options that are written out, got **{ast.unparse(keyword.value)}")
+            raise ValueError(f"expected literal options, got **{ast.unparse(keyword.value)}")
         values |= value if keyword.arg is None else {keyword.arg: value}
     return values
 
 
 class _Source(str):
-    """An expression of Python."""
+    """A Python expression."""
 
     __slots__ = ()
 
@@ -131,7 +131,7 @@ def _literal(value: Any) -> str:
 
 
 def _statement(name: str, path: str, options: Mapping[str, Any]) -> str:
-    """Returns an assignment of a call, with one argument in each line."""
+    """Return the assignment of a call, with one argument per line."""
     lines = [f"{name} = {_name(path)}("]
     for option, value in options.items():
         parts = [f"        {part}," for part in value] if option == "callbacks" else []
@@ -140,19 +140,14 @@ def _statement(name: str, path: str, options: Mapping[str, Any]) -> str:
 
 
 def _local_name(path: str) -> str:
-    """Returns a dotted name without its module: ``Model.from_pretrained``."""
+    """Return a dotted name without its module: ``Model.from_pretrained``."""
     parts = path.split(".")
     first = next((place for place, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
     return ".".join(parts[first:])
 
 
 class _Writer:
-    """Writes a recipe; each method reads the options of one part.
-
-    Args:
-        values: Options by name.
-        devices: Number of processes of the run.
-    """
+    """Writer of a recipe; each method translates the options of one part."""
 
     def __init__(self, values: Mapping[str, Any], devices: int) -> None:
         self.devices = devices
@@ -165,7 +160,7 @@ class _Writer:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 self.refuse(name, f"no option of TRL {VERSION}'s GRPOConfig or trl grpo{hint}")
             elif isinstance(value, ast.expr):
-                self.refuse(name, f"expected a value that is written out, got {ast.unparse(value)}")
+                self.refuse(name, f"expected a literal value, got {ast.unparse(value)}")
             elif option.verdict == "refused" and value != option.default:
                 self.refuse(name, option.note)
             elif option.verdict == "different" and value != option.default:
@@ -175,25 +170,25 @@ class _Writer:
         return self.values.get(name, OPTIONS[name].default)
 
     def refuse(self, name: str, reason: str) -> None:
-        """Refuses an option; the first reason is kept."""
+        """Record a refused option; the first reason is kept."""
         self.reasons.setdefault(name, reason)
 
     def raise_refusals(self) -> None:
-        """Ends the translation if an option was refused."""
+        """Raise if an option was refused."""
         if self.reasons:
             raise RefusedError(self.reasons)
 
     def choose(self, name: str, choices: Mapping[Any, Any]) -> Any:
-        """Returns the choice for the value of an option, and refuses a value without one."""
+        """Return the choice for the value of an option; refuse a value without one."""
         if self[name] not in choices:
             self.refuse(name, f"expected one of {', '.join(map(str, choices))}, got {self[name]!r}")
         return choices.get(self[name])
 
     def script(self, origin: str) -> str:
-        """Returns the script.
+        """Return the script.
 
         Raises:
-            RefusedError: with the reason for each refused option.
+            RefusedError: With the reason for each refused option.
         """
         self.raise_refusals()
         prompts, rollout = self.rollout()
@@ -235,7 +230,7 @@ class _Writer:
         return "\n".join([self.docstring(origin), "", *sorted(imports), "", body])
 
     def docstring(self, origin: str) -> str:
-        """Returns the docstring of the script, with the notes."""
+        """Return the docstring of the script, with the notes."""
         lines = [f"From {origin}, made for TRL {VERSION}, by `lightning-rl from-trl`."]
         if self.notes:
             fill = textwrap.TextWrapper(119, subsequent_indent="  ", break_on_hyphens=False).fill
@@ -246,23 +241,23 @@ class _Writer:
     # The algorithm.
 
     def advantages(self) -> _Source:
-        """Returns the estimator, with TRL's epsilon."""
+        """Return the estimator, with TRL's epsilon."""
         group, none = _call("lightning_rl.GRPO", epsilon=EPSILON), _call("lightning_rl.DrGRPO")
         batch = _call("lightning_rl.Normalized", std="batch", epsilon=EPSILON)
         return self.choose("scale_rewards", {"group": group, True: group, "batch": batch, "none": none, False: none})
 
     def loss(self) -> _Source:
-        """Returns the loss of ``loss_type`` and ``importance_sampling_level``."""
+        """Return the loss of ``loss_type`` and ``importance_sampling_level``."""
         kind, delta = self["loss_type"], self["delta"]
         by_sequence = self.choose("importance_sampling_level", {"token": False, "sequence": True})
         high = self["epsilon"] if self["epsilon_high"] is None else self["epsilon_high"]
         if by_sequence and kind in ("cispo", "sapo"):
-            self.refuse("importance_sampling_level", f"expected token with loss_type {kind}: its ratio is of tokens")
+            self.refuse("importance_sampling_level", f"expected token with loss_type {kind}: its ratio is per token")
         if kind == "cispo" and high < 1:
             reason = f"with cispo TRL caps the weight at epsilon_high, {high:g}, below the 1 of samples on policy"
             self.refuse("epsilon_high", f"{reason}; set at least 1, as 5.0")
         if kind in CLIPPED and delta is not None and delta <= 1 + high:
-            self.refuse("delta", f"expected more than 1 + epsilon_high, {1 + high:g}, where it binds")
+            self.refuse("delta", f"expected more than 1 + epsilon_high, {1 + high:g}, because it has no effect below")
         clip = {"clip_low": self["epsilon"], "clip_high": high} | ({} if delta is None else {"dual_clip": delta})
         taus = {f"tau_{sign}": self[f"sapo_temperature_{short}"] for sign, short in SIGNS.items()}
         vespo = {f"{x}_{sign}": self[f"vespo_{x}_{short}"] for sign, short in SIGNS.items() for x in ("k", "lambda")}
@@ -276,7 +271,7 @@ class _Writer:
         return self.choose("loss_type", {**losses, **dict.fromkeys(CLIPPED, surrogate)})
 
     def reduction(self) -> str:
-        """Returns the reduction of ``loss_type``."""
+        """Return the reduction of ``loss_type``."""
         kind, lengths = self["loss_type"], {"dr_grpo": self["max_completion_length"], "luspo": 1}
         if kind == "bnpo":
             self.notes["loss_type"] = "a denominator covers the whole optimizer step: it becomes token_mean"
@@ -285,13 +280,13 @@ class _Writer:
         return "sequence_mean" if kind in ("grpo", "sapo") else "token_mean"
 
     def corrections(self) -> list[_Source]:
-        """Returns the callbacks that change the signal."""
+        """Return the callbacks that change the signal."""
         calls, callbacks = list[_Source](), "lightning_rl.callbacks"
         if self["beta"]:
             unbiased = {"unbiased": True} if self["use_bias_correction_kl"] else {}
             if unbiased and self["importance_sampling_level"] == "sequence":
                 self.notes["use_bias_correction_kl"] = (
-                    "the KL of a token is weighted with the ratio of the token; TRL takes that of the response here"
+                    "the KL of a token is weighted by the ratio of the token, in TRL by that of the response"
                 )
             calls.append(_call(f"{callbacks}.ReferenceKL", beta=self["beta"], as_loss=True, **unbiased))
         if self["mask_truncated_completions"]:
@@ -310,13 +305,13 @@ class _Writer:
         return calls
 
     def mismatch(self) -> list[_Source]:
-        """Returns the callbacks that correct for the mismatch of vLLM and trainer."""
+        """Return the callbacks that correct the mismatch between vLLM and trainer."""
         name, callbacks = "vllm_importance_sampling_", "lightning_rl.callbacks"
         if not self["use_vllm"] or not self[f"{name}correction"]:
             return []
         if self["loss_type"] == "vespo":
             self.notes[f"{name}mode"] = (
-                "the ratio of VESPO runs from the engine's policy to the current one; TRL bounds the part between "
+                "the ratio of VESPO is between the engine's policy and the current one; TRL bounds its part between "
                 "engine and trainer"
             )
             return self.choose(f"{name}mode", {"token_truncate": []}) or []
@@ -338,15 +333,15 @@ class _Writer:
     # Rollouts and steps.
 
     def sampling(self) -> _Source:
-        """Returns how tokens are sampled."""
+        """Return the sampling parameters."""
         if self["max_completion_length"] is None:
-            self.refuse("max_completion_length", "expected a number: a rollout needs a limit")
+            self.refuse("max_completion_length", "expected a number, because a rollout needs a limit")
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
         filters = {name: self[name] for name, value in neutral.items() if self[name] != value}
         return _call("lightning_rl.Sampling", max_new_tokens=self["max_completion_length"], **filters)
 
     def rollout(self) -> tuple[int, dict[str, int]]:
-        """Returns the prompts of a rollout, and minibatches and epochs if they are not 1."""
+        """Return the number of prompts per rollout, and minibatches and epochs if they are not 1."""
         rows, group = self["per_device_train_batch_size"] * self.devices, self["num_generations"]
         accumulation, steps = self["gradient_accumulation_steps"], self["steps_per_generation"]
         if self["generation_batch_size"] is not None:
@@ -364,14 +359,14 @@ class _Writer:
             self.refuse("per_device_train_batch_size", f"{reason}, got {rows * steps} rows; see --devices")
         if minibatches > 1:
             self.notes["steps_per_generation"] = (
-                f"{OPTIONS['steps_per_generation'].note}, and under dapo, cispo and vespo it divides by the tokens of "
-                "the rollout over the number of its steps, where the step's own tokens count here"
+                f"{OPTIONS['steps_per_generation'].note}, and under dapo, cispo and vespo it divides by the mean of "
+                "the tokens per step of a rollout, where the step's own tokens count here"
             )
         counts = {"minibatches": minibatches, "epochs": self["num_iterations"]}
         return prompts, {name: count for name, count in counts.items() if count != 1}
 
     def steps(self, prompts: int, rollout: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-        """Returns the number of optimizer steps as code, empty if ``max_steps`` is set, and the schedule."""
+        """Return the number of optimizer steps as code, empty if ``max_steps`` is set, and the schedule."""
         steps, total = "", self["max_steps"]
         if total <= 0:
             passes, per_rollout = float(self["num_train_epochs"]), math.prod(rollout.values())
@@ -393,7 +388,7 @@ class _Writer:
     # Models, data and rewards.
 
     def data(self) -> dict[str, Any]:
-        """Returns the prompts and their order."""
+        """Return the prompts and their order."""
         name, template = self["dataset_name"], self["chat_template_kwargs"]
         if name is None:
             self.refuse("dataset_name", "missing: pass it with --prompts")
@@ -404,7 +399,7 @@ class _Writer:
         return data | ({"chat_template_kwargs": template} if template else {})
 
     def policy(self) -> dict[str, Any]:
-        """Returns the policy, with its tokenizer if it is built with options."""
+        """Return the policy, with its tokenizer if it is built with options."""
         name = self["model_name_or_path"]
         options = {"dtype": self["dtype"], "attn_implementation": self["attn_implementation"]}
         options |= {"revision": self["model_revision"], **(self["model_init_kwargs"] or {})}
@@ -417,7 +412,7 @@ class _Writer:
         return {"policy": built, "tokenizer": name} if options else {"policy": name}
 
     def rewards(self) -> Any:
-        """Returns the rewards by name, each with its weight."""
+        """Return the rewards by name, each with its weight."""
         names, model = self["reward_funcs"] or [], self["reward_model_name_or_path"]
         parts = {"reward_model": _call("lightning_rl.rewards.RewardModel", model=model)} if model else {}
         parts |= dict(map(self.reward, names if isinstance(names, list) else [names]))
@@ -432,7 +427,7 @@ class _Writer:
         return {name: part if weight == 1.0 else (part, weight) for (name, part), weight in weighted}
 
     def reward(self, name: str) -> tuple[str, Any]:
-        """Returns name and function of a reward: a dotted name, or one of TRL's own."""
+        """Return name and function of a reward: a dotted name, or one of TRL's own."""
         if name == "get_soft_overlong_punishment":
             return name, _call(f"trl.rewards.{name}", **OVERLONG)
         path = f"trl.rewards.{name}" if name in TRL_REWARDS else str(name)
@@ -441,7 +436,7 @@ class _Writer:
         return path.rpartition(".")[2], _name(path)
 
     def engine(self) -> dict[str, Any]:
-        """Returns the engine, if it is vLLM."""
+        """Return the engine, if it is vLLM."""
         if not self["use_vllm"]:
             return {}
         host = "127.0.0.1" if self["vllm_server_host"] == "0.0.0.0" else self["vllm_server_host"]
@@ -459,7 +454,7 @@ class _Writer:
     # The rest.
 
     def optimizer(self) -> _Source:
-        """Returns the optimizer."""
+        """Return the optimizer."""
         options = {"lr": self["learning_rate"], "weight_decay": self["weight_decay"]}
         betas, epsilon = (self["adam_beta1"], self["adam_beta2"]), self["adam_epsilon"]
         adam = {**options, "betas": betas} if betas != (0.9, 0.999) else options
@@ -469,7 +464,7 @@ class _Writer:
         return self.choose("optim", {**choices, "sgd": _partial("torch.optim.SGD", **options)})
 
     def trainer(self) -> dict[str, Any]:
-        """Returns the arguments of the Trainer."""
+        """Return the arguments of the Trainer."""
         bf16 = not self["fp16"] if self["bf16"] is None else self["bf16"]
         options: dict[str, Any] = {"accelerator": "cpu"} if self["use_cpu"] else {}
         options |= {"devices": self.devices}
@@ -489,7 +484,7 @@ class _Writer:
         return {**options, "logger": logger, "log_every_n_steps": int(self["logging_steps"])}
 
     def logger(self, kind: str) -> _Source:
-        """Returns a logger of Lightning."""
+        """Return a logger of Lightning."""
         if kind not in LOGGERS:
             self.refuse("report_to", f"expected loggers out of {', '.join(LOGGERS)}, got {kind!r}")
         options = {} if kind in ("mlflow", "comet_ml") else {"save_dir": self["output_dir"] or "trainer_output"}
@@ -499,7 +494,7 @@ class _Writer:
         return _call(f"lightning.pytorch.loggers.{LOGGERS.get(kind)}", **options)
 
     def checkpoints(self) -> list[_Source]:
-        """Returns the callback that saves checkpoints."""
+        """Return the callback that saves checkpoints."""
         limit, folder = self["save_total_limit"], self["output_dir"] or "trainer_output"
         keep = {"save_top_k": -1} if limit is None else {"monitor": "step", "mode": "max", "save_top_k": limit}
         steps = {"every_n_train_steps": int(self["save_steps"])}
@@ -509,7 +504,7 @@ class _Writer:
 
 
 def _as_number(value: Any, name: str) -> Any:
-    """Returns a text as a number if the option is one: YAML reads ``1e-6``, without a point, as text."""
+    """Convert a string to a number if the option is one, because YAML reads ``1e-6`` as a string."""
     number = name in OPTIONS and isinstance(OPTIONS[name].default, int | float)
     for kind in (int, float) if number and isinstance(value, str) else ():
         try:

@@ -1,36 +1,36 @@
-"""Every option of TRL 1.16's GRPOConfig and ``trl grpo``: its default and its place in a recipe."""
+"""Options of TRL 1.16's GRPOConfig and ``trl grpo``, with defaults and counterparts in a recipe."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 VERSION = "1.16"
 
-SPEED = "changes speed or memory, not what is learned: there is nothing to set"
+SPEED = "affects speed or memory, not results: there is nothing to set"
 HUB = "nothing is uploaded; `module.save_pretrained(folder)` writes a folder for the hub"
 LOADER = "prompts are read, not decoded: there are no loader processes"
-DISPLAY = "changes what is shown, not what is learned; see [metrics](metrics.md)"
+DISPLAY = "affects the display, not results; see [metrics](metrics.md)"
 STRATEGY = "build the Trainer's strategy yourself, see [strategies](strategies.md)"
 OPTIMIZER = "write the optimizer as `optimizer=partial(...)`"
 EVALUATE = "write `evaluation=Evaluation(...)` and `Trainer(val_check_interval=)`"
 SHOW = "add `SampleTable()` to the callbacks"
 ADAPTER = "with `use_peft` only"
 SERVERS = "servers are started by `lightning-rl serve`, see [vLLM](vllm.md)"
-OTHER_POLICY = "samples would not come from the policy that trains"
-REFUSED_SYNC = "without a meaning, as `sync_ref_model` is refused"
+OTHER_POLICY = "samples would not come from the trained policy"
+REFUSED_SYNC = "no effect, because `sync_ref_model` is refused"
 NO_TRACKIO = "Lightning has no logger for it"
 NOT_QUANTIZED = "the policy is not quantized"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of TRL.
+    """An option of TRL.
 
     Attributes:
-        default: TRL's default.
-        verdict: ``"same"`` if it is translated without a difference, ``"different"`` if ``note`` describes one,
-            ``"refused"`` if the translation ends at any other value than the default.
-        ours: its place in a recipe, as code in Markdown; empty if there is nothing to set.
-        note: the difference, or the reason and the remedy; empty for ``"same"``.
+        default: Default in TRL.
+        verdict: ``"same"`` for an exact translation, ``"different"`` for one with the difference in ``note``,
+            ``"refused"`` for an option that has to keep its default.
+        ours: Counterpart in a recipe, as code in Markdown; empty if there is nothing to set.
+        note: Difference, or reason and remedy; empty for ``"same"``.
     """
 
     default: Any
@@ -43,22 +43,22 @@ Table = dict[str, Option]
 
 
 def same(ours: str, **defaults: Any) -> Table:
-    """Options that mean here what they mean in TRL."""
+    """Return options that have the same meaning in TRL."""
     return {name: Option(default, "same", ours) for name, default in defaults.items()}
 
 
 def different(ours: str, note: str, **defaults: Any) -> Table:
-    """Options that are translated with a difference."""
+    """Return options that are translated with a difference."""
     return {name: Option(default, "different", ours, note) for name, default in defaults.items()}
 
 
 def inert(note: str, **defaults: Any) -> Table:
-    """Options without a counterpart, which are accepted with a note."""
+    """Return options without a counterpart, which are accepted with a note."""
     return different("", note, **defaults)
 
 
 def refusal(note: str, **defaults: Any) -> Table:
-    """Options that have to keep their defaults."""
+    """Return options that have to keep their defaults."""
     return {name: Option(default, "refused", "", note) for name, default in defaults.items()}
 
 
@@ -83,13 +83,13 @@ SECTIONS: dict[str, Table] = {
         | same("`ReferenceKL(unbiased=)`", use_bias_correction_kl=True)
         | different(
             '`NoEOSMask("drop_tokens")`',
-            "a truncated row leaves the statistics of its group and every denominator; in TRL its reward counts",
+            "a truncated row is left out of its group's statistics and all denominators; in TRL its reward counts",
             mask_truncated_completions=False,
         )
         | same('`OPSM(delta)`, with vLLM `OPSM(delta, against="rollout")`', off_policy_mask_threshold=None)
         | different(
             "`EntropyBonus(coef)`",
-            "the entropy is reduced as the loss is; TRL averages over the tokens of a microbatch",
+            "the entropy is reduced like the loss; TRL averages over the tokens of a microbatch",
             entropy_coef=0.0,
         )
         | different(
@@ -100,7 +100,7 @@ SECTIONS: dict[str, Table] = {
         )
         | refusal("the lower bound of the coefficient is 0; write a callback for another one", entropy_coef_min=0.0)
         | inert("the coefficient has no upper bound here", entropy_coef_max=1.0)
-        | refusal("tokens are not masked by entropy; a callback with `token_mask` can do it", top_entropy_quantile=1.0)
+        | refusal("tokens are not masked by entropy; write a callback with `token_mask`", top_entropy_quantile=1.0)
         | refusal("the reference is frozen", sync_ref_model=False)
         | inert(REFUSED_SYNC, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512)
         | inert("no load-balancing loss is added: only 0 is accepted", router_aux_loss_coef=None)
@@ -112,13 +112,13 @@ SECTIONS: dict[str, Table] = {
         | same("`minibatches`; microbatches follow from `token_budget`", gradient_accumulation_steps=1)
         | different("`minibatches`", "a group is never split; TRL shuffles rows", steps_per_generation=None)
         | different("`prompts_per_rollout`", "as `steps_per_generation`", generation_batch_size=None)
-        | different("`Trainer(max_steps=)`", "a rest of prompts waits for the next pass", num_train_epochs=3.0)
+        | different("`Trainer(max_steps=)`", "leftover prompts are used in the next pass", num_train_epochs=3.0)
         | same("`Trainer(max_steps=)`", max_steps=-1)
         | same("`PromptDataModule(shuffle=)`", shuffle_dataset=True)
         | different("`seed`", "the same seed gives other random numbers", seed=42)
         | different("`PromptDataModule(seed=)`", "the same seed gives another order", data_seed=None)
         | refusal("TRL refuses it too", auto_find_batch_size=False)
-        | inert("every denominator runs over all ranks", average_tokens_across_devices=True)
+        | inert("denominators are global over ranks", average_tokens_across_devices=True)
         | inert("a resumed run continues at its prompt", ignore_data_skip=False)
         | inert("TRL's GRPOTrainer does not read it", train_sampling_strategy="random", length_column_name="length")
         | inert("microbatches are packed without padding", pad_to_multiple_of="auto")
@@ -324,7 +324,7 @@ SECTIONS: dict[str, Table] = {
         )
     ),
 }
-"""Every table by its title in the docs; all but the last are of ``GRPOConfig``."""
+"""Tables by their titles in the docs; all but the last list options of ``GRPOConfig``."""
 
 OPTIONS = {name: option for section in SECTIONS.values() for name, option in section.items()}
-"""Every option by name."""
+"""Options by name."""

@@ -242,7 +242,7 @@ def test_values_that_are_computed_or_missing_are_refused_by_name(tmp_path: Path)
     [
         ("run.py", "x = 1", r"expected one GRPOConfig\(...\), got 0"),
         ("run.py", "GRPOConfig(", "got an error"),
-        ("run.py", "GRPOConfig(**read())", r"expected options that are written out, got \*\*read"),
+        ("run.py", "GRPOConfig(**read())", r"expected literal options, got \*\*read"),
         ("run.yaml", "[1]", "to hold options by name, got list"),
         ("run.yaml", None, "run.yaml"),
     ],
