@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 CHECKED = (
     "README.md",
+    "lightning_rl/cli",
     "lightning_rl/data",
     "lightning_rl/distributed",
     "lightning_rl/evaluation",

@@ -1,1 +1,1 @@
-"""The command ``lightning-rl``."""
+"""Command-line interface ``lightning-rl``."""

@@ -1,4 +1,4 @@
-"""export: the policy of a checkpoint as a Hugging Face folder, without a fit."""
+"""export: writes the policy of a checkpoint as a Hugging Face folder, without a fit."""
 
 import argparse
 import importlib
@@ -13,7 +13,7 @@ from lightning_rl.optimizers import fused_adamw
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Does what the command line asks for; returns the exit code."""
+    """Run the command and return the exit code."""
     del options
     parts = {name: getattr(arguments, name) for name in ("policy", "critic", "tokenizer")}
     export(arguments.checkpoint, arguments.folder, **{name: part for name, part in parts.items() if part is not None})
@@ -21,16 +21,16 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 def export(checkpoint: Path, folder: Path, **parts: str) -> None:
-    """Writes policy, tokenizer and a critic of its own.
+    """Write policy, tokenizer and a separate critic.
 
     Args:
-        checkpoint: one file.
-        folder: where to.
-        parts: ``policy``, ``critic`` and ``tokenizer``, where the checkpoint names none that can be loaded: a name, a
+        checkpoint: Checkpoint file.
+        folder: Folder to write to.
+        parts: ``policy``, ``critic`` and ``tokenizer`` where the checkpoint names none that can be loaded: a name, a
             path, or ``module:function``.
 
     Raises:
-        SystemExit: saying what is missing.
+        SystemExit: With the missing part.
     """
     idle: dict[str, Any] = {"loss": "ppo", "advantages": "grpo", "reduction": "token_mean", "engine": None}
     idle |= {

@@ -1,4 +1,4 @@
-"""from-trl: a configuration of TRL as a recipe."""
+"""from-trl: translates a configuration of TRL to a recipe."""
 
 import argparse
 import sys
@@ -10,15 +10,15 @@ from lightning_rl.translation.trl import RefusedError, UnreadableError, from_trl
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Writes the recipe; returns the exit code.
+    """Write the recipe and return the exit code.
 
     Raises:
-        SystemExit: with every refused option and its reason, or with the fault of the file; nothing is written then.
+        SystemExit: With each refused option and its reason, or with the error of the file; nothing is written.
     """
     del options
     output: Path | None = arguments.output
     if output is not None and (output.is_dir() or output.resolve() == arguments.config.resolve()):
-        raise SystemExit(f"expected another file to write to than {output}, which is a folder or the configuration")
+        raise SystemExit(f"expected a file to write to, got {output}, which is a folder or the configuration")
     try:
         source, notes = from_trl(
             arguments.config, arguments.devices, arguments.model, arguments.reward, arguments.prompts

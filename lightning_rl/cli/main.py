@@ -1,4 +1,4 @@
-"""``lightning-rl COMMAND``: the commands, each of which lies in a file of its own that is imported when it runs."""
+"""Entry point ``lightning-rl COMMAND``; each command is a module that is imported when it runs."""
 
 import sys
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ MODULES = {
     "serve": "lightning_rl.cli.serve",
 }
 
-SCRIPTS = ("recipe", "against")  # arguments that name one
+SCRIPTS = ("recipe", "against")  # arguments that name a script
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and exits with the command's code. What stands after ``--`` is for the recipe."""
+    """Parse the command line and exit with the command's code; options after ``--`` are passed to the recipe."""
     parser = command_line()
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:cut])
     if asked.version:
-        from lightning_rl.configuration import versions  # as late as the commands: it imports torch
+        from lightning_rl.configuration import versions  # imports torch
 
         sys.stdout.writelines(f"{name} {number}\n" for name, number in versions().items())
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""What a command prints: once, by the first rank, and nothing that a terminal would act on."""
+"""Output of commands, on the first rank only and with control characters escaped."""
 
 import sys
 
@@ -9,7 +9,7 @@ from lightning_rl.terminal import visible
 
 
 def say(text: str) -> None:
-    """Prints a text on the first rank, at once, with visible control characters: models and files write some."""
+    """Print a text on the first rank and flush; control characters of models and files are escaped."""
     if distributed.process_count() == 1 or dist.get_rank() == 0:
         sys.stdout.write(f"{visible(text)}\n")
         sys.stdout.flush()

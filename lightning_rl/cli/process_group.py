@@ -1,4 +1,4 @@
-"""A command as a process group of its own, which never outlives this process. Needs the standard library alone."""
+"""Process group of a command that ends with this process. Uses the standard library only."""
 
 import os
 import signal
@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
-PRIVATE = 0o077  # no other user may open what it makes: sockets and files
-PATIENCE = 10.0  # seconds that vLLM has to end by itself
+PRIVATE = 0o077  # umask: sockets and files are for this user only
+PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 GUARD = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
 def run_group(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command until it ends, or SIGINT or SIGTERM comes; then all processes that it has started end.
+    """Run a command until it ends or SIGINT or SIGTERM arrives, then end all of its processes.
 
-    If this process is killed by SIGKILL, a second one, which does nothing but wait for that, kills the group.
+    If this process is killed by SIGKILL, a guard process kills the group.
 
     Args:
-        command: what to run; it gets SIGTERM first, and SIGKILL after :data:`PATIENCE` seconds.
-        environment: of the command.
+        command: Command to run; gets SIGTERM first, and SIGKILL after :data:`PATIENCE` seconds.
+        environment: Environment variables of the command.
 
     Returns:
-        The exit code: 0 after a signal, 1 if the command ended by itself.
+        Exit code: 0 after a signal, 1 if the command ended by itself.
     """
     ended: list[int] = []
     leaders: list[int] = []
@@ -52,7 +52,7 @@ def run_group(command: Sequence[str], environment: Mapping[str, str]) -> int:
             server.wait(PATIENCE if ended else 0)
         _signal_group(server.pid, signal.SIGKILL)
         server.wait()
-        guard.communicate()  # its end of the pipe is closed, so it finds an empty group and ends
+        guard.communicate()  # closes its stdin, so it finds an empty group and ends
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0 if ended else 1

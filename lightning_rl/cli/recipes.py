@@ -1,4 +1,4 @@
-"""Recipes as scripts: run one up to where it would train, and take what it gave to the Trainer."""
+"""Run of a recipe script up to its fit, and access to the objects that it passes to the Trainer."""
 
 import runpy
 import sys
@@ -21,7 +21,7 @@ from lightning_rl.module import RLLightningModule
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a recipe passes to its Trainer."""
+    """Trainer, module and data of a recipe."""
 
     trainer: Trainer
     module: RLLightningModule
@@ -29,13 +29,12 @@ class Recipe:
 
 
 def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
-    """Runs a recipe as ``python script options`` would, up to its first ``Trainer.fit`` or ``Trainer.validate``.
+    """Run a recipe like ``python script options``, up to its first ``Trainer.fit`` or ``Trainer.validate``.
 
-    Its folder stays on the path, for what it imports later.
+    Its folder stays on the path, for later imports.
 
     Raises:
-        SystemExit: if it ends without, raises something, or passes something else than an RLLightningModule and a
-            PromptDataModule.
+        SystemExit: If it ends before, raises, or passes other objects than an RLLightningModule and a PromptDataModule.
     """
     folder, arguments = str(script.parent.resolve()), sys.argv
     sys.path[:0] = [folder] if folder not in sys.path else []
@@ -46,7 +45,7 @@ def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
     except StopRecipe as stop:
         module, trainer = cast(RLLightningModule, stop.module), stop.module.trainer
         vars(trainer)["callbacks"] = stop.callbacks
-    except Exception as error:  # whatever a script of somebody raises
+    except Exception as error:  # any error of the user's script
         raise SystemExit(sentence_of(error, script)) from error
     else:
         raise SystemExit(f"expected {script} to call Trainer.fit, but it ended without, or with no RLLightningModule")
@@ -59,10 +58,10 @@ def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
 
 
 def check_launch(trainer: Trainer) -> None:
-    """Ends a command that a Trainer of several ranks would start again for each of them.
+    """Check that a Trainer of several ranks does not start processes itself.
 
     Raises:
-        SystemExit: saying how to start it.
+        SystemExit: With the command to use.
     """
     if starts_itself(trainer):
         raise SystemExit(
@@ -72,7 +71,7 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def starts_itself(trainer: Trainer) -> bool:
-    """Whether a Trainer of several ranks would start the others, by running this process's command again."""
+    """Return True if a Trainer of several ranks would start the others by running this command again."""
     strategy = trainer.strategy
     if not isinstance(strategy, ParallelStrategy) or trainer.world_size == 1:
         return False
@@ -80,10 +79,10 @@ def starts_itself(trainer: Trainer) -> bool:
 
 
 def run_until_fit(recipe: Recipe, callback: Callback, ckpt_path: Path | None = None) -> None:
-    """Begins the recipe's fit with one callback more, which raises :class:`StopRecipe`; nothing is shown or written.
+    """Start the recipe's fit with a callback that raises :class:`StopRecipe`; nothing is displayed or written.
 
     Raises:
-        SystemExit: if the Trainer would start the processes of several ranks itself.
+        SystemExit: If the Trainer would start the processes of several ranks itself.
     """
     check_launch(recipe.trainer)
     trainer = recipe.trainer

@@ -1,4 +1,4 @@
-"""replay: computes a recorded rollout again and compares, or compares two recordings or two algorithms."""
+"""replay: recomputes a recorded rollout and compares, or compares two recordings or two algorithms."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -32,16 +32,16 @@ from lightning_rl.terminal import visible
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Does what the command line asks for.
+    """Run the command.
 
     Returns:
-        The exit code: 0 if everything that had to be equal was, 1 otherwise.
+        Exit code: 0 if everything was equal that has to be, 1 otherwise.
 
     Raises:
-        SystemExit: if the options do not go together, or the recording does not hold what it takes.
+        SystemExit: If options exclude each other, or if the recording lacks required data.
     """
     if arguments.checkpoint is not None and arguments.recipe is None:
-        raise SystemExit("expected --recipe with --checkpoint: the policy is built by the script that trained it")
+        raise SystemExit("expected --recipe with --checkpoint, got none: pass the script that builds the policy")
     if sum(option is not None for option in (arguments.other, arguments.recipe, arguments.against)) > 1:
         raise SystemExit("expected one of a second recording, --recipe and --against, got several")
     try:
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequence[str]) -> int:
-    """Computes signal, loss and gradient again; prints a table for each rank.
+    """Recompute signal, loss and gradient; print a table for each rank.
 
     Args:
-        recordings: of all ranks.
-        recipe: a script whose algorithm is used; None for the recorded one.
-        options: its command line.
+        recordings: Recordings of all ranks.
+        recipe: Script with the algorithm; None for the recorded one.
+        options: Command line of the script.
     """
     if recipe is None:
         algorithms = [recording.algorithm() for recording in recordings]
@@ -77,21 +77,21 @@ def repeat(recordings: Sequence[Recording], recipe: Path | None, options: Sequen
 
 
 def repeat_step(recordings: Sequence[Recording], recipe: Path, options: Sequence[str], checkpoint: Path) -> int:
-    """Loads a checkpoint as the recipe's fit would and repeats the recorded step that began with its weights."""
+    """Load a checkpoint as the recipe's fit would, and repeat the recorded step that started from its weights."""
     at_start = _AtStart(recordings)
     run_until_fit(load_recipe(recipe, options), at_start, checkpoint)
     recording, rerun = at_start.reruns[0]
     say(_title(recording))
     if rerun.step is None:
         weights = ", ".join(step["weights"] for step in recording.header["steps"])
-        say(f"{'weights':<24}{rerun.weights}: no recorded step began with them, but with {weights}\n\nNOT EQUAL")
+        say(f"{'weights':<24}{rerun.weights}: no recorded step started from them, but from {weights}\n\nNOT EQUAL")
         return 1
-    say(f"{'weights':<24}{rerun.weights}, those that step {rerun.step} began with")
+    say(f"{'weights':<24}{rerun.weights}, from which step {rerun.step} started")
     return _verdict(recording, _step_differences(recording, rerun))
 
 
 def compare_recordings(ours: Recording, theirs: Recording) -> int:
-    """Prints where two recordings differ, in the order in which things come to be."""
+    """Print the differences of two recordings, in order of computation."""
     say(f"{_title(ours)}\nagainst {_title(theirs)}")
     differences = list(recording_differences(ours, theirs))
     for each in differences:
@@ -101,7 +101,7 @@ def compare_recordings(ours: Recording, theirs: Recording) -> int:
 
 
 def compare_algorithms(recordings: Sequence[Recording], recipe: Path, options: Sequence[str]) -> int:
-    """Prints what another algorithm makes of a recorded rollout; nothing has to be equal, so the code is 0."""
+    """Print the effect of another algorithm on a recorded rollout; always returns 0."""
     ours = [recording.algorithm() for recording in recordings]
     theirs = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
     for each in json_differences(algorithm_to_json(ours[0]), algorithm_to_json(theirs[0])):
@@ -115,7 +115,7 @@ def compare_algorithms(recordings: Sequence[Recording], recipe: Path, options: S
 
 
 class _AtStart(Callback):
-    """Repeats a recorded step when a fit has loaded its checkpoint, and ends the fit."""
+    """Callback that repeats a recorded step after a fit has loaded its checkpoint, and ends the fit."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self.recordings = recordings
@@ -165,7 +165,7 @@ def _changes(recording: Recording, before: Replayed, after: Replayed) -> Iterabl
 
 
 def _verdict(recording: Recording, differences: Iterable[tuple[str, Difference | None]]) -> int:
-    """Prints every quantity; 1 if one differs by more than it may: not at all on the CPU and torch of the recording."""
+    """Print every quantity; return 1 if one differs by more than rounding, or at all on the same CPU and torch."""
     header = recording.header
     exact = header["device"] == "cpu" and header["versions"]["torch"] == torch.__version__
     unequal: list[Difference] = []
@@ -173,7 +173,7 @@ def _verdict(recording: Recording, differences: Iterable[tuple[str, Difference |
         _row(what, "equal" if each is None else f"DIFFERS: {each}")
         unequal += [] if each is None else [each]
     failed = any(exact or not each.rounding for each in unequal)
-    words = "NOT EQUAL" if failed else "equal up to rounding, as another device or torch allows" if unequal else ""
+    words = "NOT EQUAL" if failed else "equal up to rounding, on another device or torch version" if unequal else ""
     say(f"\n{words or 'bitwise equal'}")
     return 1 if failed else 0
 

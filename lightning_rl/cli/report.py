@@ -1,4 +1,4 @@
-"""report: writes what the folder of a run holds as one HTML file."""
+"""report: writes an HTML report from the folder of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from lightning_rl.terminal import visible
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Writes the report and says where it is.
+    """Write the report and print its path.
 
     Returns:
-        The exit code: 0 if all that was found could be read, 1 otherwise.
+        Exit code: 0 if every file could be read, 1 otherwise.
 
     Raises:
-        SystemExit: if there is nothing to report, or the folders are not those of one run.
+        SystemExit: If there is nothing to report, or if the folders are not those of one run.
     """
     if arguments.embedded < 0:
         raise SystemExit(f"expected --embedded of at least 0, got {arguments.embedded:g}")

@@ -1,4 +1,4 @@
-"""resume-check: runs a recipe once, then again from a checkpoint of every step, and compares everything."""
+"""resume-check: runs a recipe once, then again from a checkpoint of each step, and compares the runs."""
 
 import argparse
 import tempfile
@@ -22,18 +22,18 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.rollout import Rollout
 
-KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in the order in which they come to be
+KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in order of computation
 
 
 class StepPrint(NamedTuple):
-    """What has to be equal after an optimizer step of two equal runs: a hash for each of :data:`KINDS`."""
+    """Hashes after an optimizer step, one for each of :data:`KINDS`, and the metrics."""
 
     hashes: dict[str, str]
     metrics: dict[str, float]
 
 
 class Difference(NamedTuple):
-    """The first step, counted from 0, in which a kind differs; they sort in the order in which they come to be."""
+    """First step, counted from 0, in which a kind differs; sorts in order of computation."""
 
     step: int
     place: int
@@ -41,15 +41,15 @@ class Difference(NamedTuple):
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Does what the command line asks for; returns the exit code."""
+    """Run the command and return the exit code."""
     return resume_check(arguments.recipe, options, steps=arguments.steps, first=arguments.first)
 
 
 class StepPrints(RLCallback):
-    """Takes the prints of this rank, by number of the ticket, and changes nothing; saves a checkpoint after each step.
+    """Callback that hashes each step of this rank by ticket index, and saves a checkpoint after each step.
 
     Args:
-        folder: of rank 0, where the checkpoints go; None for none.
+        folder: Folder for checkpoints; that of rank 0 is used. None to save none.
     """
 
     name = "step_prints"
@@ -88,18 +88,18 @@ class StepPrints(RLCallback):
 
 
 def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int = 1) -> int:
-    """Compares an uninterrupted run with one that is resumed after each of its steps; prints a table.
+    """Compare an uninterrupted run with runs that resume after each of its steps; print a table.
 
-    Under torchrun every rank takes part, compares its own and reports to rank 0.
+    Under torchrun, every rank compares its part and rank 0 prints.
 
     Args:
-        recipe: a script that calls ``Trainer.fit`` once; nothing in it has to know of this.
-        options: its command line.
-        steps: optimizer steps of the run.
-        first: the first step to interrupt after.
+        recipe: Script that calls ``Trainer.fit`` once.
+        options: Command line of the script.
+        steps: Number of optimizer steps of the run.
+        first: First step to interrupt after.
 
     Returns:
-        The exit code: 0 if everything was bitwise equal, 1 otherwise.
+        Exit code: 0 if everything was bitwise equal, 1 otherwise.
     """
     with tempfile.TemporaryDirectory() as temporary:
         whole = _run(recipe, options, steps, save_to=Path(temporary))
@@ -138,7 +138,7 @@ def _run(
 
 
 def _differences(whole: dict[int, StepPrint], resumed: dict[int, StepPrint], step: int) -> list[Difference]:
-    """The first difference of each kind from a step on."""
+    """Return the first difference of each kind from a step on."""
     differences: dict[str, Difference] = {}
     for index in range(step, len(whole)):
         if index not in resumed:
@@ -161,7 +161,7 @@ def _metric_difference(whole: dict[str, float], resumed: dict[str, float]) -> st
 
 
 def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """States in the order of the parameters; that of the dictionaries is another after loading."""
+    """Yield states in the order of the parameters; the dictionaries have another order after loading."""
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
@@ -171,5 +171,5 @@ def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_first_rank(folder: Path) -> Path:
-    """Rank 0's folder on every rank, once the process group exists."""
+    """Return rank 0's folder on every rank; needs the process group."""
     return Path(str(distributed.process_objects(str(folder))[0]))

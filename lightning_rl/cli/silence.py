@@ -1,4 +1,4 @@
-"""Silence: what a Trainer shows and writes, replaced by what looks the same to callbacks and does nothing."""
+"""Replacement of a Trainer's loggers and displays by ones without effects."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from lightning_rl.metrics import callbacks_of
 
 
 class Silent(Logger):
-    """Takes everything and writes nothing; mixed into a logger's own class by :func:`silent_logger`."""
+    """Logger without effects; mixed into a logger's own class by :func:`silent_logger`."""
 
     @property
     def experiment(self) -> Any:
-        """Something that takes every call."""
+        """Object that accepts every call."""
         return DummyLogger().experiment
 
     @override
@@ -45,13 +45,13 @@ class Silent(Logger):
 
 
 def silence(trainer: Trainer) -> None:
-    """Keeps a Trainer from showing or writing anything, for callbacks that demand a logger, its class or its folder."""
+    """Remove all output of a Trainer; callbacks still find a logger of the same class and folder."""
     trainer.loggers = [silent_logger(logger) for logger in trainer.loggers]
     vars(trainer)["callbacks"] = [callback for callback in callbacks_of(trainer) if _stays(callback)]
 
 
 def silent_logger(logger: Logger) -> Logger:
-    """A logger of the same class, name, version and folder, without its effects."""
+    """Return a logger of the same class, name, version and folder, without effects."""
     kind = type(f"Silent{type(logger).__name__}", (Silent, type(logger)), {})
     twin = object.__new__(kind)
     vars(twin).update(vars(logger))
@@ -59,7 +59,7 @@ def silent_logger(logger: Logger) -> Logger:
 
 
 def _stays(callback: Callback) -> bool:
-    """Whether a callback cannot show anything; a progress bar that cannot be switched off has to go."""
+    """Return True if a callback displays nothing; a progress bar is disabled, or removed if it cannot be."""
     if isinstance(callback, ProgressBar) and type(callback).disable is not ProgressBar.disable:
         callback.disable()
         return True

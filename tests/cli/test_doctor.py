@@ -145,7 +145,7 @@ class Refusing(RLCallback):
 
 CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
     "minibatches": (
-        lambda: found(module_of(minibatches=3)), "error", "batches", "do not divide by minibatches x ranks = 3 x 1",
+        lambda: found(module_of(minibatches=3)), "error", "batches", "are not divisible by minibatches x ranks = 3 x 1",
         "prompts_per_rollout=3 or 6",
     ),
     "left_over": (
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
     ),
     "hanging": (
         lambda: found(module_of(rewards=hanging), limit=0.2), "error", "reward", "did not return within 0.2 s",
-        "a time-out of its own",
+        "add a timeout",
     ),
     "number": (
         lambda: found(module_of(rewards=short)), "error", "reward", "returned 1 values for 32", "one value for each",
@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "a finite number",
     ),
     "flat": (
-        lambda: found(module_of(rewards=constant)), "warning", "groups", "100% of the groups teach nothing",
+        lambda: found(module_of(rewards=constant)), "warning", "groups", "100% of the groups have no gradient",
         "DynamicSampling()",
     ),
     "truncation": (
@@ -188,18 +188,18 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
     ),
     "context": (
         lambda: found(module_of(max_new_tokens=62)), "error", "setup", "expected prompts of at most 2 tokens",
-        "what the message says",
+        "follow the message",
     ),
     "engine": (
-        lambda: found(module_of(engine=Elsewhere())), "error", "engine", "disagree by 1 nats",
+        lambda: found(module_of(engine=Elsewhere())), "error", "engine", "differ by 1 nats",
         "the engine must have taken the synced weights",
     ),
     "refused": (
         lambda: found(trainer=trainer_of(Refusing())), "error", "setup", "ValueError: expected a teacher, got none",
-        "what the message says",
+        "follow the message",
     ),
     "dead_knob": (
-        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM can never act", "as it says",
+        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM can never act", "follow the message",
     ),
     "ranks": (
         lambda: found(trainer=trainer_of(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",
@@ -241,11 +241,11 @@ def test_the_bridges_of_each_family_of_templates_are_told(name: str) -> None:
     module: Any = SimpleNamespace(tokenizer=tokenizer_of(name), run=run, prompt_stream=stream)
     kinds = {"user": family.user, "tool": family.tool, "two tools": family.two_tools}
     findings = list(bridges(module))
-    right = ", ".join(kind for kind, wrong in kinds.items() if not wrong) or "nothing"
+    right = ", ".join(kind for kind, wrong in kinds.items() if not wrong) or "none"
     first, *others = facts(findings, "template")
-    assert first == f"in several turns, what can follow an answer: {right}"
-    assert [other.split(" messages: ")[0] for other in others] == [
-        f"no bridge over {kind}" for kind, wrong in kinds.items() if wrong
+    assert first == f"messages that can follow an answer: {right}"
+    assert [other.split(": ")[0] for other in others] == [
+        f"{kind} messages cannot follow an answer" for kind, wrong in kinds.items() if wrong
     ]
     assert problems(findings) == []
 
@@ -253,19 +253,19 @@ def test_the_bridges_of_each_family_of_templates_are_told(name: str) -> None:
 def test_a_template_that_rewrites_earlier_answers_still_lets_messages_follow() -> None:
     findings = found(module_of(tokenizer=tokenizer_of("qwen3")))  # without the empty thought of the last answer
     assert problems(findings) == []
-    assert facts(findings, "template") == ["in several turns, what can follow an answer: user, tool, two tools"]
+    assert facts(findings, "template") == ["messages that can follow an answer: user, tool, two tools"]
 
 
 def test_what_no_message_can_follow_is_said_with_the_reason() -> None:
     assert facts(found(module_of(tokenizer=tokenizer_of("cohere2"), eos_token_ids=[7])), "template") == [
-        "in several turns, what can follow an answer: user",
-        "no bridge over tool messages: the template drops the text of a tool message",
-        "no bridge over two tools messages: the template drops the text of a tool message",
+        "messages that can follow an answer: user",
+        "tool messages cannot follow an answer: the template drops the text of a tool message",
+        "two tools messages cannot follow an answer: the template drops the text of a tool message",
     ]
     assert facts(found(module_of(tokenizer=templated(FORGETFUL))), "template")[:2] == [
-        "in several turns, what can follow an answer: nothing",
-        "no bridge over user messages: the template does not write what an answer says: it has to write each message's "
-        "content",
+        "messages that can follow an answer: none",
+        "user messages cannot follow an answer: the template does not write what an answer says: it has to write each "
+        "message's content",
     ]
     assert facts(found(module_of(tokenizer=tiny_tokenizer())), "template") == []
 

@@ -87,11 +87,11 @@ def test_a_checkpoint_gives_log_probabilities_and_gradient_norm(
     path = folder / "recorded" / "rollout-000001.json"
     code, lines = said(capsys, path, "--recipe", RECIPE, "--checkpoint", folder / "step=6.ckpt", "--", tmp_path)
     assert code == 0, lines
-    assert lines[-6].endswith("those that step 2 began with")
+    assert lines[-6].endswith("from which step 2 started")
     assert [line.split()[-1] for line in lines[-5:-2]] == ["equal"] * 3
     code, lines = said(capsys, path, "--recipe", RECIPE, "--checkpoint", folder / "step=2.ckpt", "--", tmp_path)
     assert code == 1
-    assert "no recorded step began with them" in lines[-3]
+    assert "no recorded step started from them" in lines[-3]
 
 
 def test_a_loss_of_a_script_needs_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

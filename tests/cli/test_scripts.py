@@ -19,9 +19,9 @@ from lightning_rl.cli.recipes import load_recipe
         pytest.param("nope.py", None, "to be a script that calls Trainer.fit, got no such file$", id="missing"),
         pytest.param("", None, "got a folder: name the file in it$", id="folder"),
         pytest.param("a.yaml", b"a: 1", r"train.py -- fit --config .*a.yaml$", id="configuration"),
-        pytest.param("binary.py", b"\x00\x01", "to be a script of Python, got .*null bytes", id="binary"),
-        pytest.param("latin.py", b"'\xe4'\n", "to be a script of Python, got .*utf-8", id="encoding"),
-        pytest.param("open.py", b"1\nx = (\n", r"to be a script of Python, got line 2: '\(' was never", id="syntax"),
+        pytest.param("binary.py", b"\x00\x01", "to be a Python script, got .*null bytes", id="binary"),
+        pytest.param("latin.py", b"'\xe4'\n", "to be a Python script, got .*utf-8", id="encoding"),
+        pytest.param("open.py", b"1\nx = (\n", r"to be a Python script, got line 2: '\(' was never", id="syntax"),
     ],
 )
 @pytest.mark.parametrize(

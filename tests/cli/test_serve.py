@@ -64,7 +64,7 @@ def test_a_gpu_keeps_its_graphs_and_a_tokenizer_is_used(folder: Path) -> None:
         pytest.param({"vllm": "0.32.1"}, False, id="gpu"),
         pytest.param({"vllm": "0.32.0+cpu"}, True, id="cpu-build"),
         pytest.param({"vllm": "0.34.0"}, "expected vllm >= 0.32 and < 0.34, got 0.34.0", id="too-new"),
-        pytest.param({}, "expected vllm, which is not installed", id="none"),
+        pytest.param({}, "expected vllm, got none installed", id="none"),
     ],
 )
 def test_the_build_is_found_or_the_error_says_what_to_install(
@@ -146,10 +146,13 @@ def test_the_storage_is_told_to_the_server(folder: Path, ran: Ran, tmp_path: Pat
     [
         (["--api-key", "x"], "expected no --api-key after --: everybody may read a command line: use --api-key-file"),
         (["--api_key=x"], "everybody may read a command line"),
-        (["--host", "0.0.0.0"], "expected no --host after --: say it before --"),
-        (["--port=1"], "say it before --"),
-        (["--ssl-keyfile", "k"], "say it before --"),
-        (["--data-parallel-size", "2"], "answered by the first of its engines alone, .*: start a server for each"),
+        (["--host", "0.0.0.0"], "expected no --host after --: pass it before --"),
+        (["--port=1"], "pass it before --"),
+        (["--ssl-keyfile", "k"], "pass it before --"),
+        (
+            ["--data-parallel-size", "2"],
+            "only the first engine confirms a load of weights, .*: start a server for each",
+        ),
         (["--data_parallel_size=2"], "start a server for each engine, and pass all URLs to VLLMServerEngine"),
         (["--data-parallel-external-lb"], "start a server for each engine"),
         (["-dp", "2"], "start a server for each engine"),

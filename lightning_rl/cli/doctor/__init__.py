@@ -1,4 +1,4 @@
-"""doctor: looks at a recipe before it trains, and says what would go wrong and how to fix it."""
+"""doctor: checks a recipe before training and reports problems with their fixes."""
 
 from lightning_rl.cli.doctor.command import doctor, run
 

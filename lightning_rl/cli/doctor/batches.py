@@ -1,4 +1,4 @@
-"""Batches: do prompts, groups, minibatches, ranks and steps divide each other?"""
+"""Check that prompts, groups, minibatches, ranks and steps divide each other."""
 
 from collections.abc import Iterator
 
@@ -12,26 +12,25 @@ NAME = "batches"
 
 
 def batches(recipe: Recipe) -> Iterator[Finding]:
-    """A rollout splits into whole groups for each minibatch and rank, and training ends with a whole rollout."""
+    """Check that rollouts split into whole groups per minibatch and rank, and that training ends after one."""
     module, data, ranks = recipe.module, recipe.data, recipe.trainer.world_size
-    if isinstance(recipe.trainer.strategy, FSDP2Strategy):  # ranks that split layers between them share their rows
+    if isinstance(recipe.trainer.strategy, FSDP2Strategy):  # tensor parallel ranks hold the same rows
         ranks //= int(recipe.trainer.strategy._tensor_parallel_size)  # noqa: SLF001
     prompts, steps, parts = data.prompts_per_rollout, module.steps_per_rollout, module.minibatches * ranks
     shape = f"{prompts} prompts x {module.group_size} samples"
-    yield fact(NAME, f"{shape} for each rollout, which serves {steps} optimizer steps; {ranks} ranks")
+    yield fact(NAME, f"{shape} per rollout, for {steps} optimizer steps; {ranks} ranks")
     if prompts % parts:
-        observed = f"{prompts} prompts do not divide by minibatches x ranks = {module.minibatches} x {ranks}"
+        observed = f"{prompts} prompts are not divisible by minibatches x ranks = {module.minibatches} x {ranks}"
         yield error(NAME, observed, size_cure(prompts, parts))
-    length = data.pass_length or 0  # a stream has none
+    length = data.pass_length or 0  # 0 for a stream
     rest = length % prompts
     if rest:
         whole = length // prompts
         observed = f"{rest} of {length} prompts are left over after the {whole} rollouts of a pass"
-        cure = "none is lost, since the stream goes on where it stood; for whole passes add or drop prompts"
+        cure = "add or drop prompts for whole passes, or ignore it: the next pass starts with the leftover prompts"
         yield warning(NAME, observed, cure)
     max_steps, max_batches = recipe.trainer.fit_loop.epoch_loop.max_steps, recipe.trainer.limit_train_batches
     for name, limit in (("max_steps", max_steps), ("limit_train_batches", max_batches)):
-        # one that ends training in the middle of a rollout wastes samples
-        if isinstance(limit, int) and limit > 0 and limit % steps:
-            observed = f"{name}={limit} ends within a rollout, which serves {steps} optimizer steps"
+        if isinstance(limit, int) and limit > 0 and limit % steps:  # wastes samples
+            observed = f"{name}={limit} ends within a rollout of {steps} optimizer steps"
             yield warning(NAME, observed, f"{name}={limit // steps * steps or steps}")

@@ -1,4 +1,4 @@
-"""The command: runs a recipe up to its first training step, asks every check, and prints what they say."""
+"""Run of a recipe up to its first training step, with all checks, and output of their findings."""
 
 import argparse
 import time
@@ -31,24 +31,24 @@ OF_SAMPLES: tuple[Callable[[Samples], Iterator[Finding]], ...] = (truncation, re
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Does what the command line asks for; returns the exit code."""
+    """Run the command and return the exit code."""
     return doctor(arguments.recipe, options, arguments.prompts, arguments.limit, quick=arguments.quick)
 
 
 def doctor(recipe: Path, options: Sequence[str], prompts: int = 8, limit: float = 60.0, *, quick: bool = False) -> int:
-    """Prints facts and findings about a recipe; trains nothing.
+    """Print facts and findings about a recipe without training.
 
-    Facts are printed as they become known, since what a recipe does to build its policy may take minutes.
+    Facts are printed at once, because building the policy may take minutes.
 
     Args:
-        recipe: a script that calls ``Trainer.fit``; nothing in it has to know of this.
-        options: its command line.
-        prompts: how many prompts to sample answers to.
-        limit: seconds that a reward function may take for all samples.
-        quick: leave out what needs a policy.
+        recipe: Script that calls ``Trainer.fit``.
+        options: Command line of the script.
+        prompts: Number of prompts to sample completions for.
+        limit: Timeout in seconds of a reward function for all samples.
+        quick: True to skip checks that need a policy.
 
     Returns:
-        The exit code: 1 if there is an error, 0 otherwise.
+        Exit code: 1 if there is an error, 0 otherwise.
     """
     findings: list[Finding] = []
     for finding in examine(load_recipe(recipe, options), prompts=prompts, limit=limit, quick=quick, tell=_say_fact):
@@ -63,24 +63,24 @@ def doctor(recipe: Path, options: Sequence[str], prompts: int = 8, limit: float 
 def examine(
     recipe: Recipe, *, prompts: int, limit: float, quick: bool = False, tell: Callable[[Finding], None] | None = None
 ) -> list[Finding]:
-    """Asks every check; those that need a policy only if the others found no error.
+    """Run all checks and return the findings; checks that need a policy run only if the others found no error.
 
     Args:
-        recipe: to look at.
-        prompts: how many prompts to sample answers to.
-        limit: seconds that a reward function may take for all samples.
-        quick: leave out what needs a policy.
-        tell: hears of every finding as soon as it is there.
+        recipe: Recipe to check.
+        prompts: Number of prompts to sample completions for.
+        limit: Timeout in seconds of a reward function for all samples.
+        quick: True to skip checks that need a policy.
+        tell: Callback for each finding.
     """
     findings = _Findings(tell)
     findings.take(OF_RECIPES, recipe)
     if any(finding.severity == "error" for finding in findings.all):
-        findings.add(warning("setup", "not tried, because of the errors above", "fix these first"))
+        findings.add(warning("setup", "skipped, because of the errors above", "fix these first"))
     elif quick:
-        findings.add(fact("setup", "not tried, nor policy, samples and rewards looked at, because of --quick"))
+        findings.add(fact("setup", "skipped, with policy, samples and rewards, because of --quick"))
     elif starts_itself(recipe.trainer):
         cure = f"torchrun --nproc_per_node {recipe.trainer.num_devices} -m lightning_rl doctor ..."
-        observed = f"not tried, because this Trainer would start {recipe.trainer.world_size} ranks"
+        observed = f"skipped, because this Trainer would start {recipe.trainer.world_size} ranks"
         findings.add(warning("setup", observed, cure))
     else:
         _examine_fit(recipe, findings, prompts, limit)
@@ -88,17 +88,17 @@ def examine(
 
 
 def _examine_fit(recipe: Recipe, findings: "_Findings", prompts: int, limit: float) -> None:
-    """Begins the fit, and adds what keeps it from beginning and what the library warns of."""
+    """Start the fit, and add errors that prevent it and warnings of the library."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             run_until_fit(recipe, _Examination(findings, prompts, limit))
-        except Exception as refused:  # noqa: BLE001  whatever keeps a fit from beginning is a finding
+        except Exception as refused:  # noqa: BLE001  an error that prevents a fit is a finding
             text = f"{type(refused).__name__}: {refused}"
-            findings.add(error("setup", text, "what the message says; no step was made"))
+            findings.add(error("setup", text, "follow the message; no step was made"))
     texts = [str(each.message) for each in caught if "lightning_rl" in Path(each.filename).parts]
     for text in dict.fromkeys(texts):
-        findings.add(warning("setup", text, "as it says, or leave it"))
+        findings.add(warning("setup", text, "follow the message or ignore it"))
 
 
 def _say_fact(finding: Finding) -> None:
@@ -107,7 +107,7 @@ def _say_fact(finding: Finding) -> None:
 
 
 class _Findings:
-    """All findings so far, told one by one."""
+    """List of findings, with a callback for each."""
 
     def __init__(self, tell: Callable[[Finding], None] | None) -> None:
         self.all: list[Finding] = []
@@ -119,14 +119,14 @@ class _Findings:
             self._tell(finding)
 
     def take(self, checks: Sequence[Callable[[Subject], Iterator[Finding]]], subject: Subject) -> None:
-        """Asks some checks about what they look at."""
+        """Run checks on a subject and add their findings."""
         for check in checks:
             for finding in check(subject):
                 self.add(finding)
 
 
 class _Examination(Callback):
-    """Asks the checks that need a policy when a fit is about to begin, and ends it."""
+    """Callback that runs the checks that need a policy when a fit is about to start, and ends the fit."""
 
     def __init__(self, findings: _Findings, prompts: int, limit: float) -> None:
         self.findings, self.prompts, self.limit = findings, prompts, limit

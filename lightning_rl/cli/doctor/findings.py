@@ -1,25 +1,25 @@
-"""What the checks of the doctor say, and how it is printed."""
+"""Findings of the doctor, and their output."""
 
 from lightning_rl.finding import Finding
 
 
 def fact(check: str, observed: str) -> Finding:
-    """Something good to know."""
+    """Return information without a problem."""
     return Finding(check=check, observed=observed, severity="fact")
 
 
 def warning(check: str, observed: str, cure: str) -> Finding:
-    """Something that a run survives."""
+    """Return a problem that does not end a run."""
     return Finding(check=check, observed=observed, cure=cure, severity="warning")
 
 
 def error(check: str, observed: str, cure: str) -> Finding:
-    """Something that spoils a run or keeps it from beginning."""
+    """Return a problem that ruins a run or prevents it."""
     return Finding(check=check, observed=observed, cure=cure, severity="error")
 
 
 def paragraph(finding: Finding) -> str:
-    """A finding beside the name of its check, with its fix on a line of its own."""
+    """Format a finding next to the name of its check, with the fix on a separate line."""
     mark = "" if finding.severity == "fact" else f"{finding.severity.upper()}: "
     lines = f"{mark}{finding.observed}".splitlines() + ([f"  fix: {finding.cure}"] if finding.cure else [])
     return "\n".join(f"{'' if number else finding.check:<12}{line}" for number, line in enumerate(lines))

@@ -1,7 +1,4 @@
-"""Memory: what a run holds on a device in each phase, computed from its configuration.
-
-The arithmetic is that of :mod:`lightning_rl.policy.memory`; here its numbers are read from a module.
-"""
+"""Estimation of the device memory of a run in each phase, by :mod:`lightning_rl.policy.memory`."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -60,8 +57,8 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
     """Compute the memory of a run.
 
     Args:
-        module: module with its policy built and its optimizer configured.
-        max_prompt_length: number of tokens of the longest prompt.
+        module: Module with its policy built and its optimizer configured.
+        max_prompt_length: Number of tokens of the longest prompt.
     """
     policy, parallel, ranks = module.required_policy, module.parallel, module.trainer.world_size
     shards, stage = ranks if parallel.sharded else 1, _zero_stage(module)
@@ -71,7 +68,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
         size = weight.numel() * weight.element_size()
         weights += size
         trained += size * trains.get(name, True)
-        outside += size * (not any(part.isdigit() for part in name.split(".")))  # of layers
+        outside += size * (not any(part.isdigit() for part in name.split(".")))  # embeddings and head
     gathered = _bytes_of_numbers(module)[1] / policy.model.dtype.itemsize * parallel.sharded
     layer = (weights - outside) / _layer_count(policy)
     activations = _activations(module, max_prompt_length)
@@ -98,9 +95,9 @@ def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> En
     """Compute the share of a device that a VLLMEngine can take; None for other engines.
 
     Args:
-        module: module with its policy built.
-        plan: memory of the run.
-        total: bytes of the device.
+        module: Module with its policy built.
+        plan: Memory of the run.
+        total: Number of bytes of the device.
     """
     if not isinstance(module.engine, VLLMEngine):
         return None
@@ -113,7 +110,7 @@ def memory(module: RLLightningModule) -> Iterator[Finding]:
     plan = memory_plan(module, module.prompt_stream.max_prompt_length())
     by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
     by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())
-    yield fact("memory", f"estimated, for each device: {by_part}\n{by_phase}")
+    yield fact("memory", f"estimated, per device: {by_part}\n{by_phase}")
     if module.device.type == "cuda":
         total = torch.cuda.get_device_properties(module.device).total_memory
         yield from too_much(plan, total, engine_room(module, plan, total))
@@ -157,7 +154,7 @@ def _activations(module: RLLightningModule, max_prompt_length: int) -> Activatio
 
 
 def _engine_bytes(module: RLLightningModule, max_prompt_length: int) -> float:
-    """Bytes of an engine on this device while it generates, those of a copy of the policy left out."""
+    """Return the bytes of an engine on this device during generation, without a copy of the policy."""
     engine, cuda = module.engine, module.device.type == "cuda"
     if isinstance(engine, VLLMEngine):
         cache = engine.options.get("kv_cache_memory_bytes", None if cuda else CPU_CACHE)
@@ -170,13 +167,13 @@ def _engine_bytes(module: RLLightningModule, max_prompt_length: int) -> float:
     rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
     rows = min(rows, engine.capabilities.max_rows or rows)
     text: Any = module.required_policy.model.config.get_text_config()
-    keys_and_values = sum(_bytes_of_numbers(module)) / 2  # rotary embeddings make float32 of keys
+    keys_and_values = sum(_bytes_of_numbers(module)) / 2  # rotary embeddings convert keys to float32
     per_token = layer_sizes(module.required_policy).cache(layers=text.num_hidden_layers, itemsize=keys_and_values)
     return per_token * rows * (max_prompt_length + module.sampling.max_new_tokens)
 
 
 def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
-    """Bytes on this device of a VLLMEngine's weights, and of the keys and values of one sequence."""
+    """Return the bytes on this device of a VLLMEngine's weights, and of the KV cache of one sequence."""
     engine, policy = cast(VLLMEngine, module.engine), module.required_policy
     text: Any = policy.model.config.get_text_config()
     itemsize = _bytes_of_numbers(module)[0] if engine.dtype is None else engine.dtype.itemsize
@@ -187,25 +184,25 @@ def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
 
 
 def _bytes_of_numbers(module: RLLightningModule) -> tuple[int, int]:
-    """Bytes of a number in matrix products, and in the hidden states between layers."""
+    """Return the bytes of a number in matrix products, and in the hidden states between layers."""
     weights, parallel = module.required_policy.model.dtype, module.parallel
     compute = parallel.compute_dtype(weights).itemsize
-    return compute, compute if parallel.sharded else weights.itemsize  # whose layers are gathered in that dtype
+    return compute, compute if parallel.sharded else weights.itemsize  # sharded layers are gathered in that dtype
 
 
 def _states_per_weight(module: RLLightningModule) -> float:
-    """Bytes of the optimizer's states for a byte of what is trained: two states for Adam and its kin."""
+    """Return the bytes of optimizer states per byte of trained weights; two states for Adam and its variants."""
     optimizers = module.trainer.optimizers
     kind, itemsize = type(optimizers[0]) if optimizers else None, module.required_policy.model.dtype.itemsize
     if optimizers and isinstance(optimizers[0], SGD):
         return float(bool(optimizers[0].defaults.get("momentum")))
     if _zero_stage(module):
-        return (4 + 8) / itemsize  # float32, and weights in float32 besides
+        return (4 + 8) / itemsize  # float32 states and float32 weights
     return 2 / itemsize if kind is not None and "8bit" in kind.__name__ else 2.0
 
 
 def _copies_gradients(module: RLLightningModule) -> bool:
-    """DDP reduces gradients in buckets of its own, unless it makes the gradients views of them."""
+    """Return True if DDP copies gradients to buckets, which it does without ``gradient_as_bucket_view``."""
     if not isinstance(module.parallel, DataParallel):
         return False
     return not cast(Any, module.parallel.strategy)._ddp_kwargs.get("gradient_as_bucket_view")  # noqa: SLF001
@@ -222,7 +219,7 @@ def _layer_count(policy: PolicyModel) -> int:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights on this rank."""
+    """Return the bytes of a model's weights on this rank."""
     weights = (w.to_local() if isinstance(w, DTensor) else w for w in model.parameters())
     return sum(weight.numel() * weight.element_size() for weight in weights)
 

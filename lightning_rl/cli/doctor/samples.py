@@ -1,4 +1,4 @@
-"""Samples: a few answers of the policy before training, and what rewards, limits and the engine make of them."""
+"""Checks on a few samples of the policy: rewards, length limit, and log-probabilities of the engine."""
 
 import math
 import statistics
@@ -26,14 +26,14 @@ MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Answers to the first prompts.
+    """Completions of the first prompts.
 
     Attributes:
-        module: whose policy gave them.
-        rollout: the rows, without rewards.
-        arguments: what rewards are given: prompts, completions, their ids and the columns, an environment's included.
-        seconds: it took.
-        limit: seconds that a reward may take for all rows.
+        module: Module with the policy.
+        rollout: Rows without rewards.
+        arguments: Arguments of rewards: prompts, completions, their ids and the columns, with those of an environment.
+        seconds: Duration of generation in seconds.
+        limit: Timeout in seconds of a reward for all rows.
     """
 
     module: RLLightningModule
@@ -44,7 +44,7 @@ class Samples:
 
 
 def draw_samples(module: RLLightningModule, number: int, limit: float) -> Samples:
-    """Syncs the engine and draws the groups of ``number`` prompts, whose share of the stream moves on."""
+    """Sync the engine and sample the groups of ``number`` prompts, which advances the prompt stream."""
     module.sync(0)
     prompts, begin = module.prompt_stream.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
@@ -57,7 +57,7 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
 
 
 def truncation(samples: Samples) -> Iterator[Finding]:
-    """Most answers end by themselves within ``max_new_tokens``."""
+    """Check that most responses end within ``max_new_tokens``."""
     rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
     share = float(rollout.cut_off.double().mean())
     mean = float(rollout.drawn_lengths.double().mean())
@@ -67,13 +67,13 @@ def truncation(samples: Samples) -> Iterator[Finding]:
         yield warning(
             "samples",
             f"{share:.0%} of the samples do not end within max_new_tokens={limit}",
-            f"max_new_tokens={2 * limit} or more, a prompt that asks for less, or eos_token_ids= if answers should "
+            f"max_new_tokens={2 * limit} or more, a prompt that asks for less, or eos_token_ids= if responses should "
             "have ended before",
         )
 
 
 def rewards(samples: Samples) -> Iterator[Finding]:
-    """Every reward function gives numbers, in time, and not the same for all."""
+    """Check that every reward function returns numbers in time, and not the same for all samples."""
     values: dict[str, list[float | None]] = {}
     for name, function in samples.module.rewards.functions.items():
         numbers = yield from _reward_values(name, function, samples)
@@ -84,7 +84,7 @@ def rewards(samples: Samples) -> Iterator[Finding]:
 
 
 def engine_logprobs(samples: Samples) -> Iterator[Finding]:
-    """The engine samples from the policy that is trained: both give a sampled token the same log-probability."""
+    """Check that engine and trainer compute the same log-probabilities of sampled tokens."""
     rollout, module = samples.rollout, samples.module
     if rollout.rollout_logprobs is None or not rollout.valid_tokens.any():
         return
@@ -101,29 +101,29 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
     if not mean <= bound:
         yield error(
             "engine",
-            f"engine and trainer disagree by {mean:.3g} nats for each token, where {bound:g} is rounding",
-            "the same model, precision and temperature on both sides; the engine must have taken the synced weights",
+            f"engine and trainer differ by {mean:.3g} nats per token, above the rounding error of {bound:g}",
+            "use one model, precision and temperature on both sides, and check that the engine loads synced weights",
         )
 
 
 def _reward_values(
     name: str, function: Callable[..., Any], samples: Samples
 ) -> Generator[Finding, None, list[float | None] | None]:
-    """Calls one function as a run would; None if there is nothing to go on with."""
-    prompts, completions, ids, columns = copy_plain([*samples.arguments.values()])  # each function gets its own
+    """Call one reward function as a run would; return None if there are no values to continue with."""
+    prompts, completions, ids, columns = copy_plain([*samples.arguments.values()])  # copies, for each function
     begin = time.perf_counter()
     values = _call(lambda: list(function(prompts, completions, completion_ids=ids, **columns)), samples.limit)
     seconds = time.perf_counter() - begin
     if values is None:
         observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
-        cure = "a time-out of its own around whatever it waits for, or --limit if it may take so long"
+        cure = "add a timeout to the calls that block, or raise --limit"
         yield error("reward", observed, cure)
         return None
     if isinstance(values, BaseException):
         yield error(
             "reward",
             f"{name} raised {type(values).__name__}: {values}",
-            "a reward for every completion that a policy may write, and None where it does not apply; it is called as "
+            "return a reward for any completion, and None where it does not apply; the call is "
             "reward(prompts, completions, *, completion_ids, **columns)",
         )
         return None
@@ -132,16 +132,16 @@ def _reward_values(
         return None
     finite = [float(value) for value in values if value is not None and math.isfinite(value)]
     if len(finite) < len(values) * (1 - MAX_MISSING):
-        observed = f"{name} gave no finite number for {len(values) - len(finite)} of {len(values)} samples"
-        yield warning("reward", observed, "a finite number; None only where it does not apply")
+        observed = f"{name} returned no finite number for {len(values) - len(finite)} of {len(values)} samples"
+        yield warning("reward", observed, "return a finite number; None only where it does not apply")
     if finite:
         statistic = f"mean {statistics.fmean(finite):.3g}, deviation {statistics.pstdev(finite):.3g}"
-        yield fact("reward", f"{name}: {statistic}, {1000 * seconds / len(values):.2g} ms for each sample")
+        yield fact("reward", f"{name}: {statistic}, {1000 * seconds / len(values):.2g} ms per sample")
     return [None if value is None else float(value) for value in values]
 
 
 def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator[Finding]:
-    """The samples of a prompt differ in reward, if an estimator compares them."""
+    """Check that the samples of a prompt differ in reward, if the estimator compares them."""
     weights = samples.module.rewards.weights
     totals: dict[int, set[float]] = {}
     for row, group in enumerate(samples.rollout.groups.tolist()):
@@ -150,15 +150,15 @@ def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator
     if not samples.module.estimator.compares:
         return
     flat = sum(len(different) == 1 for different in totals.values()) / len(totals)
-    yield fact("groups", f"{flat:.0%} of {len(totals)} groups have the same reward throughout")
+    yield fact("groups", f"{flat:.0%} of {len(totals)} groups have equal rewards")
     if flat > MAX_FLAT:
-        observed = f"{flat:.0%} of the groups teach nothing, because their samples all have one reward"
-        cure = "easier or harder prompts, a reward with steps in between, a larger group_size, or DynamicSampling()"
+        observed = f"{flat:.0%} of the groups have no gradient, because the rewards of their samples are equal"
+        cure = "easier or harder prompts, a reward with more values, a larger group_size, or DynamicSampling()"
         yield warning("groups", observed, cure)
 
 
 def _call(function: Callable[[], list[Any]], limit: float) -> list[Any] | BaseException | None:
-    """What foreign code returns or raises; None after the limit, and then nobody waits for its thread at the end."""
+    """Return the result or the error of user code; None after the limit, with its daemon thread left running."""
     results: list[list[Any] | BaseException] = []
 
     def run() -> None:
@@ -166,7 +166,7 @@ def _call(function: Callable[[], list[Any]], limit: float) -> list[Any] | BaseEx
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 results.append(function())
-        except BaseException as error:  # noqa: BLE001  the boundary to foreign code
+        except BaseException as error:  # noqa: BLE001  an error of user code is a result
             results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)

@@ -1,4 +1,4 @@
-"""Templates: does a chat template end turns with an EOS of the run, and what can follow an answer?"""
+"""Check that a chat template ends turns with an EOS token of the run, and list messages that can follow."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +18,10 @@ TALK: list[dict[str, str]] = [
 
 
 def bridges(module: RLLightningModule) -> Iterator[Finding]:
-    """Which messages the chat template lets follow an answer, in a conversation that only grows.
+    """Report the messages that the chat template allows after an answer without changing earlier tokens.
 
-    Most templates write an earlier answer otherwise once another message follows, without its reasoning for example.
-    That is no matter: what was said is never rendered again, only what comes between two answers.
+    Most templates render an earlier answer differently once a message follows, for example without its reasoning. Only
+    the text between two answers matters, because earlier turns are never rendered again.
     """
     tokenizer = module.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -32,18 +32,18 @@ def bridges(module: RLLightningModule) -> Iterator[Finding]:
         yield fact("template", f"no message can follow an answer: {error}")
         return
     wrong = {kind: bridge.check(kind) for kind in KINDS}
-    right = [kind for kind, found in wrong.items() if not found]
-    yield fact("template", f"in several turns, what can follow an answer: {', '.join(right) or 'nothing'}")
-    for kind, found in wrong.items():
-        if found:
-            yield fact("template", f"no bridge over {kind} messages: {'; '.join(found)}")
+    right = [kind for kind, reasons in wrong.items() if not reasons]
+    yield fact("template", f"messages that can follow an answer: {', '.join(right) or 'none'}")
+    for kind, reasons in wrong.items():
+        if reasons:
+            yield fact("template", f"{kind} messages cannot follow an answer: {'; '.join(reasons)}")
 
 
 def eos(module: RLLightningModule) -> Iterator[Finding]:
-    """The ids that end responses hold what the chat template writes after an answer."""
+    """Check that the ids that end responses include the token that the chat template writes after an answer."""
     ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
     names = ", ".join(_token_name(tokenizer, token) for token in ids)
-    yield fact("eos", f"responses end with {names or 'a stop string alone'}")
+    yield fact("eos", f"responses end with {names or 'a stop string only'}")
     ending = None  # the first special token that the template writes after an answer
     if tokenizer is not None and tokenizer.chat_template:
         _, answer, after = render(tokenizer, TALK).rpartition(ANSWER)
@@ -52,12 +52,12 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
         ending = next((token for token in written if token in special), None)
     if ending is not None and ending not in ids and not module.sampling.stop:
         name = _token_name(tokenizer, ending)
-        observed = f"the chat template ends an answer with {name}, which ends no response: answers run on"
+        observed = f"the chat template ends an answer with {name}, which does not end a response: answers continue"
         yield error("eos", f"{observed} to max_new_tokens", f"eos_token_ids={[*ids, ending]}")
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """A conversation as text, without the beginning of another answer."""
+    """Render a conversation without a generation prompt."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
 
 

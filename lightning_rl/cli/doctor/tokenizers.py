@@ -1,4 +1,4 @@
-"""Tokenizer: are texts cut as ``tokenizer.json`` says, whatever class transformers loads it with?"""
+"""Check that the loaded tokenizer splits texts as its ``tokenizer.json`` does."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,10 @@ PROBES = ("12345 + 6.78 = ?", "Don't  stop,\nplease.\n\n", "naïve 数学 😀",
 
 
 def tokenizer(module: RLLightningModule) -> Iterator[Finding]:
-    """The loaded tokenizer gives the ids that ``tokenizer.json`` gives, which lies beside its model.
+    """Check that the loaded tokenizer returns the same ids as ``tokenizer.json``.
 
-    transformers 5 takes the class of a tokenizer from the type of the model in ``config.json``, and a class brings
-    rules of its own for cutting a text into words: any tokenizer in the folder of a Qwen2 is read with those of Qwen2.
+    transformers 5 chooses the tokenizer class by the model type in ``config.json``, and a class has its own
+    pre-tokenizer: a tokenizer in a Qwen2 folder is loaded with that of Qwen2.
     """
     loaded = module.tokenizer
     file = None if loaded is None else tokenizer_file(loaded.name_or_path)
@@ -27,16 +27,16 @@ def tokenizer(module: RLLightningModule) -> Iterator[Finding]:
         ids = loaded.encode(text, add_special_tokens=False)
         expected = written.encode(text, add_special_tokens=False).ids
         if ids != expected:
-            observed = f"{type(loaded).__name__} reads {text!r} as {ids}, tokenizer.json as {expected}"
+            observed = f"{type(loaded).__name__} encodes {text!r} as {ids}, tokenizer.json as {expected}"
             fix = (
-                "tokenizer=PreTrainedTokenizerFast.from_pretrained(folder), unless the model learnt from the former ids"
+                "tokenizer=PreTrainedTokenizerFast.from_pretrained(folder), unless the model was trained on the former"
             )
             yield warning("tokenizer", observed, fix)
             return
 
 
 def tokenizer_file(name: str) -> str | None:
-    """Where the ``tokenizer.json`` of a folder or of a model lies on this machine; ``None`` if it does not."""
+    """Return the local path of the ``tokenizer.json`` of a folder or model, or None."""
     try:
         return cached_file(name, "tokenizer.json", local_files_only=True)
     except OSError:

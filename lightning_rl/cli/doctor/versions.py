@@ -1,4 +1,4 @@
-"""Versions: are the installed packages inside the windows that this library is tested with?"""
+"""Check that installed packages are within the supported versions."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -13,7 +13,7 @@ PRINTED = ("torch", "lightning", "transformers")
 
 
 def versions(recipe: Recipe) -> Iterator[Finding]:
-    """Every required package, and every installed optional one, is inside its window."""
+    """Check that required and installed optional packages are within the supported versions."""
     del recipe
     yield fact("versions", ", ".join(f"{name} {version(name)}" for name in PRINTED))
     for requirement in map(Requirement, requires("lightning-rl") or ()):
@@ -23,7 +23,7 @@ def versions(recipe: Recipe) -> Iterator[Finding]:
             installed = version(requirement.name)
         except PackageNotFoundError:
             if not optional:
-                yield error("versions", f"expected {window}, which is not installed", f"pip install '{window}'")
+                yield error("versions", f"expected {window}, got none installed", f"pip install '{window}'")
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             observed = f"expected {requirement.name} {requirement.specifier}, got {installed}"
