@@ -1,12 +1,12 @@
-"""A small language model learns to ask its environment as often as it has to, in a minute or two on a laptop.
+"""GRPO over several turns: a small language model learns to query its environment, in two minutes on a laptop.
 
     python recipes/agent.py
     python recipes/agent.py --tiny
     python recipes/agent.py --engine vllm --devices 2 --strategy fsdp2
     python recipes/train.py fit --config recipes/yaml/agent.yaml
 
-A conversation has up to 7 turns; what the environment says is in the row and is not trained. The task lies in
-`trail_task.py`; docs/environments.md says how to write one.
+A conversation has up to 7 turns; tokens of the environment are part of the row and are not trained. The task is
+`trail_task.py`; docs/environments.md shows how to write an environment.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -27,19 +27,19 @@ def main(
     devices: int = 1,
     strategy: str = "auto",
 ) -> "Trainer":
-    """Train on rollouts of 16 conversations about each of 16 trails; print greedy success on held-out ones.
+    """Train on rollouts of 16 conversations for each of 16 trails; print greedy success on held-out ones.
 
     Args:
-        engine: what generates: the policy itself, or vLLM beside it.
-        rollouts: how many.
-        warm_start: steps of supervised learning that the policy begins with.
-        max_staleness: how many rollouts are generated ahead while the policy trains, which asks for smaller steps.
-        seed: of everything that is drawn.
-        accelerator: cpu or gpu, as Lightning knows them.
-        devices: how many of them.
-        strategy: auto, ddp, fsdp2 or another that Lightning knows.
+        engine: Engine that generates: the policy itself, or vLLM.
+        rollouts: Number of rollouts.
+        warm_start: Number of supervised steps before training.
+        max_staleness: Number of rollouts generated ahead; lowers the learning rate.
+        seed: Random seed.
+        accelerator: Accelerator of Lightning: cpu or gpu.
+        devices: Number of devices.
+        strategy: Strategy of Lightning, such as auto, ddp or fsdp2.
     """
-    from functools import partial  # here, so that --help does not wait for torch
+    from functools import partial  # imports inside, so that --help is fast
 
     import trail_task as task
     from lightning.pytorch import Trainer
@@ -68,7 +68,7 @@ def main(
     before = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
     trainer.fit(module, data)
     after = trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
-    folder = trainer.log_dir  # which the ranks find out together
+    folder = trainer.log_dir  # a collective
     if trainer.is_global_zero:
         print(f"metrics: {folder}\nsuccess before={before:.3f} after={after:.3f}")  # noqa: T201
     return trainer

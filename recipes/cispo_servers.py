@@ -1,8 +1,8 @@
-"""CISPO with vLLM on servers of its own, which generate one rollout ahead while the policy trains.
+"""CISPO with vLLM servers, which generate one rollout ahead while the policy trains.
 
-Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585; the weight of stale tokens: see callbacks/truncated_is.py. For rows
-of your own change ``train`` and ``test``. From the root of the repository, each command in a shell of its own;
-``--tiny`` has no servers: the policy generates by itself, one rollout ahead all the same.
+Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585; weights for stale tokens: see callbacks/truncated_is.py. ``train``
+and ``test`` are files with a question and an answer per row. From the root of the repository, each command in a
+separate shell; with ``--tiny`` the policy generates itself, also one rollout ahead:
 
     CUDA_VISIBLE_DEVICES=0 lightning-rl serve Qwen/Qwen2.5-1.5B-Instruct --port 8000
     CUDA_VISIBLE_DEVICES=1 python recipes/cispo_servers.py
@@ -38,7 +38,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in two optimizer steps for each rollout."""
+    """Train on eight responses per question, with two optimizer steps per rollout."""
     minibatches = 2
     module = RLLightningModule(
         policy=model,

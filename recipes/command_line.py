@@ -1,4 +1,4 @@
-"""The command line of a recipe: keywords of its ``main`` as options, ``--tiny``, numbers that make no run refused."""
+"""Command line of a recipe: keywords of ``main`` as options, ``--tiny``, and checks of numbers."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -9,22 +9,22 @@ from jsonargparse import auto_cli
 
 from lightning_rl.arguments import check_counts, check_numbers
 
-MINIMUM = {"max_staleness": 0, "seed": 0, "warm_start": 0}  # of any other whole number: 1
-TINY = "--tiny: a small model and rows made here, on a CPU and offline; options beside it have the last word"
+MINIMUM = {"max_staleness": 0, "seed": 0, "warm_start": 0}  # 1 for any other integer
+TINY = "--tiny: use a small model and small data, on a CPU and offline; other options override its settings"
 
 
 def call(main: Callable[..., Any], small: Callable[[], Mapping[str, Any]] | None = None) -> Any:
-    """Calls a recipe's ``main`` with the options of the command line, once every number is one that a run can have.
+    """Call a recipe's ``main`` with the options of the command line, after a check of their numbers.
 
     Args:
-        main: whose keywords are the options.
-        small: the options that ``--tiny`` stands for; None for a recipe without.
+        main: Function whose keywords are the options.
+        small: Returns the options of ``--tiny``; None for a recipe without.
 
     Returns:
-        What ``main`` returns.
+        Result of ``main``.
 
     Raises:
-        SystemExit: naming an option whose number makes no run, before anything is built.
+        SystemExit: With an option whose number is invalid, before anything is built.
     """
 
     @wraps(main)
@@ -37,19 +37,19 @@ def call(main: Callable[..., Any], small: Callable[[], Mapping[str, Any]] | None
 
 
 def words_of(small: Callable[[], Mapping[str, Any]]) -> list[str]:
-    """The words of the command line, what ``--tiny`` stands for before all others, so that they have the last word."""
+    """Return the arguments of the command line after those of ``--tiny``, which they override."""
     words = [word for word in sys.argv[1:] if word != "--tiny"]
     options = small() if len(words) < len(sys.argv) - 1 else {}
     return [*(f"--{name}={value}" for name, value in options.items()), *words]
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuses counts below their minimum, and rates that are not above 0; jsonargparse takes none that is not finite.
+    """Check that counts have their minimum and rates are above 0.
 
-    Lightning takes ``max_steps=-1`` for a run without end, and ``max_steps=0`` for one that is over.
+    Lightning accepts ``max_steps=-1`` for no limit and ``max_steps=0`` for no step.
 
     Raises:
-        SystemExit: naming the option and its number.
+        SystemExit: With the option and its number.
     """
     every_device = {"devices": -1} if options.get("accelerator") != "cpu" else {}
     try:

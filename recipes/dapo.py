@@ -1,7 +1,7 @@
-"""DAPO on GSM8K: clip-higher, token mean, no groups that teach nothing, long answers punished softly; no KL.
+"""DAPO on GSM8K: clip-higher, token mean, dynamic sampling, a soft overlong penalty; no KL.
 
-Source: Yu et al. 2025, arXiv:2503.14476. For rows of your own change ``train`` and ``test``: files with a question and
-an answer in each row. From the root of the repository:
+Source: Yu et al. 2025, arXiv:2503.14476. ``train`` and ``test`` are files with a question and an answer per row. From
+the root of the repository:
 
     python recipes/dapo.py
     python recipes/dapo.py --tiny
@@ -34,7 +34,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in four optimizer steps for each rollout."""
+    """Train on eight responses per question, with four optimizer steps per rollout."""
     minibatches = 4
     module = RLLightningModule(
         policy=model,

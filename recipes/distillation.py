@@ -1,8 +1,7 @@
-"""On-policy distillation on GSM8K: the student answers, and a teacher of the same vocabulary pulls every token.
+"""On-policy distillation on GSM8K: the KL to a teacher of the same vocabulary on the student's responses.
 
-Source: Agarwal et al. 2024, arXiv:2306.13649. The reward for right answers trains beside the teacher; ``beta`` weighs
-the two. For rows of your own change ``train`` and ``test``: files with a question and an answer in each row. From the
-root of the repository:
+Source: Agarwal et al. 2024, arXiv:2306.13649. ``beta`` weighs the KL against the reward for correct answers. ``train``
+and ``test`` are files with a question and an answer per row. From the root of the repository:
 
     python recipes/distillation.py
     python recipes/distillation.py --tiny
@@ -36,7 +35,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on four answers to each question, in one optimizer step for each rollout."""
+    """Train on four responses per question, with one optimizer step per rollout."""
     module = RLLightningModule(
         policy=model,
         rewards=NumberMatch(),

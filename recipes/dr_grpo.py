@@ -1,7 +1,7 @@
-"""Dr.GRPO on GSM8K: no deviation under the reward, a constant under the length, so that long wrong answers cost.
+"""Dr.GRPO on GSM8K: rewards without standard deviation, and sums over tokens divided by a constant.
 
-Source: Liu et al. 2025, arXiv:2503.20783. For rows of your own change ``train`` and ``test``: files with a question and
-an answer in each row. From the root of the repository:
+Source: Liu et al. 2025, arXiv:2503.20783. ``train`` and ``test`` are files with a question and an answer per row. From
+the root of the repository:
 
     python recipes/dr_grpo.py
     python recipes/dr_grpo.py --tiny
@@ -33,7 +33,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in one optimizer step for each rollout."""
+    """Train on eight responses per question, with one optimizer step per rollout."""
     module = RLLightningModule(
         policy=model,
         rewards=NumberMatch(),

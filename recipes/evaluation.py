@@ -1,8 +1,8 @@
-"""Evaluation only: how often a model solves GSM8K, greedily and with eight samples; nothing trains.
+"""Evaluation only: accuracy of a model on GSM8K, greedily and with eight samples.
 
-Source: the unbiased pass@k of Chen et al. 2021, arXiv:2107.03374. Every sample is kept below ``runs/evaluation``, and
-docs/evaluation.md says what is measured. ``test`` takes a file of your own, with a question and an answer in each row.
-From the root of the repository:
+Source: the unbiased pass@k of Chen et al. 2021, arXiv:2107.03374. Samples are saved below ``runs/evaluation``;
+docs/evaluation.md lists the metrics. ``test`` is a file with a question and an answer per row. From the root of the
+repository:
 
     python recipes/evaluation.py
     python recipes/evaluation.py --tiny
@@ -31,7 +31,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Answer every question of the file; log pass@1 of greedy answers, and pass@k, avg@k of sampled ones."""
+    """Answer every question of the file; log pass@1 of greedy responses, and pass@k and avg@k of sampled ones."""
     questions = PromptDataset(test, columns={"prompt": "question"}, chat=True)
     module = RLLightningModule(
         policy=model,

@@ -4,8 +4,8 @@
     python recipes/gsm8k.py --tiny
     python recipes/train.py fit --config recipes/yaml/gsm8k.yaml
 
-Source: Shao et al. 2024 (GRPO), arXiv:2402.03300. `--tiny` runs this file offline on a CPU in about a minute, with the
-small model and the bundled rows of `tiny_gsm8k.py`; the rows are otherwise those of the hub.
+Source: Shao et al. 2024 (GRPO), arXiv:2402.03300. `--tiny` runs offline on a CPU in about a minute, with the model and
+the bundled rows of `tiny_gsm8k.py`; otherwise rows are loaded from the hub.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ def main(
     max_new_tokens: int = 512, learning_rate: float = 1e-6, seed: int = 0, accelerator: str = "auto",
     devices: int = 1, strategy: str = "auto",
 ) -> Trainer:  # fmt: skip
-    """Train on eight answers to each question; keep the checkpoint with the best pass@1, and every sample evaluated."""
+    """Train on eight responses per question; save the checkpoint with the best pass@1 and all evaluated samples."""
     questions = {"columns": {"prompt": "question"}, "chat": True}
     if tiny:
         model, tokenizer = partial(small.warm_started_policy, seed), small.tiny_tokenizer()

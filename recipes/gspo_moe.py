@@ -1,8 +1,8 @@
-"""GSPO on a mixture of experts, which trains through the experts that its engine took: one ratio for a whole answer.
+"""GSPO on a mixture of experts with router replay: one ratio per response, through the experts of the engine.
 
-Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071; Ma et al. 2025 (rollout routing replay), arXiv:2510.11370. For rows
-of your own change ``train`` and ``test``: files with a question and an answer in each row. From the root of the
-repository, on eight GPUs, and on one core of a laptop, where the policy generates by itself:
+Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071; Ma et al. 2025 (rollout routing replay), arXiv:2510.11370. ``train``
+and ``test`` are files with a question and an answer per row. From the root of the repository, on eight GPUs, or with
+``--tiny`` on one core of a laptop, where the policy generates itself:
 
     python recipes/gspo_moe.py
     python recipes/gspo_moe.py --tiny
@@ -38,7 +38,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in four optimizer steps for each rollout."""
+    """Train on eight responses per question, with four optimizer steps per rollout."""
     minibatches = 4
     module = RLLightningModule(
         policy=model,

@@ -1,8 +1,8 @@
-"""LoRA on one GPU: GRPO on GSM8K in which only adapters train; switched off, they are the reference.
+"""LoRA on one GPU: GRPO on GSM8K that trains adapters; the model without them is the reference.
 
-Source: Hu et al. 2021, arXiv:2106.09685; Shao et al. 2024 (GRPO), arXiv:2402.03300. Needs
-``pip install 'lightning-rl[peft]'``. For rows of your own change ``train`` and ``test``: files with a question and an
-answer in each row. From the root of the repository:
+Source: Hu et al. 2021, arXiv:2106.09685; Shao et al. 2024 (GRPO), arXiv:2402.03300. Needs ``pip install
+'lightning-rl[peft]'``. ``train`` and ``test`` are files with a question and an answer per row. From the root of the
+repository:
 
     python recipes/lora.py
     python recipes/lora.py --tiny
@@ -28,7 +28,7 @@ from lightning_rl.rewards import NumberMatch
 
 
 class LoRA(ModelBuilder):
-    """A model with adapters of rank ``r`` at every linear layer."""
+    """Builder of a model with adapters of rank ``r`` at every linear layer."""
 
     def __init__(self, model: str, r: int = 16) -> None:
         self.model, self.r = model, r
@@ -53,7 +53,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in one optimizer step for each rollout."""
+    """Train on eight responses per question, with one optimizer step per rollout."""
     module = RLLightningModule(
         policy=LoRA(model), tokenizer=model, rewards=NumberMatch(), advantages=GRPO(), loss=ClippedSurrogate(),
         reduction="sequence_mean", sampling=Sampling(max_new_tokens=max_new_tokens), group_size=8,

@@ -1,8 +1,7 @@
-"""PPO with a critic on GSM8K: a value head on the policy, advantages for each token, the KL to the reference as reward.
+"""PPO with a critic on GSM8K: a value head on the policy, per-token advantages, and the KL penalty in the reward.
 
-Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593. For rows of
-your own change ``train`` and ``test``: files with a question and an answer in each row. From the root of the
-repository:
+Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593. ``train``
+and ``test`` are files with a question and an answer per row. From the root of the repository:
 
     python recipes/ppo.py
     python recipes/ppo.py --tiny
@@ -35,12 +34,12 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on one answer to each question, in four optimizer steps for each rollout."""
+    """Train on one response per question, with four optimizer steps per rollout."""
     minibatches = 4
     module = RLLightningModule(
         policy=model,
         rewards=NumberMatch(),
-        critic="shared",  # or the name of a model: a critic of its own
+        critic="shared",  # or the name of a model for a separate critic
         advantages=GAE(gamma=1.0, lam=0.95),
         loss=ClippedSurrogate(clip_low=0.2, clip_high=0.2),
         value_loss=ValueLoss(coef=0.1),

@@ -4,7 +4,7 @@
     python recipes/quickstart.py --algorithm ppo --engine vllm --seed 1
     python recipes/quickstart.py --devices 2 --strategy fsdp2 --max_staleness 1
 
-Every option is a keyword of `main`; to change anything else, copy this file. The task lies in `sorting_task.py`.
+Every option is a keyword of `main`; to change anything else, copy this file. The task is `sorting_task.py`.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -26,20 +26,20 @@ def main(
     devices: int = 1,
     strategy: str = "auto",
 ) -> "Trainer":
-    """Train on rollouts of 256 answers; print greedy accuracy on held-out lists before and after.
+    """Train on rollouts of 256 responses; print greedy accuracy on held-out lists before and after.
 
     Args:
-        algorithm: 8 answers to each of 32 prompts, or a critic and one answer to each of 256.
-        engine: what generates: the policy itself, or vLLM beside it.
-        updates: optimizer steps for each rollout.
-        rollouts: how many.
-        max_staleness: how many rollouts are generated ahead while the policy trains.
-        seed: of everything that is drawn.
-        accelerator: cpu or gpu, as Lightning knows them.
-        devices: how many of them.
-        strategy: auto, ddp, fsdp2 or another that Lightning knows.
+        algorithm: GRPO with 8 responses to each of 32 prompts, or PPO with one response to each of 256.
+        engine: Engine that generates: the policy itself, or vLLM.
+        updates: Number of optimizer steps per rollout.
+        rollouts: Number of rollouts.
+        max_staleness: Number of rollouts generated ahead.
+        seed: Random seed.
+        accelerator: Accelerator of Lightning: cpu or gpu.
+        devices: Number of devices.
+        strategy: Strategy of Lightning, such as auto, ddp or fsdp2.
     """
-    from functools import partial  # here, so that --help does not wait for torch
+    from functools import partial  # imports inside, so that --help is fast
 
     import sorting_task as task
     from lightning.pytorch import Trainer

@@ -1,7 +1,7 @@
-"""GRPO on a task of reasoning-gym: questions without end, scored by the task itself, and others to validate on.
+"""GRPO on a task of reasoning-gym: generated questions, scored by the task, with held-out ones for validation.
 
 Source: Stojanovski et al. 2025, arXiv:2505.24760. Needs ``pip install 'lightning-rl[reasoning-gym]'``; docs/adapters.md
-says what its scorers do. From the root of the repository:
+describes its scorers. From the root of the repository:
 
     python recipes/reasoning.py
     python recipes/reasoning.py --task countdown
@@ -24,7 +24,7 @@ from lightning_rl.environments.adapters import ReasoningGym, ReasoningGymScore
 
 
 class Questions(PromptDataset):
-    """Rows of a task, as prompts of a chat."""
+    """Rows of a task as chat prompts."""
 
     def __init__(self, task: str, *, size: int, seed: int, system: str | None) -> None:
         super().__init__(ReasoningGym(task, size=size, seed=seed), chat=True, system=system)
@@ -45,7 +45,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in one optimizer step for each rollout."""
+    """Train on eight responses per question, with one optimizer step per rollout."""
     questions = Questions(task, size=rows, seed=seed, system=system)
     held_out = Questions(task, size=256, seed=seed + 1, system=system)
     module = RLLightningModule(

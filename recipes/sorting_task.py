@@ -1,7 +1,7 @@
-"""Sorting short lists of digits: the quickstart's task, its tokenizer, reward, warm-started policy and pictures.
+"""Sorting short lists of digits: the quickstart's task, tokenizer, reward, warm-started policy and plots.
 
-A prompt is a list of 4 to 8 digits, ``3 1 4 1 5 >``; the only right response is ``1 1 3 4 5 <eos>``. The policy was
-warm-started on mostly wrong answers: greedily it mostly fails, but it samples right ones often enough to learn from.
+A prompt is a list of 4 to 8 digits, ``3 1 4 1 5 >``; the only correct response is ``1 1 3 4 5 <eos>``. The policy is
+warm-started on mostly wrong targets: greedy decoding mostly fails, but samples are correct often enough to learn from.
 """
 
 import copy
@@ -46,7 +46,7 @@ REPORT = ("matplotlib", "rich")
 
 
 def sorting_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of the task: one id per word, 16 ids, no BOS; a word it does not know is an error."""
+    """Return the tokenizer of the task: one id per word, 16 ids, no BOS; an unknown word raises."""
     tokenizer = Tokenizer(WordLevel(IDS))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -55,12 +55,12 @@ def sorting_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sorting_prompts(count: int, *, seed: int, exclude: Iterable[dict[str, str]] = ()) -> list[dict[str, str]]:
-    """``count`` lists to sort, with repetition.
+    """Sample ``count`` lists to sort, with repetition.
 
     Args:
-        count: how many to draw.
-        seed: of this function's own generator.
-        exclude: rows whose prompt is never drawn, such as :func:`held_out_prompts`.
+        count: Number of lists.
+        seed: Seed of a local generator.
+        exclude: Rows whose prompts are skipped, such as :func:`held_out_prompts`.
 
     Returns:
         One row per list, with the columns ``prompt`` and ``answer``.
@@ -77,7 +77,7 @@ def sorting_prompts(count: int, *, seed: int, exclude: Iterable[dict[str, str]] 
 
 
 def held_out_prompts(count: int = 256) -> list[dict[str, str]]:
-    """``count`` distinct lists, the same on every call, to exclude from training and to measure accuracy on."""
+    """Return ``count`` distinct lists, always the same, to exclude from training and to measure accuracy on."""
     distinct = {row["prompt"]: row for row in sorting_prompts(2 * count, seed=HELD_OUT_SEED)}
     return list(distinct.values())[:count]
 
@@ -88,11 +88,11 @@ def exactly_sorted(
     *,
     completion_ids: Sequence[Sequence[int]],
     answer: Sequence[str],
-    **columns: object,  # noqa: ARG001 - as above
+    **columns: object,  # noqa: ARG001 - the signature of a reward
 ) -> list[float]:
-    """Reward 1 for the sorted list followed by EOS and nothing else, 0 for anything else.
+    """Return 1 for the sorted list followed by EOS and nothing else, and 0 otherwise.
 
-    The ids decide as well as the text, because a decoded text shows neither EOS nor padding sampled between digits.
+    Ids are compared too, because decoding skips EOS and padding tokens between digits.
     """
     return [
         float(text == target and list(ids) == [IDS[word] for word in [*target.split(), "<eos>"]])
@@ -101,7 +101,7 @@ def exactly_sorted(
 
 
 def bubble_pass(words: Sequence[str]) -> list[str]:
-    """The list after one pass from left to right that swaps neighbours in the wrong order: half sorted."""
+    """Return the list after one pass of bubble sort."""
     passed = list(words)
     for left in range(len(passed) - 1):
         passed[left : left + 2] = sorted(passed[left : left + 2])
@@ -109,9 +109,9 @@ def bubble_pass(words: Sequence[str]) -> list[str]:
 
 
 def warm_start_batches(seed: int) -> Iterator[list[Tensor]]:
-    """Ids of prompt and target for each step, one tensor for each length of list: no row needs padding.
+    """Yield ids of prompt and target for each step, one tensor per list length, so that no row needs padding.
 
-    A target is half sorted with probability ``WARM_START_NOISE``, else sorted. No list is a held-out one.
+    A target is half sorted with probability ``WARM_START_NOISE``, else sorted. Held-out lists are excluded.
     """
     noise = Random(seed)
     rows = sorting_prompts(WARM_START_STEPS * WARM_START_LISTS, seed=WARM_START_SEED + seed, exclude=held_out_prompts())
@@ -126,7 +126,7 @@ def warm_start_batches(seed: int) -> Iterator[list[Tensor]]:
 
 
 def untrained_policy(seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 of 0.9 million parameters; the caller's random generators are left as they were."""
+    """Return a randomly initialized Qwen2 of 0.9 million parameters; global random generators are unchanged."""
     config = Qwen2Config(
         vocab_size=len(WORDS),
         hidden_size=128,
@@ -145,20 +145,20 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
 
 
 def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
-    """A copy of :func:`warm_started`, which a process computes once."""
+    """Return a copy of :func:`warm_started`, which is cached."""
     return copy.deepcopy(warm_started(seed))
 
 
 @cache
 def warm_started(seed: int) -> Qwen2ForCausalLM:
-    """A small policy that has learned to sort badly, in about 25 CPU seconds and without any file.
+    """Return a small policy that has learned to sort badly, in about 25 CPU seconds.
 
-    It prefers the half sorted list, so that greedily it is right about one time in four, and it samples the sorted list
-    often enough that rewards differ within a group from the first step. Loss: mean negative log-likelihood over target
-    tokens, EOS included. The same seed and number of threads give the same weights.
+    It prefers the half sorted list: greedy accuracy is about one in four, and rewards differ within a group from the
+    first step. Loss: mean negative log-likelihood over target tokens, with EOS. Deterministic for a seed and number of
+    threads.
 
     Args:
-        seed: of the weights, the lists and the noise.
+        seed: Seed of the weights, the lists and the noise.
     """
     policy = untrained_policy(seed)
     optimizer = AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
@@ -167,7 +167,7 @@ def warm_started(seed: int) -> Qwen2ForCausalLM:
         target_tokens = sum(ids.numel() // 2 for ids in batch)
         optimizer.zero_grad()
         for ids in batch:
-            target = ids[:, ids.shape[1] // 2 :]  # prompt and target have one length: a list and one more token
+            target = ids[:, ids.shape[1] // 2 :]  # prompt and target have the same length
             output = policy(input_ids=ids[:, :-1], logits_to_keep=target.shape[1], use_cache=False)
             loss = cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum") / target_tokens
             loss.backward()
@@ -178,18 +178,18 @@ def warm_started(seed: int) -> Qwen2ForCausalLM:
 
 
 def learning_curve(csv_path: str | Path, picture_path: str | Path) -> None:
-    """Draw reward and held-out accuracy over optimizer steps, as a PNG.
+    """Plot reward and held-out accuracy over optimizer steps, as a PNG.
 
     Args:
         csv_path: ``metrics.csv`` of Lightning's ``CSVLogger``, with the columns ``step``, ``reward/task`` and
-            ``val/reward/task``; a blank cell is a point not drawn.
-        picture_path: where the PNG goes.
+            ``val/reward/task``; blank cells are skipped.
+        picture_path: Path of the PNG.
     """
-    from matplotlib.figure import Figure  # the task itself needs no matplotlib
+    from matplotlib.figure import Figure  # optional dependency
 
     with Path(csv_path).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # outside pyplot a figure draws with Agg
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # uses Agg, because pyplot is not involved
     axes = figure.subplots()
     for column, style in {
         "reward/task": {"label": "sampled reward", "color": "tab:orange", "linewidth": 1.0},
@@ -207,8 +207,8 @@ def learning_curve(csv_path: str | Path, picture_path: str | Path) -> None:
 def completion_table(
     prompts: Sequence[str], answers: Sequence[str], before: Sequence[str], after: Sequence[str]
 ) -> "Table":
-    """Completions of two policies side by side, each marked ``ok`` or ``x``; only texts are compared, not EOS."""
-    from rich.table import Table  # as matplotlib
+    """Return a table of completions of two policies, each marked ``ok`` or ``x``; only texts are compared, not EOS."""
+    from rich.table import Table  # optional dependency
     from rich.text import Text
 
     table = Table("prompt", "before", "after", title="Sorting")
@@ -223,11 +223,10 @@ def completion_table(
 
 @contextmanager
 def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) -> Iterator[None]:
-    """Around a fit: greedy answers to held-out lists before and after as a table, the learning curve, the accuracy.
+    """Print greedy completions and accuracy before and after a fit, and plot the learning curve.
 
     Raises:
-        SystemExit: before anything is computed, if what draws them is not installed, or the prompts of a rollout do not
-            divide by its optimizer steps and the devices.
+        SystemExit: If a package is missing, or if optimizer steps and devices do not divide the prompts of a rollout.
     """
     if missing := [package for package in REPORT if find_spec(package) is None]:
         raise SystemExit(f"expected {' and '.join(missing)} for the report: pip install 'lightning-rl[report]'")
@@ -240,7 +239,7 @@ def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) 
     before, first = _accuracy(trainer, module, data), module.complete(prompts)
     yield
     after, last = _accuracy(trainer, module, data), module.complete(prompts)
-    folder = Path(trainer.log_dir or ".")  # every rank asks
+    folder = Path(trainer.log_dir or ".")  # a collective
     if not trainer.is_global_zero:
         return
     learning_curve(folder / "metrics.csv", folder / "learning_curve.png")

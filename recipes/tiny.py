@@ -1,7 +1,7 @@
-"""What ``--tiny`` stands for in every recipe: a small model, sums to train on, sizes for one core of a laptop, offline.
+"""Options of ``--tiny`` in recipes: a small model, small data and sizes for one core of a laptop, offline.
 
-The models are written to ``runs/tiny`` when the first recipe asks for one; delete the folder, and they are made again.
-The rows are the calculations of ``tiny_tools.py``, such as ``What is 48 / 2?`` with the answer ``#### 24``.
+Models are cached in ``runs/tiny``. The rows are the calculations of ``tiny_tools.py``, such as ``What is 48 / 2?`` with
+the answer ``#### 24``.
 """
 
 import inspect
@@ -34,29 +34,29 @@ WARM_START_STEPS, WARM_START_ROWS = 40, 32
 
 
 def command_line(main: Callable[..., Any], **options: Any) -> Any:
-    """Calls a recipe's ``main`` with the options of the command line, where ``--tiny`` stands for several of them.
+    """Call a recipe's ``main`` with the options of the command line and of ``--tiny``.
 
     Args:
-        main: whose keywords are the options.
-        options: what ``--tiny`` says besides :data:`SIZES`, :data:`DEVICE` and the rows; a keyword ``model`` or
-            ``teacher`` names one of :data:`MODELS`.
+        main: Function whose keywords are the options.
+        options: Options of ``--tiny`` besides :data:`SIZES`, :data:`DEVICE` and the rows; ``model`` and ``teacher`` are
+            names of :data:`MODELS`.
 
     Returns:
-        What ``main`` returns.
+        Result of ``main``.
     """
 
     def small() -> dict[str, Any]:
         rows = {"train": rows_of("train"), "test": rows_of("test")}
-        given = {**SIZES, **DEVICE, **rows, "model": "policy", **options}
-        given |= {name: model(given[name]) for name in ("model", "teacher") if name in given}
+        values = {**SIZES, **DEVICE, **rows, "model": "policy", **options}
+        values |= {name: model(values[name]) for name in ("model", "teacher") if name in values}
         known = inspect.signature(main).parameters
-        return {name: value for name, value in given.items() if name in known}
+        return {name: value for name, value in values.items() if name in known}
 
     return call(main, small)
 
 
 def model(name: str) -> Path:
-    """The folder of one of :data:`MODELS` with its tokenizer, written unless it is there."""
+    """Return the folder of one of :data:`MODELS` with its tokenizer, written if missing."""
 
     def write(folder: Path) -> None:
         MODELS[name]().save_pretrained(folder)
@@ -66,7 +66,7 @@ def model(name: str) -> Path:
 
 
 def rows_of(split: str) -> Path:
-    """The file with the sums of a split, written unless it is there."""
+    """Return the file with the calculations of a split, written if missing."""
 
     def write(folder: Path) -> None:
         lines = [json.dumps(row) + "\n" for row in tiny_tools.calculations(split)]
@@ -76,7 +76,7 @@ def rows_of(split: str) -> Path:
 
 
 def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Writes a folder whole or not at all; of several ranks that do so at once, one wins."""
+    """Write a folder atomically; of several ranks, one succeeds."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -89,24 +89,24 @@ def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def policy() -> PreTrainedModel:
-    """A tenth of a million parameters that mostly write ``#### `` and guess the number."""
+    """Return a model of 0.1 million parameters that mostly writes ``#### `` and a random number."""
     return warm_start(Qwen3ForCausalLM, Qwen3Config(**shape(), intermediate_size=128), WARM_START_STEPS)
 
 
 def novice() -> PreTrainedModel:
-    """The same, with a shorter education."""
+    """Return a model of the same size after fewer steps."""
     return warm_start(Qwen3ForCausalLM, Qwen3Config(**shape(), intermediate_size=128), WARM_START_STEPS // 3)
 
 
 def mixture() -> PreTrainedModel:
-    """The same as a mixture of four experts, of which two answer."""
+    """Return a mixture of four experts, two of them active, with the same data and number of steps."""
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     experts["experts_implementation"] = "eager"
     return warm_start(Qwen3MoeForCausalLM, Qwen3MoeConfig(**shape(), **experts), WARM_START_STEPS)
 
 
 def shape() -> dict[str, Any]:
-    """What the small models share; of Qwen2's folders transformers would read another tokenizer than was written."""
+    """Return the common configuration of the small models; Qwen3, because transformers replaces tokenizers of Qwen2."""
     return {
         "vocab_size": len(tiny_tools.tiny_tokenizer()),
         "hidden_size": 64,
@@ -124,7 +124,7 @@ def shape() -> dict[str, Any]:
 
 
 def warm_start(kind: Callable[[Any], PreTrainedModel], config: PreTrainedConfig, steps: int) -> PreTrainedModel:
-    """A model that has read ``steps`` batches of right answers; random generators are left as they were."""
+    """Return a model trained on ``steps`` batches of correct answers; global random generators are unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = kind(config)
@@ -133,7 +133,7 @@ def warm_start(kind: Callable[[Any], PreTrainedModel], config: PreTrainedConfig,
 
 
 def demonstrations(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids of sums with their answers for each step, and labels that count the answers alone."""
+    """Yield token ids of calculations with their answers for each step, and labels on the answers only."""
     tokenizer, draw, sums = tiny_tools.tiny_tokenizer(), Random(0), tiny_tools.calculations("train")
     for _ in range(steps):
         rows = [tiny_tools.demonstration(row, row["answer"]) for row in draw.sample(sums, WARM_START_ROWS)]

@@ -1,8 +1,8 @@
-"""A laptop's stand-in for a chat model on GSM8K: bundled rows, a tokenizer of its own, a small warm-started policy.
+"""Small stand-in for a chat model on GSM8K: bundled rows, a tokenizer and a warm-started policy.
 
-The rows are the first 1,000 of the training and 200 of the test split (``data/gsm8k``, with its licence). The policy
-has half a million parameters and read the last lines of the bundled training answers: it mostly writes ``#### `` and a
-number, which it guesses. That is enough to see the whole path work and the reward rise; it is not arithmetic.
+The rows are the first 1,000 of the training split and 200 of the test split (``data/gsm8k``, with its license). The
+policy has half a million parameters and was trained on the last lines of the answers: it mostly writes ``#### `` and a
+random number, enough for the reward to rise.
 """
 
 import copy
@@ -32,13 +32,13 @@ WARM_START_STEPS, WARM_START_ROWS = 50, 32
 
 
 def bundled_rows(split: str) -> list[dict[str, str]]:
-    """The bundled rows of a split, ``"train"`` or ``"test"``, each with ``question`` and ``answer``."""
+    """Return the bundled rows of a split, ``"train"`` or ``"test"``, with ``question`` and ``answer``."""
     return [json.loads(line) for line in (FOLDER / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 1,024 tokens, made from the bundled training rows."""
+    """Return a tokenizer of 1,024 tokens, trained on the bundled training rows."""
     texts = (text for row in bundled_rows("train") for text in row.values())
     return trained_tokenizer(texts, VOCABULARY, SPECIAL, TEMPLATE)
 
@@ -46,14 +46,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def trained_tokenizer(
     texts: Iterable[str], vocabulary: int, special: Sequence[str], template: str, *, whole_numbers: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template.
+    """Train a byte-level BPE tokenizer with a chat template.
 
     Args:
-        texts: that its words come from.
-        vocabulary: most tokens.
-        special: tokens that no text splits; the first one ends an answer.
-        template: of chats.
-        whole_numbers: whether a number may be one token, rather than one for each digit.
+        texts: Texts to train on.
+        vocabulary: Maximum number of tokens.
+        special: Special tokens; the first one is EOS.
+        template: Chat template.
+        whole_numbers: True if a number may be one token, False for one token per digit.
     """
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=not whole_numbers)
@@ -73,13 +73,13 @@ def trained_tokenizer(
 
 
 def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
-    """A copy of :func:`warm_started`, which a process computes once."""
+    """Return a copy of :func:`warm_started`, which is cached."""
     return copy.deepcopy(warm_started(seed))
 
 
 @cache
 def warm_started(seed: int) -> Qwen2ForCausalLM:
-    """A policy that has learnt the form of an answer from the bundled training rows, mostly."""
+    """Return a policy that has mostly learned the format of an answer from the bundled training rows."""
     model = untrained_policy(seed)
     imitate(model, warm_start_batches(seed), learning_rate=2e-3)
     return model
@@ -92,13 +92,13 @@ def imitate(
     learning_rate: float,
     schedule: Callable[[int], float] = lambda _: 1.0,
 ) -> None:
-    """Trains a model on what it should say, with AdamW.
+    """Train a model on target tokens with AdamW.
 
     Args:
-        model: is changed in place.
-        batches: token ids and labels, both of shape [B, S], for each step.
-        learning_rate: of the first step after the warm-up.
-        schedule: what it is multiplied with at each step.
+        model: Model, modified in place.
+        batches: Token ids and labels of each step, both of shape [B, S].
+        learning_rate: Learning rate before the schedule.
+        schedule: Factor of the learning rate for a step.
     """
     optimizer = AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     rates = LambdaLR(optimizer, schedule)
@@ -112,7 +112,7 @@ def imitate(
 
 
 def untrained_policy(seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2; the caller's random generators are left as they were."""
+    """Return a randomly initialized Qwen2; global random generators are unchanged."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=96,
@@ -132,7 +132,7 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
 
 
 def warm_start_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids of question and last line of the answer for each step, and labels that count the last line alone."""
+    """Yield token ids of question and last line of the answer for each step, and labels on the last line only."""
     tokenizer, draw, examples = tiny_tokenizer(), Random(seed), list[tuple[list[int], list[int]]]()
     for row in bundled_rows("train"):
         chat = [{"role": "user", "content": row["question"]}]
@@ -145,7 +145,7 @@ def warm_start_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def padded_batch(rows: Iterable[Iterable[tuple[list[int], bool]]]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of rows of parts, each with whether it counts."""
+    """Return padded token ids and labels of rows; each part of a row has a flag for the loss."""
     ids, labels = list[Tensor](), list[Tensor]()
     for parts in map(list, rows):
         ids.append(torch.tensor([token for part, _ in parts for token in part]))

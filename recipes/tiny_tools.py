@@ -1,8 +1,8 @@
-"""A laptop's stand-in for a chat model with a calculator: sums out of GSM8K, and a policy that mostly guesses.
+"""Small stand-in for a chat model with a calculator: calculations of GSM8K, and a policy that mostly guesses.
 
-The rows are the calculations with two whole numbers that the bundled solutions of GSM8K write as ``<<48/2=24>>``. The
-policy has a hundred thousand parameters and read demonstrations, of which most answer with some number, and the others
-call the tool and copy what it says. It can do both, and does mostly what is wrong.
+The rows are the calculations with two integers in the bundled solutions of GSM8K, such as ``<<48/2=24>>``. The policy
+has 0.1 million parameters and was trained on demonstrations: most answer with a random number, the others call the tool
+and copy its result.
 """
 
 import copy
@@ -25,14 +25,14 @@ TEMPLATE = (
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 VOCABULARY, ROWS = 512, 32
-LESSONS = ((260, 0.0), (40, 0.7))  # steps, and the share of demonstrations that guess
+LESSONS = ((260, 0.0), (40, 0.7))  # number of steps, and share of demonstrations that guess
 
 Part = tuple[str, bool]
-"""Words of a conversation, and whether the policy says them."""
+"""Text of a conversation, and True if the policy writes it."""
 
 
 def calculations(split: str) -> list[dict[str, str]]:
-    """Every different calculation of a split, in words, with its result; none of the training split's in the test's."""
+    """Return the distinct calculations of a split with their results; the test split has none of the training split."""
     known = {row["question"] for row in calculations("train")} if split == "test" else set[str]()
     rows: dict[str, dict[str, str]] = {}
     for row in tiny_gsm8k.bundled_rows(split):
@@ -43,36 +43,36 @@ def calculations(split: str) -> list[dict[str, str]]:
 
 
 def demonstration(row: dict[str, str], guess: str | None) -> list[Part]:
-    """A conversation about a calculation: a guess at once, or a call, what the tool says, and the answer."""
+    """Return a conversation about a calculation: a guess, or a tool call, its result and the answer."""
     question, (left, operation, right) = f"<|user|>{row['question']}<|end|><|assistant|>", row["question"][8:-1].split()
     if guess is not None:
         return [(question, False), (f"{guess}<|end|>", True)]
     arguments = {"a": int(left), "operation": operation, "b": int(right)}
     call = json.dumps({"name": "calculate", "arguments": arguments})
-    said = row["answer"].removeprefix("#### ")
+    result = row["answer"].removeprefix("#### ")
     return [
         (question, False),
         (f"<tool_call>{call}</tool_call><|end|>", True),
-        (f"<|tool|>{said}<|end|><|assistant|>", False),
+        (f"<|tool|>{result}<|end|><|assistant|>", False),
         (f"{row['answer']}<|end|>", True),
     ]
 
 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the demonstrations' words."""
+    """Return a tokenizer trained on the demonstrations."""
     texts = (part for row in calculations("train") for part, _ in demonstration(row, None))
     return tiny_gsm8k.trained_tokenizer(texts, VOCABULARY, SPECIAL, TEMPLATE, whole_numbers=True)
 
 
 def warm_started_policy(seed: int) -> Qwen2ForCausalLM:
-    """A copy of :func:`warm_started`, which a process computes once."""
+    """Return a copy of :func:`warm_started`, which is cached."""
     return copy.deepcopy(warm_started(seed))
 
 
 @cache
 def warm_started(seed: int) -> Qwen2ForCausalLM:
-    """A policy that has learnt to ask and to guess, and guesses in seven of ten cases."""
+    """Return a policy that has learned to call the tool and to guess, and guesses in seven of ten cases."""
     model, steps = untrained_policy(seed), sum(steps for steps, _ in LESSONS)
 
     def schedule(step: int) -> float:
@@ -83,7 +83,7 @@ def warm_started(seed: int) -> Qwen2ForCausalLM:
 
 
 def untrained_policy(seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2; the caller's random generators are left as they were."""
+    """Return a randomly initialized Qwen2; global random generators are unchanged."""
     config = Qwen2Config(
         vocab_size=len(tiny_tokenizer()),
         hidden_size=64,
@@ -92,7 +92,7 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         tie_word_embeddings=True,
-        initializer_range=0.05,  # copies sooner than with 0.02
+        initializer_range=0.05,  # learns to copy faster than with 0.02
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tiny_gsm8k.END,
@@ -104,7 +104,7 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
 
 
 def warm_start_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids of demonstrations for each step, and labels that count what the policy says alone."""
+    """Yield token ids of demonstrations for each step, and labels on the policy's tokens only."""
     tokenizer, draw, rows = tiny_tokenizer(), Random(seed), calculations("train")
     for guessing in (share for steps, share in LESSONS for _ in range(steps)):
         guesses = [draw.choice(rows)["answer"] if draw.random() < guessing else None for _ in range(ROWS)]

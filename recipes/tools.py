@@ -1,7 +1,7 @@
 """Grade-school mathematics (GSM8K) with a calculator: GRPO over conversations in which the policy may call a tool.
 
-A call costs nothing: the policy makes it if it helps. docs/environments.md says who reads calls. `--tiny` runs this
-offline on a CPU in about a minute, with the model and the calculations of `tiny_tools.py`.
+Calls have no reward or cost. docs/environments.md describes their parsing. `--tiny` runs offline on a CPU in about a
+minute, with the model and the calculations of `tiny_tools.py`.
 
     python recipes/tools.py --model Qwen/Qwen2.5-1.5B-Instruct --engine vllm --devices 4 --strategy fsdp2
     python recipes/tools.py --tiny
@@ -46,7 +46,7 @@ def main(
     max_new_tokens: int = 1024, learning_rate: float = 1e-6, accelerator: str = "auto", devices: int = 1,
     strategy: str = "auto", seed: int = 0,
 ) -> Trainer:  # fmt: skip
-    """Train on eight conversations about each question; print greedy success on the test split before and after."""
+    """Train on eight conversations per question; print greedy accuracy on the test split before and after."""
     questions = {"columns": {"prompt": "question"}, "chat": True}
     if tiny:
         policy, tokenizer = partial(small.warm_started_policy, seed), small.tiny_tokenizer()

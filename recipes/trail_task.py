@@ -1,9 +1,9 @@
-"""Following a trail: a task of several turns, its environment, tokenizer and a policy that gives up too early.
+"""Following a trail: a task of several turns, with its environment, tokenizer and warm-started policy.
 
-A prompt is ``c 4 >``: a place, and how many steps to go. ``look c ;`` is answered by the next place, which only the
-environment knows; ``answer h <eos>`` ends the conversation. The reward is 1 for the place after exactly that many
-steps, which takes as many questions. The policy was warm-started on demonstrations that mostly give up after two steps:
-greedily it is right about short trails, and it samples right answers often enough to learn from.
+A prompt is ``c 4 >``: a place and a number of steps. The environment answers ``look c ;`` with the next place; ``answer
+h <eos>`` ends the conversation. The reward is 1 for the place after exactly that many steps. The policy is warm-started
+on demonstrations that mostly stop after two steps: greedy decoding solves short trails, and samples are correct often
+enough to learn from.
 """
 
 import copy
@@ -32,47 +32,47 @@ from lightning_rl.environments import TokenStep
 PLACES, STEPS = "abcdefghijkl", range(2, 6)
 WORDS = ("<pad>", "<eos>", ">", ";", "look", "answer", *PLACES, *map(str, STEPS), "<unused>")
 IDS = {word: index for index, word in enumerate(WORDS)}
-ENDS = (IDS[";"], IDS["<eos>"])  # of a turn
+ENDS = (IDS[";"], IDS["<eos>"])  # tokens that end a turn
 
 HELD_OUT_SEED = 10_000
 WARM_START_SEED = 20_000
 WARM_START_STEPS, WARM_START_TRAILS = 180, 96
-GIVING_UP = 0.7  # of the demonstrations, after two steps
+GIVING_UP = 0.7  # share of demonstrations that stop after two steps
 
 
 class Trail:
-    """Twelve places in a circle, in an order of their own for each row."""
+    """Environment of twelve places in a circle, whose order differs between rows."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begins with the row's own prompt."""
+        """Start with the row's prompt."""
         del seed
         self.following = dict(zip(row["circle"], row["circle"][1:] + row["circle"][:1], strict=True))
         self.goal = str(row["goal"])
         return ()
 
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        """Says what lies behind a place, or whether an answer is right; ends whatever is neither."""
-        said = [WORDS[token] for token in token_ids]
-        if finish == Finish.STOP and len(said) == 3 and said[0] == "look" and said[2] == ";" and said[1] in PLACES:
-            return TokenStep(token_ids=[IDS[self.following[said[1]]]])
-        return TokenStep(done=True, reward=float(said == ["answer", self.goal, "<eos>"]))
+        """Return the place after a place, or end the conversation with the reward of an answer."""
+        words = [WORDS[token] for token in token_ids]
+        if finish == Finish.STOP and len(words) == 3 and words[0] == "look" and words[2] == ";" and words[1] in PLACES:
+            return TokenStep(token_ids=[IDS[self.following[words[1]]]])
+        return TokenStep(done=True, reward=float(words == ["answer", self.goal, "<eos>"]))
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing."""
 
 
 def new_trail() -> Trail:
-    """A :class:`Trail`, for configuration files, which name no class here."""
+    """Return a :class:`Trail`; a function, because configuration files need one."""
     return Trail()
 
 
 def trails(count: int, *, seed: int, exclude: Iterable[Mapping[str, str]] = ()) -> list[dict[str, str]]:
-    """``count`` rows with a prompt, the circle that it stands in, and the place that is asked for.
+    """Sample ``count`` rows with a prompt, its circle, and the goal.
 
     Args:
-        count: how many to draw.
-        seed: of this function's own generator.
-        exclude: rows that are never drawn, such as :func:`held_out_trails`.
+        count: Number of rows.
+        seed: Seed of a local generator.
+        exclude: Rows to skip, such as :func:`held_out_trails`.
     """
     generator, excluded = Random(seed), {(row["prompt"], row["circle"]) for row in exclude}
     rows: list[dict[str, str]] = []
@@ -86,26 +86,26 @@ def trails(count: int, *, seed: int, exclude: Iterable[Mapping[str, str]] = ()) 
 
 
 class HeldOutTrails(PromptDataset):
-    """:func:`held_out_trails`, for configuration files."""
+    """Data set of :func:`held_out_trails`, for configuration files."""
 
     def __init__(self, count: int = 256) -> None:
         super().__init__(held_out_trails(count))
 
 
 class Trails(PromptDataset):
-    """:func:`trails` that are not held out, for configuration files."""
+    """Data set of :func:`trails` that are not held out, for configuration files."""
 
     def __init__(self, count: int, seed: int) -> None:
         super().__init__(trails(count, seed=seed, exclude=held_out_trails()))
 
 
 def held_out_trails(count: int = 256) -> list[dict[str, str]]:
-    """``count`` trails, the same on every call."""
+    """Return ``count`` trails, always the same."""
     return trails(count, seed=HELD_OUT_SEED)
 
 
 def trail_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of the task: one id per word, 23 ids, no BOS; a word it does not know is an error."""
+    """Return the tokenizer of the task: one id per word, 23 ids, no BOS; an unknown word raises."""
     tokenizer = Tokenizer(WordLevel(IDS))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -114,7 +114,7 @@ def trail_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demonstration(row: Mapping[str, str], *, gives_up: bool) -> tuple[list[int], list[bool]]:
-    """Ids of a whole conversation, and which of them the policy says."""
+    """Return the ids of a conversation, and a mask of those that the policy writes."""
     circle, goal = row["circle"], row["goal"]
     steps = 2 if gives_up else circle.index(goal)
     words, own = row["prompt"].split(), [False] * 3
@@ -125,7 +125,7 @@ def demonstration(row: Mapping[str, str], *, gives_up: bool) -> tuple[list[int],
 
 
 def untrained_policy(seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 of 0.9 million parameters; the caller's random generators are left as they were."""
+    """Return a randomly initialized Qwen2 of 0.9 million parameters; global random generators are unchanged."""
     config = Qwen2Config(
         vocab_size=len(WORDS),
         hidden_size=128,
@@ -144,19 +144,19 @@ def untrained_policy(seed: int) -> Qwen2ForCausalLM:
 
 
 def warm_started_policy(seed: int = 0, steps: int = WARM_START_STEPS) -> Qwen2ForCausalLM:
-    """A copy of :func:`warm_started`, which a process computes once."""
+    """Return a copy of :func:`warm_started`, which is cached."""
     return copy.deepcopy(warm_started(seed, steps))
 
 
 @cache
 def warm_started(seed: int, steps: int) -> Qwen2ForCausalLM:
-    """A small policy that follows a trail for two steps and then mostly gives up, in about 40 CPU seconds.
+    """Return a small policy that follows a trail for two steps and then mostly stops, in about 40 CPU seconds.
 
-    Loss: mean negative log-likelihood of the policy's own words; what the environment says is not learnt.
+    Loss: mean negative log-likelihood of the policy's tokens, without those of the environment.
 
     Args:
-        seed: of the weights, the trails and who gives up.
-        steps: of the optimizer; fewer of them leave it less able.
+        seed: Seed of the weights, the trails and the demonstrations.
+        steps: Number of optimizer steps.
     """
     policy, draw = untrained_policy(seed), Random(seed)
     optimizer = AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
@@ -177,7 +177,7 @@ def warm_started(seed: int, steps: int) -> Qwen2ForCausalLM:
 
 
 def _own_loss(policy: Qwen2ForCausalLM, ids: Tensor, own: Tensor) -> Tensor:
-    logits = policy(input_ids=ids[:, :-1], use_cache=False).logits  # right padding: no token sees any
+    logits = policy(input_ids=ids[:, :-1], use_cache=False).logits  # right padding needs no attention mask
     losses = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     mask = own[:, 1:].flatten()
     return losses[mask].mean()

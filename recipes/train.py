@@ -1,4 +1,4 @@
-"""LightningCLI for the configurations in ``recipes/yaml``, and for your own.
+"""LightningCLI for configurations such as those in ``recipes/yaml``.
 
 python recipes/train.py fit --config recipes/yaml/dapo.yaml
 python recipes/train.py fit --config recipes/yaml/dapo.yaml --model.group_size 16

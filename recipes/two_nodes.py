@@ -1,13 +1,14 @@
-"""GRPO on GSM8K over two nodes of eight GPUs, with the policy sharded over all of them.
+"""GRPO on GSM8K on two nodes of eight GPUs, with the policy sharded over all of them.
 
 Source: Shao et al. 2024 (GRPO), arXiv:2402.03300. Run it on each node, under SLURM with ``srun python``, otherwise with
-torchrun; every node has to see ``train`` and ``test``. ``--tiny`` is two nodes of one process each, on one machine:
+torchrun; every node needs access to ``train`` and ``test``. ``--tiny`` is two nodes of one process each, on one
+machine:
 
     torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST0 --master_port 29500 recipes/two_nodes.py
     torchrun --nnodes 2 --node_rank 0 --master_addr 127.0.0.1 --master_port 29500 recipes/two_nodes.py --tiny
     torchrun --nnodes 2 --node_rank 1 --master_addr 127.0.0.1 --master_port 29500 recipes/two_nodes.py --tiny
 
-As a configuration: ``recipes/train.py fit --config recipes/yaml/two_nodes.yaml`` in the place of the script.
+As a configuration: replace the script by ``recipes/train.py fit --config recipes/yaml/two_nodes.yaml``.
 """
 
 from functools import partial
@@ -37,7 +38,7 @@ def main(
     precision: Literal["32-true", "bf16-true", "bf16-mixed"] = "bf16-mixed",
     seed: int = 0,
 ) -> Trainer:
-    """Train on eight answers to each question, in one optimizer step for each rollout."""
+    """Train on eight responses per question, with one optimizer step per rollout."""
     module = RLLightningModule(
         policy=model,
         rewards=NumberMatch(),

@@ -21,6 +21,7 @@ CHECKED = (
     "lightning_rl/rollouts",
     "lightning_rl/testing",
     "lightning_rl/translation",
+    "recipes",
 )
 # fmt: on
 WORDS = re.compile(
