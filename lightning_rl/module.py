@@ -81,6 +81,7 @@ from lightning_rl.policy.build import (
 from lightning_rl.policy.compilation import BACKENDS, compile_layers
 from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
+from lightning_rl.policy.memory import local_bytes, optimizer_weights, states_per_weight
 from lightning_rl.progress import show_phase
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.failures import FOLDER
@@ -979,9 +980,21 @@ class RLLightningModule(LightningModule):
             nn.Module.to(self.run.replica, self.device)
         strategy, model = self.parallel.strategy, self.required_policy.model
         dtype = self.parallel.compute_dtype(model.dtype)
+        self.engine.check_memory(model, dtype=dtype, resident=self._resident_bytes())
         self.engine.start(self.run.replica or model, self.tokenizer, device=strategy.root_device, dtype=dtype)
         self.run.engine_started = self.engine.started = True
         self.engine.expect(self._policy_weights())
+
+    def _resident_bytes(self) -> float:
+        """Count the bytes that this rank holds while the engine is awake, from the first optimizer step on."""
+        policy, reference = self.required_policy, self.run.reference
+        frozen = reference.model.parameters() if type(reference) is Scorer else ()  # others are the policy's own
+        weights = local_bytes([*policy.parameters(), *frozen])
+        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return weights
+        optimizer = self.trainer.optimizers[0]
+        trained = local_bytes(optimizer_weights(optimizer))
+        return weights + trained * (states_per_weight(optimizer) + self.parallel.copies_gradients)
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:

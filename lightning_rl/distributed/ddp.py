@@ -13,6 +13,11 @@ from lightning_rl.distributed.parallel import Parallel
 class DataParallel(Parallel):
     """DDPStrategy."""
 
+    @property
+    def copies_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether gradients are reduced in buckets of their own, and are not views of the buckets."""
+        return not cast(Any, self.strategy)._ddp_kwargs.get("gradient_as_bucket_view")  # noqa: SLF001
+
     @override
     @contextmanager
     def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -39,6 +39,7 @@ class Parallel:
         repeats_steps: True if the gradient of a step can be accumulated again after memory ran out; False where ranks
             synchronize in every layer.
         compiles: True if parts of a layer can be compiled before the model is sharded.
+        copies_gradients: True if a second copy of the gradients is held between optimizer steps.
         splits_first: True if a model can be sharded before its weights are loaded, so that each rank reads its part
             only.
     """
@@ -47,6 +48,7 @@ class Parallel:
     splits_first: bool = False
     repeats_steps: bool = True
     compiles: bool = True
+    copies_gradients: bool = False
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy

@@ -232,6 +232,21 @@ class Engine(ABC):
             raise ValueError(f"expected to record {sorted(possible) or 'nothing'}, got {unknown[0]}")
         self.extras = names
 
+    def check_memory(  # noqa: B027  most engines take no share of the trainer's device
+        self, model: PreTrainedModel, *, dtype: torch.dtype, resident: float
+    ) -> None:
+        """Check before each start that the engine fits on the device beside the trainer.
+
+        Args:
+            model: policy.
+            dtype: dtype in which the run computes.
+            resident: bytes that the trainer holds while the engine is awake: weights, reference, and the states of the
+                optimizer, which its first step makes.
+
+        Raises:
+            ValueError: with the option to pass.
+        """
+
     @abstractmethod
     def start(
         self,

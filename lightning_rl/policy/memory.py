@@ -1,12 +1,17 @@
 """Memory by arithmetic: bytes on a device in each phase of a run, from sizes alone.
 
 Activations are those that autograd keeps of the layers of transformers, operation by operation. Tests compare them
-with what it keeps on a CPU. Nothing here asks a device or a model.
+with what it keeps on a CPU. Nothing here asks a device.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
 
 GIB = 2**30
 USABLE = 0.95  # share of a device's memory; the rest is lost between the blocks of the allocator
@@ -165,6 +170,24 @@ def head_bytes(*, entries: int, chunk: int, operand: int, weight: int, trained: 
         exact + exact * (operand < exact) + weight * (weight < exact)
     )  # the sum, the product of a chunk, the cast
     return logits + entries * (operand * (operand != weight) + gradient * trained)
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of tensors on this rank."""
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def optimizer_weights(optimizer: Optimizer) -> list[Tensor]:
+    """Return the weights that an optimizer trains, as they lie on this rank."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def states_per_weight(optimizer: Optimizer) -> float:
+    """Return the bytes of an optimizer's states for a byte of what it trains: two states for Adam and its kin."""
+    if isinstance(optimizer, SGD):
+        return float(bool(optimizer.defaults.get("momentum")))
+    return 2 / optimizer_weights(optimizer)[0].itemsize if "8bit" in type(optimizer).__name__ else 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

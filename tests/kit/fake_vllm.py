@@ -802,7 +802,7 @@ def _current() -> FakeVLLM:
 
 
 @contextmanager
-def fake_vllm(*, gpus: int = 0, total: int = 2**30) -> Iterator[FakeVLLM]:
+def fake_vllm(*, gpus: int = 0, total: int = 80 * 2**30) -> Iterator[FakeVLLM]:
     """Import the fake as ``vllm`` inside the context.
 
     Args:

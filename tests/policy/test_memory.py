@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,22 @@ import torch
 from kit.streaming_memory import peaks
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.logprobs import chunk_elements
-from lightning_rl.policy.memory import GIB, Activations, EngineRoom, LayerSizes, MemoryPlan, head_bytes
+from lightning_rl.policy.memory import (
+    GIB,
+    Activations,
+    EngineRoom,
+    LayerSizes,
+    MemoryPlan,
+    head_bytes,
+    local_bytes,
+    optimizer_weights,
+    states_per_weight,
+)
 from lightning_rl.policy.model import PolicyModel
 from lightning_rl.policy.packing import Layout, pack
 from lightning_rl.rollout import Rollout
@@ -203,3 +215,23 @@ def test_phases_add_up_what_lies_there_together() -> None:
         engine=10**6, asleep=10**7, activations=10**8, scoring=10**9, context=10**10,
     )  # fmt: skip
     assert plan.phases() == {"generate": 110001011101, "score": 111010111101, "update": 110110111111}
+
+
+@pytest.mark.parametrize(
+    ("build", "states"),
+    [(AdamW, 2), (partial(SGD, lr=0.1), 0), (partial(SGD, lr=0.1, momentum=0.9), 1)],
+    ids=["AdamW", "SGD", "momentum"],
+)
+def test_states_are_those_that_the_first_step_makes(build: Callable[..., Optimizer], states: int) -> None:
+    weight = torch.zeros(1000, requires_grad=True)
+    optimizer = build([weight])
+    assert states_per_weight(optimizer) * local_bytes(optimizer_weights(optimizer)) == states * 4000
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    held = [state for by_name in optimizer.state.values() for state in by_name.values() if state is not None]
+    assert local_bytes(held) == pytest.approx(states * 4000, abs=8), "the count of Adam's steps is a tensor"
+
+
+def test_states_of_8_bits_are_counted_for_the_dtype_of_the_weights() -> None:
+    optimizer = type("AdamW8bit", (AdamW,), {})([torch.zeros(8, dtype=torch.bfloat16, requires_grad=True)])
+    assert states_per_weight(optimizer) == 1

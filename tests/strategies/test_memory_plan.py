@@ -1,4 +1,4 @@
-"""Bytes that the doctor counts on each of two ranks are those that lie there."""
+"""Bytes that the doctor counts on each of two ranks, and those beside which an engine starts, lie there."""
 
 import sys
 from functools import partial
@@ -31,12 +31,14 @@ class Look(Callback):
 
     def __init__(self) -> None:
         self.plans: list[MemoryPlan] = []
+        self.resident: list[float] = []
         self.gradients: list[int] = []
         self.states: list[int] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.plans.append(memory_plan(pl_module, 3))
+        self.resident.append(pl_module._resident_bytes())  # noqa: SLF001
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -71,6 +73,8 @@ def rank(strategy: str) -> None:
     assert plan.buckets == (whole if strategy == "ddp" else 0)
     assert plan.replica == (0 if strategy == "ddp" else whole)
     assert (plan.gathered > 0) == (strategy != "ddp")
+    trainer = plan.weights + plan.optimizer + plan.reference + plan.buckets
+    assert look.resident == [pytest.approx(trainer, rel=0.01)]
 
 
 if __name__ == "__main__":

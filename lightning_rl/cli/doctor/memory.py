@@ -6,11 +6,8 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import SGD
 
 from lightning_rl.cli.doctor.findings import error, fact
-from lightning_rl.distributed.ddp import DataParallel
 from lightning_rl.finding import Finding
 from lightning_rl.generation.vllm.engine import CPU_CACHE, GPU_SHARE, VLLMEngine
 from lightning_rl.module import RLLightningModule
@@ -27,6 +24,8 @@ from lightning_rl.policy.memory import (
     LayerSizes,
     MemoryPlan,
     head_bytes,
+    local_bytes,
+    states_per_weight,
 )
 
 PARTS = {
@@ -77,10 +76,10 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
     return MemoryPlan(
         weights=weights / shards,
         gradients=trained / (ranks if stage == 2 else shards),
-        buckets=trained * _copies_gradients(module),
+        buckets=trained * parallel.copies_gradients,
         optimizer=trained * _states_per_weight(module) / (ranks if stage else shards),
-        reference=_bytes(reference.model) if type(reference := module.run.reference) is Scorer else 0,
-        replica=0 if module.run.replica is None else _bytes(module.run.replica),
+        reference=local_bytes(reference.model.parameters()) if type(reference := module.run.reference) is Scorer else 0,
+        replica=0 if module.run.replica is None else local_bytes(module.run.replica.parameters()),
         root=outside * gathered,
         gathered=3 * layer * gathered,  # a layer, the next one, and the gradient of a layer
         activations=activations.update,
@@ -191,21 +190,10 @@ def _bytes_of_numbers(module: RLLightningModule) -> tuple[int, int]:
 
 
 def _states_per_weight(module: RLLightningModule) -> float:
-    """Return the bytes of optimizer states per byte of trained weights; two states for Adam and its variants."""
-    optimizers = module.trainer.optimizers
-    kind, itemsize = type(optimizers[0]) if optimizers else None, module.required_policy.model.dtype.itemsize
-    if optimizers and isinstance(optimizers[0], SGD):
-        return float(bool(optimizers[0].defaults.get("momentum")))
+    """Return the bytes of optimizer states per byte of trained weights."""
     if _zero_stage(module):
-        return (4 + 8) / itemsize  # float32 states and float32 weights
-    return 2 / itemsize if kind is not None and "8bit" in kind.__name__ else 2.0
-
-
-def _copies_gradients(module: RLLightningModule) -> bool:
-    """Return True if DDP copies gradients to buckets, which it does without ``gradient_as_bucket_view``."""
-    if not isinstance(module.parallel, DataParallel):
-        return False
-    return not cast(Any, module.parallel.strategy)._ddp_kwargs.get("gradient_as_bucket_view")  # noqa: SLF001
+        return (4 + 8) / module.required_policy.model.dtype.itemsize  # float32 states and float32 weights
+    return states_per_weight(module.trainer.optimizers[0])
 
 
 def _zero_stage(module: RLLightningModule) -> int:
@@ -216,12 +204,6 @@ def _zero_stage(module: RLLightningModule) -> int:
 
 def _layer_count(policy: PolicyModel) -> int:
     return policy.model.config.get_text_config().num_hidden_layers * len(policy.models())
-
-
-def _bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights on this rank."""
-    weights = (w.to_local() if isinstance(w, DTensor) else w for w in model.parameters())
-    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def _size(number: float) -> str:

@@ -38,6 +38,7 @@ from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, fini
 from lightning_rl.generation.vllm.versions import load_vllm
 from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
+from lightning_rl.policy.memory import GIB, EngineRoom
 
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
@@ -139,6 +140,20 @@ class VLLMEngine(Engine):
         """Executor of vLLM: on several ranks the one that takes rank and GPU of the trainer; None for the default."""
         launched = process_count() > 1 and (torch.cuda.is_available() or self._tensor_parallel > 1)
         return self.options.get("distributed_executor_backend", "external_launcher" if launched else None)
+
+    @override
+    def check_memory(self, model: PreTrainedModel, *, dtype: torch.dtype, resident: float) -> None:
+        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self.options:  # which takes no share
+            return
+        share, total = self.options.get("gpu_memory_utilization", GPU_SHARE), torch.cuda.mem_get_info()[1]
+        itemsize = (self._dtype or dtype).itemsize / self._tensor_parallel
+        weights = sum(weight.numel() for weight in model.parameters()) * itemsize
+        room = EngineRoom(total=total, resident=resident, weights=weights, cache=0)  # vLLM compares the cache itself
+        if share > room.largest:
+            raise ValueError(
+                f"expected room for gpu_memory_utilization={share:g} beside weights and optimizer states of "
+                f"{resident / GIB:.1f} GiB, got a GPU of {total / GIB:.1f} GiB: {room.cure}"
+            )
 
     @override
     def start(

@@ -1,6 +1,7 @@
 """VLLMEngine in whole runs, against a fake that behaves as the sources of vLLM do."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -13,11 +14,13 @@ from kit.process_state import state_of_process
 from kit.support import a_trainer, callback_of, fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from kit.vllm_models import synced
 from lightning.pytorch import Callback
+from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl import Rollout, VLLMEngine
 from lightning_rl.generation import EngineState
 from lightning_rl.generation.vllm import versions
+from lightning_rl.policy import memory
 
 
 @pytest.fixture
@@ -196,3 +199,67 @@ def test_generating_ahead_on_the_trainer_s_gpu_is_refused_with_the_fix(sleeps: b
     module = tiny_module(engine=VLLMEngine(sleeps=sleeps), max_staleness=1)
     with pytest.raises(ValueError, match=r"use VLLMServerEngine on other GPUs, or max_staleness=0"):
         fit(module, data=tiny_prompts(4, 4))
+
+
+WEIGHTS = sum(4 * weight.numel() for weight in tiny_policy().parameters())  # bytes; AdamW's states are twice as large
+
+
+class Holding(Callback):
+    """Holds what a trainer holds on a GPU: weights first, and after the first step the states of AdamW."""
+
+    def __init__(self, gpu: FakeVLLM) -> None:
+        self.gpu = gpu
+        gpu.cuda.held_by_others = WEIGHTS
+
+    @override
+    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
+        self.gpu.cuda.held_by_others = 3 * WEIGHTS
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM]:
+    """Fake of a small GPU: 0.4 of it has room beside the weights, and only 0.28 beside the states as well."""
+    monkeypatch.setattr(memory, "CONTEXT", 0)
+    monkeypatch.setattr(memory, "ENGINE_CONTEXT", 0)
+    with fake_vllm(gpus=1, total=WEIGHTS * 9 // 2) as fake:
+        yield fake
+
+
+def validate_and_fit(gpu: FakeVLLM, **options: Any) -> int:
+    """Return the version of the last rollout's weights."""
+    engine, data = VLLMEngine(canary=False, **options), tiny_prompts(8, 4, validation=[[2, 3]])
+    module = tiny_module(engine=engine, optimizer=partial(AdamW, lr=1e-3))
+    a_trainer().validate(module, data, verbose=False)
+    assert len(gpu.built) == 1, "an evaluation has no optimizer"
+    fit(module, callbacks=[Holding(gpu)], data=data)
+    return engine.version
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")  # Lightning sees vLLM's group
+@pytest.mark.parametrize("options", [{}, {"gpu_memory_utilization": 0.29}], ids=["default", "option"])
+def test_a_share_without_room_beside_the_optimizer_is_refused_before_the_first_rollout(
+    options: dict[str, float], crowded: FakeVLLM
+) -> None:
+    with pytest.raises(ValueError, match=r"beside weights and optimizer states .*: pass gpu_memory_utilization=0.28"):
+        validate_and_fit(crowded, **options)
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
+def test_the_share_that_the_refusal_names_has_room_at_the_second_rollout(crowded: FakeVLLM) -> None:
+    assert validate_and_fit(crowded, gpu_memory_utilization=0.28) == 1
+
+
+def test_a_gpu_without_room_beside_the_weights_gets_other_advice(crowded: FakeVLLM) -> None:
+    crowded.cuda.total = WEIGHTS
+    with pytest.raises(ValueError, match="and 0 is left: take more devices"):
+        tiny_module(engine=VLLMEngine(canary=False)).complete([2, 3])
+    assert crowded.built == []
+
+
+def test_a_cache_of_some_bytes_takes_no_share(crowded: FakeVLLM) -> None:
+    crowded.cuda.total = 2 * WEIGHTS
+    sizes: list[tuple[dict[str, Any], bool]] = [({}, True), ({"kv_cache_memory_bytes": WEIGHTS // 2}, False)]
+    for cache, refused in sizes:
+        module = tiny_module(engine=VLLMEngine(canary=False, gpu_memory_utilization=0.6, **cache))
+        with pytest.raises(ValueError, match="expected room") if refused else nullcontext():
+            module.complete([2, 3])
