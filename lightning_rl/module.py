@@ -544,12 +544,16 @@ class RLLightningModule(LightningModule):
                 compile_layers(policy, policy.layers(), self.backend)
 
     def _add_replica(self, built: PolicyModel | None) -> None:
-        """A copy of a new policy for an engine that cannot decode with the policy itself."""
+        """Copy a new policy for an engine that cannot decode with the policy itself, in the dtype of the run."""
         if built is None or not self.engine.capabilities.shares_policy:
             return
         if self.parallel.sharded or self.max_staleness:
             whole = copy.deepcopy(built) if built.files is None else self._build_policy()
             replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(whole))
+            if (
+                dtype := self.parallel.compute_dtype(replica.model.dtype)
+            ) != torch.float16:  # which sums would overflow
+                replica.to(dtype)
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
 
     def _build_reference(self, built: PolicyModel | None) -> Scorer | None:

@@ -5,8 +5,8 @@ uniforms from its own generator (inverse CDF), so a sample does not depend on wh
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +71,7 @@ class TransformersEngine(Engine):
         if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise ValueError(f"expected a model with past_key_values, got {type(model).__name__}: {VLLM_DRAWS}")
         self._model, self._tokenizer, self._unproven = model, tokenizer, carries_state(model)
+        self.dtype = model.dtype
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -96,7 +97,8 @@ class TransformersEngine(Engine):
         places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
-            with without_compilation(model), exact_logits(model.get_output_embeddings()), routes as take_routes:
+            exact = exact_logits(model.get_output_embeddings())
+            with without_compilation(model), exact, routes as take_routes, cached_casts(model):
                 if self._unproven:
                     self._prove_decoding(model)
                 for start in range(0, len(places), self.max_rows):
@@ -162,6 +164,28 @@ class TransformersEngine(Engine):
         if self._model is None:
             raise RuntimeError(f"expected start() before {what}()")
         return self._model
+
+
+@contextmanager
+def cached_casts(model: nn.Module) -> Iterator[None]:
+    """Let autocast cast each weight once inside, and not at every token; without autocast do nothing.
+
+    The copies are gone afterwards. Lightning switches autocast's cache off, and autocast caches no frozen weight.
+    """
+    device = next(model.parameters()).device.type
+    if not torch.is_autocast_enabled(device):
+        yield
+        return
+    frozen = [weight for weight in model.parameters() if weight.dtype == torch.float32 and not weight.requires_grad]
+    try:
+        for weight in frozen:
+            weight.requires_grad = True
+        with torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=True):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        for weight in frozen:
+            weight.requires_grad = False
 
 
 @dataclass(slots=True)
