@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
@@ -79,8 +79,11 @@ class FullyShardedDataParallel2(Parallel):
     def shard(self, model: nn.Module, layers: list[nn.Module], mesh: Any = None) -> nn.Module:
         if mesh["tensor_parallel"].size() > 1:
             split_layers(model, mesh["tensor_parallel"])
+        mixed = str(self.strategy.precision_plugin.precision) == "bf16-mixed"  # autocast would round what was gathered
+        options: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+        precision = MixedPrecisionPolicy(**options, cast_forward_inputs=False)  # a cast copies routes of experts
         for part in (*layers, model):
-            fully_shard(part, mesh=mesh["data_parallel"])
+            fully_shard(part, mesh=mesh["data_parallel"], mp_policy=precision)
         return model
 
     @override
@@ -112,6 +115,7 @@ class FullyShardedDataParallel2(Parallel):
 
     @override
     def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        cast(FSDPModule, model).reshard()  # after a pass without backward it still has the gathered, rounded weights
         for name, parameter in model.named_parameters():
             part = parameter.detach()
             smaller = dtype is not None and part.is_floating_point() and dtype.itemsize < part.dtype.itemsize

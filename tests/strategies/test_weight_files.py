@@ -96,18 +96,20 @@ class Watch(RLCallback):
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", ["", "tied"], ids=["own head", "tied head"])
 def test_two_ranks_begin_with_the_very_weights_of_a_whole_model(tmp_path: Path, tied: str) -> None:
-    run_ranks(__file__, 2, *(f"{strategy} {a_folder(tmp_path, tied=bool(tied))}" for strategy in ("fsdp2", "tensor")))
+    strategies = ("fsdp2", "tensor", "fsdp2:bf16-mixed")
+    run_ranks(__file__, 2, *(f"{strategy} {a_folder(tmp_path, tied=bool(tied))}" for strategy in strategies))
 
 
 def rank(strategy: str, folder: str) -> None:
     """One of two ranks; the learning rate is 0."""
-    runs = list[Watch]()
+    runs, (strategy, _, precision) = list[Watch](), strategy.partition(":")
+    trainer: dict[str, Any] = {"data": tiny_prompts(4, 4), "devices": 2, "precision": precision or "32-true"}
     for policy in (folder, partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)):
         watch = Watch()
         options: dict[str, Any] = {"critic": "shared", "advantages": GAE(), "optimizer": partial(SGD, lr=0.0)}
         module = tiny_module(policy=policy, tokenizer=tiny_tokenizer(), **options)
         callbacks = [ReferenceKL(0.1, as_loss=True), watch]
-        fit(module, callbacks=callbacks, data=tiny_prompts(4, 4), strategy=STRATEGIES[strategy](), devices=2)
+        fit(module, callbacks=callbacks, strategy=STRATEGIES[strategy](), **trainer)
         runs.append(watch)
         assert module.required_policy.files is not None or policy != folder
     ours, whole = runs
