@@ -550,9 +550,8 @@ class RLLightningModule(LightningModule):
         if self.parallel.sharded or self.max_staleness:
             whole = copy.deepcopy(built) if built.files is None else self._build_policy()
             replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(whole))
-            if (
-                dtype := self.parallel.compute_dtype(replica.model.dtype)
-            ) != torch.float16:  # which sums would overflow
+            dtype = self.parallel.compute_dtype(replica.model.dtype)
+            if dtype != torch.float16:  # in which sums would overflow
                 replica.to(dtype)
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
 
