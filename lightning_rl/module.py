@@ -57,6 +57,7 @@ from lightning_rl.evaluation.questions import Questions, questions_of, with_eos
 from lightning_rl.evaluation.records import Record, write_records
 from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
 from lightning_rl.generation import Engine, Sampling, TransformersEngine, request_seed
+from lightning_rl.generation.weights.stream import persistent_buffers
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.inspection import stop_in_inspection
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
@@ -1009,6 +1010,7 @@ class RLLightningModule(LightningModule):
             if name.startswith("model."):
                 yield name.removeprefix("model."), weight
             del weight  # or it would be held while the next one is gathered
+        yield from persistent_buffers(self.required_policy.model)
 
     def rest(self) -> None:
         """Lets an engine that shares the device with the trainer give its memory back until the next sync."""

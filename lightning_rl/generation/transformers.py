@@ -76,14 +76,15 @@ class TransformersEngine(Engine):
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Writes what differs in place; if the model that decodes is the one that trains, nothing does."""
-        parameters = {} if self._model is None else dict(self._model.named_parameters())
+        model = self._model
+        tensors = {} if model is None else {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name, weight in weights:
-                if name not in parameters:
+                if name not in tensors:
                     raise ValueError(f"expected the names of the model that decodes, got {name}")
-                if parameters[name].data_ptr() != weight.data_ptr():
+                if tensors[name].data_ptr() != weight.data_ptr():
                     self.holds_copy = True
-                    parameters[name].copy_(weight)
+                    tensors[name].copy_(weight)
                 del weight  # or it would be held while the next one is gathered
 
     @override

@@ -115,6 +115,17 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+SHARED: dict[str, Any] = {  # the last two layers attend to keys and values of the first two
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 3,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "per_layer_config": {},
+    "pad_token_id": 0,
+}
 MAMBA2 = {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -132,7 +143,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nanochat": {},
     "cohere": {},
     "granite": {},
+    "gemma4_text": SHARED,
+    "mistral": {},
+    "exaone4": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {
+        **DELTA_NET,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "experts_implementation": "eager",
+    },
     "qwen3_next": {
         **DELTA_NET,
         "num_experts": 4,

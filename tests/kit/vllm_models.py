@@ -1,6 +1,6 @@
 """Models that vLLM's CPU kernels take, and what the trainer says about the same tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from kit.engine_requests import request_of
 from kit.support import tiny_model
 from lightning_rl import Engine, Rollout, VLLMEngine
 from lightning_rl.generation import Completion, Request
+from lightning_rl.generation.weights.stream import persistent_buffers
 from lightning_rl.policy import PolicyModel, pack
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
@@ -31,19 +32,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 16},
+    "gemma4_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "gemma4_text-k_eq_v": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+    },
+    "mistral": {},
+    "exaone4": {"sliding_window": 16},
+    "granite": {},
+}
+DELTA_NET = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+HYBRIDS: dict[str, dict[str, Any]] = {  # vLLM's CPU kernel takes bfloat16 and heads of 128
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
 }
 
 
 def a_model(name: str = "qwen2", seed: int = 0, **options: Any) -> PreTrainedModel:
-    """A model of one of :data:`FAMILIES`, float32, far from uniform."""
-    family = name.removesuffix("-tied")
-    options = {"dtype": torch.float32, "tie_word_embeddings": False, **SHAPE, **FAMILIES[name], **options}
+    """A model of one of :data:`FAMILIES` or :data:`HYBRIDS`, float32, far from uniform."""
+    family, known = name.partition("-")[0], FAMILIES | HYBRIDS
+    options = {"dtype": torch.float32, "tie_word_embeddings": False, **SHAPE, **known[name], **options}
     return tiny_model(family, seed, **options)
+
+
+def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a run sends of a model."""
+    yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+    yield from persistent_buffers(model)
 
 
 def synced(engine: AnyEngine, model: PreTrainedModel, version: int = 0) -> AnyEngine:
     """The engine with the weights of a model."""
-    engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version)
+    engine.load_weights(weights_of(model), version)
     return engine
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kit.engine_requests import launch
-from kit.vllm_models import Starter
+from kit.vllm_models import Starter, weights_of
 from transformers import PreTrainedModel
 
 from lightning_rl import VLLMEngine
@@ -39,7 +39,7 @@ def start_engine() -> Iterator[Starter]:
             small: dict[str, Any] = {"kv_cache_memory_bytes": 2**25, "block_size": 32, "max_num_seqs": 64}
             engine = VLLMEngine(canary=False, **{**small, **options})
             launch(engine, model, tokenizer)
-            engine.expect(model.named_parameters())
+            engine.expect(weights_of(model))
             known[key] = engine
         return known[key]
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from kit.vllm_models import Starter, a_model, moved
+from kit.vllm_models import HYBRIDS, Starter, a_model, moved, weights_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,7 +17,9 @@ from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.weights.stream import Stream
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.model import carries_state
 
+pictures = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM imports it for Qwen3.5")
 FLOAT32, MEAN = 1e-4, 5.0
 
 
@@ -25,7 +28,7 @@ class Watched:
 
     def __init__(self, engine: VLLMEngine, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self.engine, self.model = engine, model
-        self.policy = PolicyModel(model, None, temperature=temperature, packed=True)
+        self.policy = PolicyModel(model, None, temperature=temperature, packed=not carries_state(model))
         self.canary = engine.canary = Canary()
         self.version = 0
 
@@ -34,9 +37,15 @@ class Watched:
         self.version += 1
         load = self.engine.load_weights
         self.engine.load_weights = lambda stream, version: load(change(stream), version)  # type: ignore[method-assign]
-        weights = ((name, weight.detach()) for name, weight in self.model.named_parameters())
         try:
-            found = synchronize(self.engine, weights, self.version, self.policy, packed=True, context=nullcontext)
+            found = synchronize(
+                self.engine,
+                weights_of(self.model),
+                self.version,
+                self.policy,
+                packed=self.policy.packed,
+                context=nullcontext,
+            )
         finally:
             del self.engine.load_weights
         assert found is not None
@@ -72,7 +81,10 @@ def test_float32_syncs_are_clean(family: str, temperature: float, watch_engine: 
     assert worst < FLOAT32 / 2
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "qwen3_moe", *(pytest.param(family, marks=pictures) for family in HYBRIDS)],
+)
 def test_bf16_syncs_are_clean(family: str, watch_engine: Callable[..., Watched]) -> None:
     run = watch_engine(family, dtype=torch.bfloat16)
     for _ in range(20):

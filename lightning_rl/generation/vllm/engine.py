@@ -39,6 +39,7 @@ from lightning_rl.generation.vllm.versions import load_vllm
 from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
 from lightning_rl.policy.memory import GIB, EngineRoom
+from lightning_rl.policy.model import carries_state
 
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
@@ -201,7 +202,7 @@ class VLLMEngine(Engine):
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         self._adapter = Adapter(model, folder) if self.lora == "adapter" else None
-        options = self._llm_options()
+        options = self._llm_options(model)
         with internals.preserving_process(device):
             self._vllm = load_vllm()
             if options.get("enable_sleep_mode"):
@@ -221,11 +222,12 @@ class VLLMEngine(Engine):
         if tokenizer is not None:  # the very one, because vLLM chooses a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
         self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
+        self._exact = frozenset(name for name, _ in stream.persistent_buffers(model))
         (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
         (self._model,) = self._llm.apply_model(_identity)
         self._extras = OutputExtras(self._llm, self.extras, vocabulary) if self.extras else None
 
-    def _llm_options(self) -> dict[str, Any]:
+    def _llm_options(self, model: PreTrainedModel) -> dict[str, Any]:
         options: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True, "seed": 0}
         options["dtype"] = str(self.dtype).removeprefix("torch.")
         if self.max_model_len is not None:
@@ -235,6 +237,7 @@ class VLLMEngine(Engine):
         else:
             # A part of a prompt makes vLLM set back the generator of its request, which those of a CPU cannot.
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE, "enable_chunked_prefill": False}
+            options["enable_prefix_caching"] = not carries_state(model)  # whose states vLLM keeps at the ends of parts
         if self._executor is not None:
             options["distributed_executor_backend"] = self._executor
         options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
@@ -248,6 +251,9 @@ class VLLMEngine(Engine):
     def _outgoing(self, weights: stream.Stream) -> stream.Stream:
         whole = stream.merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
         return stream.add_aliases(whole, self._aliases)
+
+    def _copies(self, weights: stream.Stream) -> stream.Stream:
+        return stream.copies(weights, self.dtype, next(self._model.parameters()).device, self._exact)
 
     def _weight_plan(self) -> stream.WeightPlan:
         if self._plan is None:
@@ -270,7 +276,7 @@ class VLLMEngine(Engine):
             if self._base_loaded:
                 deque(outgoing, maxlen=0)
             else:
-                internals.reload(self._llm, stream.copies(outgoing, self.dtype, next(self._model.parameters()).device))
+                internals.reload(self._llm, self._copies(outgoing))
         except Exception:
             deque(rest, maxlen=0)
             if not self._base_loaded:

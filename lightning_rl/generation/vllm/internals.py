@@ -8,7 +8,7 @@ import gc
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import import_module
@@ -192,8 +192,9 @@ def cpu_threads(number: int | None) -> Iterator[None]:
 def plan_of(config: Any, model: Any) -> WeightPlan:
     """What a model inside of vLLM holds, before packing, and how it names the tensors of a checkpoint."""
     layerwise = import_module(f"{RELOAD}.layerwise")
-    shapes: dict[str, Shape] = {}
+    shapes, buffers = dict[str, Shape](), set[str]()
     for path, module in model.named_modules():
+        buffers |= {name for name, _ in module.named_buffers(path, recurse=False)}
         tensors = dict(layerwise.get_layerwise_info(module).restore_metadata[0])
         bias = module._parameters.get("bias")  # noqa: SLF001  left out of what a reload restores
         if bias is not None:
@@ -203,16 +204,39 @@ def plan_of(config: Any, model: Any) -> WeightPlan:
             if hasattr(module, "org_vocab_size"):  # rows are padded
                 shape = (module.org_vocab_size, *shape[1:])
             shapes[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
-    engine_name = partial(_engine_name, getattr(model, "hf_to_vllm_mapper", None), shapes)
-    return WeightPlan(shapes, engine_name, whole=config.parallel_config.tensor_parallel_size == 1)
+    whole = config.parallel_config.tensor_parallel_size == 1
+    return WeightPlan(shapes, partial(_target_of, model, {*shapes, *buffers}), buffers, whole=whole)
 
 
-def _engine_name(mapper: Any, shapes: dict[str, Shape], name: str) -> str | None:
+def _target_of(model: Any, tensors: Collection[str], name: str) -> tuple[str, int] | None:
+    """Return the tensor that takes one of a checkpoint, and as how many of its parts; None if vLLM takes it nowhere."""
     for suffix, end in ((".gate_up_proj", "w13_weight"), (".down_proj", "w2_weight")):
         if name.endswith(f".experts{suffix}"):
             stem = name.removesuffix(suffix)
-            return next((other for other in shapes if other.startswith(stem) and other.endswith(end)), None)
-    return name if mapper is None else mapper.map_name(name)
+            return next((other for other in tensors if other.startswith(stem) and other.endswith(end)), name), 1
+    return _mapped(model, tensors, "", name)
+
+
+def _mapped(module: Any, tensors: Collection[str], path: str, name: str) -> tuple[str, int] | None:
+    """Return the name after the mapper of a module, and then that of the module in it that loads its weights itself.
+
+    Args:
+        module: that loads its weights itself, as vLLM's loader finds them from the outside in.
+        tensors: of the engine, by name.
+        path: of the module, with a dot behind it.
+        name: within the module.
+    """
+    mapper = getattr(module, "hf_to_vllm_mapper", None)
+    mapped = (name, None) if mapper is None else mapper._map_name_with_shard(name)  # noqa: SLF001
+    if mapped is None:
+        return None
+    name, shards = mapped
+    inner, parts = module, name.split(".")
+    for number, part in enumerate(parts[:-1] if path + name not in tensors else (), 1):
+        inner = getattr(inner, part, None)
+        if callable(getattr(inner, "load_weights", None)):
+            return _mapped(inner, tensors, f"{path}{'.'.join(parts[:number])}.", ".".join(parts[number:]))
+    return path + name, len(shards) if isinstance(shards, list) else 1
 
 
 def reload(llm: Any, weights: Stream) -> None:

@@ -139,6 +139,7 @@ class VLLMServerEngine(Engine):
         proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve()), urls
         run, storage, urls = process_objects(proposal)[0]
         self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
+        self._exact = frozenset(name for name, _ in stream.persistent_buffers(model))
         canary = self.canary if isinstance(self.canary, Canary) else None
         push = WeightPush(
             run,
@@ -181,7 +182,7 @@ class VLLMServerEngine(Engine):
         """Compares names and shapes with every server's; those that come later are compared when they come."""
         pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
         for name, weight in self._outgoing(weights):
-            dtype = self.dtype if weight.is_floating_point() else weight.dtype
+            dtype = self.dtype if weight.is_floating_point() and name not in self._exact else weight.dtype
             tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
             device = weight.device
         pool.compare([(name, shape) for name, shape, _ in tensors])
@@ -225,7 +226,7 @@ class VLLMServerEngine(Engine):
         push, broadcast = self._running().push, self._broadcast
         if broadcast is not None:
             return push.send(lambda label: broadcast.send(weights, label), version)
-        return push.write(stream.copies(weights, self.dtype, torch.device("cpu")), version)
+        return push.write(stream.copies(weights, self.dtype, torch.device("cpu"), self._exact), version)
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:

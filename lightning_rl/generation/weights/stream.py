@@ -5,7 +5,7 @@ module (q, k and v; gate and up; the experts of a layer) is complete, so a strea
 such module at most. Nothing here knows vLLM.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -97,11 +97,28 @@ def part_of(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def copies(stream: Stream, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The stream in the engine's dtype, each tensor a copy: strategies reuse the buffer that they gather into."""
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each buffer that a checkpoint holds, such as the bias of a router."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.removeprefix(f"{path}.") not in module._non_persistent_buffers_set:  # noqa: SLF001
+                yield name, buffer
+
+
+def copies(
+    stream: Stream, dtype: torch.dtype | None, device: torch.device, exact: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream in the engine's dtype, each tensor a copy: strategies reuse the buffer that they gather into.
+
+    Args:
+        stream: of tensors.
+        dtype: of the engine.
+        device: of the copies.
+        exact: names that keep their own dtype.
+    """
     for name, weight in stream:
-        floating = weight.is_floating_point()
-        yield name, weight.detach().to(device=device, dtype=dtype if floating else weight.dtype, copy=True)
+        casts = weight.is_floating_point() and name not in exact
+        yield name, weight.detach().to(device=device, dtype=dtype if casts else weight.dtype, copy=True)
 
 
 @dataclass(slots=True)
@@ -109,7 +126,8 @@ class WeightPlan:
     """What the engine holds, and what a stream has to bring."""
 
     shapes: Mapping[str, Shape]  # of each tensor of the engine, by the engine's name
-    engine_name: Callable[[str], str | None]  # from a name of the stream; several have that of a fused tensor
+    target_of: Callable[[str], tuple[str, int] | None]  # the tensor that takes one of the stream, and as how many parts
+    buffers: Container[str] = ()  # of the engine, which a stream may bring as well
     whole: bool = True  # False under tensor parallelism, where shapes cannot be compared
     expected: dict[str, Shape] = field(default_factory=dict)  # of every stream, once they have been compared
 
@@ -121,10 +139,13 @@ class WeightPlan:
         """
         parts: dict[str, list[tuple[str, Shape]]] = {}
         for name, shape in sent:
-            target = self.engine_name(name)
-            if target is None or target not in self.shapes:
+            if (target := self.target_of(name)) is None:
+                continue
+            if target[0] in self.buffers:
+                continue
+            if target[0] not in self.shapes:
                 raise ValueError(f"expected names that the engine knows, got {name} {list(shape)}")
-            parts.setdefault(target, []).append((name, shape))
+            parts.setdefault(target[0], []).extend([(name, shape)] * target[1])
         for target, expected in self.shapes.items():
             if target not in parts:
                 raise ValueError(f"expected a tensor for the engine's {target} {list(expected)}, got none")

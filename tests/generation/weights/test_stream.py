@@ -17,6 +17,7 @@ from lightning_rl.generation.weights.stream import (
     aliases_of,
     copies,
     merge_stream,
+    persistent_buffers,
     verify,
 )
 from lightning_rl.policy.lora import base_model_of, merge_adapters
@@ -90,10 +91,21 @@ def test_tensors_for_an_engine_are_copies_in_the_dtype_of_the_engine() -> None:
     assert same.tolist() == [1, 1, 1] and other.dtype == torch.bfloat16
 
 
+def test_buffers_that_a_checkpoint_holds_follow_and_keep_their_dtype() -> None:
+    model = torch.nn.Module()
+    model.inner = torch.nn.Module()
+    model.inner.register_buffer("scale", torch.full((1,), 1.0009765625))
+    model.inner.register_buffer("frequencies", torch.ones(2), persistent=False)
+    ((name, buffer),) = persistent_buffers(model)
+    assert name == "inner.scale"
+    ((_, copy),) = copies([(name, buffer)], torch.bfloat16, torch.device("cpu"), {name})
+    assert torch.equal(copy, buffer) and copy.data_ptr() != buffer.data_ptr()
+
+
 def a_plan(**options: Any) -> WeightPlan:
     held = {"l.qkv.weight": (8, 4), "l.norm.weight": (4,), "l.experts.w": (2, 6, 4)}
     renamed = {"l.q.weight": "l.qkv.weight", "l.k.weight": "l.qkv.weight", "l.experts.gate_up": "l.experts.w"}
-    return WeightPlan(held, lambda name: renamed.get(name, name), **options)
+    return WeightPlan(held, lambda name: (renamed.get(name, name), 1), **options)
 
 
 GOOD = [("l.q.weight", (6, 4)), ("l.k.weight", (2, 4)), ("l.norm.weight", (4,)), ("l.experts.gate_up", (2, 6, 4))]
@@ -113,6 +125,16 @@ def test_the_first_tensor_that_differs_is_named(place: int, given: Any, message:
     sent = [*GOOD[:place], *([] if given is None else [given]), *GOOD[place + 1 :]]
     with pytest.raises(ValueError, match=message):
         a_plan().compare(sent)
+
+
+def test_an_engine_may_drop_a_tensor_take_one_twice_and_hold_one_as_a_buffer() -> None:
+    targets = {"q": ("qkv", 1), "k": ("qkv", 2), "head": None, "scale": ("scale", 1)}
+    plan = WeightPlan({"qkv": (6, 4)}, targets.__getitem__, {"scale"})
+    sent = [("q", (2, 4)), ("k", (2, 4)), ("head", (9, 4)), ("scale", (1,))]
+    plan.compare(sent)
+    assert plan.expected == dict(sent)
+    with pytest.raises(ValueError, match=r"\[6, 4\] for the engine's qkv, got k \[2, 4\], k \[2, 4\]$"):
+        plan.compare(sent[1:])
 
 
 def test_split_tensors_are_compared_by_name_alone() -> None:
