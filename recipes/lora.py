@@ -13,17 +13,16 @@ from functools import partial
 from typing import Any, Literal
 
 import tiny
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl import GRPO, ClippedSurrogate, PromptDataModule, RLLightningModule, Sampling
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.policy.build import ModelBuilder
+from lightning_rl.policy.build import ModelBuilder, build_model
 from lightning_rl.rewards import NumberMatch
 
 
@@ -35,7 +34,7 @@ class LoRA(ModelBuilder):
 
     @override
     def __call__(self) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.get_default_dtype())
+        model = build_model(self.model)
         adapted: Any = get_peft_model(model, LoraConfig(r=self.r, target_modules="all-linear"))
         return adapted
 

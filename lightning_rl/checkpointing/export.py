@@ -15,6 +15,7 @@ from lightning_rl.description import is_import_path, restore
 from lightning_rl.files import apply_umask
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
+from lightning_rl.policy.text_model import backbone_of
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -108,7 +109,7 @@ def write_pretrained(
         part = {name.removeprefix(prefix): weight for name, weight in whole.items() if name.startswith(prefix)}
         if part:
             model = build_model(sources[source], head=source == "policy")
-            _load(base_model_of(model) if source == "policy" else model.base_model, part)
+            _load(base_model_of(model) if source == "policy" else backbone_of(model), part)
             merge_adapters(model).save_pretrained(place)
     if "value_head.weight" in whole:
         (folder / "critic").mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from lightning_rl.cli.process_group import run_group
 from lightning_rl.generation.vllm.address import LOOPBACK
@@ -18,6 +20,7 @@ from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED, HEAD_DTYPE
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import HOST, STORAGE
 from lightning_rl.key import KEY, check_key, default_key_file, ensure_key_file, read_key
+from lightning_rl.policy.text_model import auto_class_of, check_text_only, has_towers, text_model_of
 
 LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
 GUARD = "lightning_rl.generation.vllm.guard.RequireKey"
@@ -103,7 +106,35 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     sys.stdout.write(f"the key that every call has to bring is that of {source}\n")
-    return serve(arguments.model, options, address, dtype=arguments.dtype, key=key, storage=arguments.storage)
+    with TemporaryDirectory(prefix="lightning-rl-serve-") as folder:
+        try:
+            model = text_model_folder(arguments.model, Path(folder))
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from error
+        return serve(model, options, address, dtype=arguments.dtype, key=key, storage=arguments.storage)
+
+
+def text_model_folder(model: str, folder: Path) -> str:
+    """Return what a trainer has vLLM serve of a model: itself, or a folder with its text model.
+
+    Args:
+        model: folder or name; no weights are read.
+        folder: where configuration and tokenizer of the text model of a model with towers are written.
+
+    Raises:
+        ValueError: for a model with towers of which transformers has no text-only class.
+    """
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if not has_towers(config):
+        return model
+    with torch.device("meta"):
+        whole = auto_class_of(config).from_config(config, dtype=config.dtype, trust_remote_code=False)
+    text = text_model_of(whole)
+    check_text_only(text, "a server")
+    text.config.save_pretrained(folder)
+    with suppress(OSError):  # a folder may have none
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
+    return str(folder)
 
 
 def find_server_key(path: Path | None) -> tuple[str, str]:

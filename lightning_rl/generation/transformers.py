@@ -25,6 +25,7 @@ from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import exact_logits
 from lightning_rl.policy.model import carries_state
+from lightning_rl.policy.text_model import has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
 VLLM_DRAWS = "draw with engine=VLLMEngine()"
@@ -70,8 +71,8 @@ class TransformersEngine(Engine):
     ) -> None:
         if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise ValueError(f"expected a model with past_key_values, got {type(model).__name__}: {VLLM_DRAWS}")
-        self._model, self._tokenizer, self._unproven = model, tokenizer, carries_state(model)
-        self.dtype = model.dtype
+        self._model, self._tokenizer, self.dtype = model, tokenizer, model.dtype
+        self._unproven = carries_state(model) or has_towers(model.config)
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -116,10 +117,10 @@ class TransformersEngine(Engine):
         return [completions[place] for place in range(len(requests))]
 
     def _prove_decoding(self, model: PreTrainedModel) -> None:
-        """Compares a small decode with forwards of whole sequences, for layers that carry a state.
+        """Compares a small decode with forwards of whole sequences, for layers with a state and models with towers.
 
         Raises:
-            ValueError: if padding on the left of a prompt, or choosing rows, changes what such a layer has read.
+            ValueError: if padding on the left of a prompt, or choosing rows, changes what a layer has read.
         """
         sampling = Sampling(max_new_tokens=3, temperature=1.0, eos_token_ids=())
         prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]

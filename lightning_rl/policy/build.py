@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.description import import_by_name
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
+from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 
 AROUND = ("_orig_mod.", "module.")  # how names begin in what torch.compile and data parallelism put around a model
@@ -52,11 +53,12 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
     Args:
         source: of the model.
         hint: what the message says besides, if it cannot be loaded.
-        head: whether the weights of a name or folder have to hold its vocabulary head.
+        head: whether the weights of a name or folder have to hold its vocabulary head, and nothing that it has no
+            place for.
 
     Raises:
-        ValueError: if a name or folder cannot be loaded, or its weights are not all those that its configuration
-            names, in their shapes: transformers would draw the others by lot.
+        ValueError: if a name or folder cannot be loaded, or its weights are not those that its configuration names,
+            all and in their shapes: transformers would draw the others by lot, or leave out what it does not know.
     """
     if isinstance(source, str | Path):
         if missing := missing_folder(source):
@@ -77,17 +79,17 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
             f"expected a model of transformers, got {type(model).__name__} around it, under which its weights have "
             "other names: return the model itself; compile=True compiles it, and a strategy of the Trainer splits it"
         )
-    return model
+    return _check_head(model)
 
 
 def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
-    """The model of a name or folder, all of whose weights were read.
+    """The text model of a name or folder, all of whose weights were read, and with them all that lie there.
 
     Raises:
         ValueError: if some were not; the message names the first.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(source).from_pretrained(
             source,
             dtype=torch.get_default_dtype(),
             trust_remote_code=False,
@@ -109,7 +111,29 @@ def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
             f"{f' and {len(missing) - 1} others' if missing[1:] else ''}, which would be drawn by lot: load a "
             "checkpoint that has them, or pass a function that builds the model as you want it"
         )
+    if head and (left := sorted(report["unexpected_keys"])):
+        raise ValueError(
+            f"expected the weights in {str(source)!r} to be those of its configuration, got {left[0]}"
+            f"{f' and {len(left) - 1} others' if left[1:] else ''}, which {type(model).__name__} has no place for: "
+            "correct config.json, or pass a function that builds the model as you want it"
+        )
+    return _check_head(text_model_of(model))
+
+
+def _check_head(model: PreTrainedModel) -> PreTrainedModel:
+    if base_model_of(model).get_output_embeddings() is None:
+        raise ValueError(
+            f"expected a causal language model, got {type(model).__name__}, which has no vocabulary head: pass a "
+            "function that builds the part of it that has one"
+        )
     return model
+
+
+def _auto_class(source: str | Path) -> Any:
+    try:
+        return auto_class_of(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    except OSError:
+        return AutoModelForCausalLM  # which says what is missing
 
 
 def _head_names(model: PreTrainedModel) -> set[str]:
@@ -157,6 +181,7 @@ def build_policy(
     """
     model, files = _model_and_files(policy, split=split and critic in (None, "shared"))
     model = base_model_of(model)
+    freeze_towers(model)
     backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT, head=False)
     check_dropout(model)
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, attention=attention, files=files)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rl.policy.packing import common_prompts, join_sequences, sequences_of
+from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rollout import ROUTES, Rollout
 
 CARRIER = "expert_routes"  # the keyword argument that takes routes through the model
@@ -26,7 +27,7 @@ CLOSE = 0.01  # between a router's weights, which are at most 1, and ours, in an
 
 def modules_behind(model: PreTrainedModel, output: str) -> dict[str, nn.Module]:
     """The modules that a model says give one of its optional outputs, such as ``attentions``, in their order."""
-    base: Any = model.base_model
+    base: Any = backbone_of(model)
     spec = (base._can_record_outputs or {}).get(output, ())  # noqa: SLF001  transformers' own list
     specs = spec if isinstance(spec, list | tuple) else [spec]
     kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in specs)
@@ -165,7 +166,7 @@ class ExpertReplay:
         numbers = {layer: number for number, layer in enumerate(self.layers)}
         if len(numbers) < len(routers) or numbers.keys() - set(map(_layer_of, attentions)):
             raise ValueError(f"expected one router beside the attention of a layer in {self.kind}, got {list(routers)}")
-        self._handles = [model.base_model.register_forward_pre_hook(self._inject, with_kwargs=True)]
+        self._handles = [backbone_of(model).register_forward_pre_hook(self._inject, with_kwargs=True)]
         for name, attention in attentions.items():
             hook = partial(self._hand_over, numbers.get(_layer_of(name)))
             self._handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))

@@ -1,7 +1,9 @@
 """PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -15,8 +17,11 @@ from lightning_rl.policy.expert_routes import modules_behind
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
+from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.policy.weight_files import WeightFiles
 from lightning_rl.rollout import Rollout
+
+PADDED = "use packing=False"
 
 
 class Outputs(NamedTuple):
@@ -94,7 +99,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.packed, self.attention, self.files = packed, attention, files
         self.model = model
-        self.critic = None if critic is None or critic is model else critic.base_model
+        self.critic = None if critic is None or critic is model else backbone_of(critic)
         self.value_head: nn.Linear | None = None
         if critic is not None:
             width = _head_of(critic).in_features
@@ -107,7 +112,7 @@ class PolicyModel(nn.Module):
 
     def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
         """Scores the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
-        states = _hidden_states(self.model.base_model, layout, self.attention)
+        states = _hidden_states(backbone_of(self.model), layout, self.attention)
         logprobs, entropy = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
         if not squares:
@@ -252,13 +257,17 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
 def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]:
     """What the model's own forward does to the products of its head, and the temperature with it.
 
-    Cohere, Granite and Falcon-H1 scale them; Gemma and others cap them by a tanh.
+    Cohere, Granite, Falcon-H1 and Muse scale them; Gemma, Muse and others cap them by a tanh.
     """
     said = vars(model.config.get_text_config())
     known = {name: value for name, value in said.items() if isinstance(value, int | float)}  # MPT says None
-    scale = known.get("logit_scale", 1) * known.get("lm_head_multiplier", 1) / known.get("logits_scaling", 1)
+    factors = [known.get(name, 1) for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")]
+    scale = prod(factors) / known.get("logits_scaling", 1)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
-    return {"temperature": temperature / scale, "soft_cap": cap}
+    return {
+        "temperature": temperature / scale,
+        "soft_cap": None if cap is None else cap / scale,
+    }  # scaled before capped
 
 
 def carries_state(model: PreTrainedModel) -> bool:
@@ -286,24 +295,31 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         ValueError: if they differ by more than rounding, or are NaN; the message says what to change.
     """
     if packed and carries_state(model):
-        raise ValueError(f"packed sequences would read the states of {type(model).__name__}: use packing=False")
+        raise ValueError(f"packed sequences would read the states of {type(model).__name__}: {PADDED}")
     if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
-        raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: use packing=False")
+        raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: {PADDED}")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
     prompts = [row[:length] for row, length in zip([ids[0][0], *ids[0]], (4, 4, 1, 6), strict=True)]
     responses = [row[:length] for row, length in zip([*ids[1], ids[0][1]], (3, 6, 2, 4), strict=True)]
     layout = pack(Rollout.of_samples(prompts, responses, groups=(0, 0, 1, 2)), packed=packed).to(model.device)
     temperature = 1.0 if split is None else split.temperature
-    if split is None:
-        scores = layout.scatter(_score(model, _hidden_states(model.base_model, layout), layout, temperature)[0])
-    else:
-        scores = split(layout).logprobs
-        cast(Any, split).unshard()  # what is no layer's, for the model's own forward
+    with _refusing_errors(model, packed=packed):
+        if split is None:
+            scores = layout.scatter(_score(model, _hidden_states(backbone_of(model), layout), layout, temperature)[0])
+        else:
+            scores = split(layout).logprobs
+            cast(Any, split).unshard()  # what is no layer's, for the model's own forward
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         alone = torch.tensor(prompt + response, device=model.device)
-        logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        with _refusing_errors(model, packed=False):
+            logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        if logits.shape[-1] != _head_of(model).out_features:
+            raise ValueError(
+                f"expected {type(model).__name__} to score the {_head_of(model).out_features} tokens of its vocabulary "
+                f"head, got {logits.shape[-1]}, the others are padding: train another model"
+            )
         expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
         if bool(expected.isnan().any()):
             raise ValueError(
@@ -312,13 +328,26 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
             )
         worst = float((scores[row, : len(response)].float() - expected).abs().max())
         if not worst < tolerance:
-            advice = "use packing=False" if packed else "its head is not a plain linear layer"
+            advice = PADDED if packed else "its head is not a plain linear layer, or its attention is not causal"
             raise ValueError(
                 f"expected {type(model).__name__} to give the same log-probabilities "
                 f"{'packed' if packed else 'padded'} as alone, but they differ by {worst:.2g}: {advice}"
             )
     if split is not None:
         cast(Any, split).reshard()
+
+
+@contextmanager
+def _refusing_errors(model: PreTrainedModel, *, packed: bool) -> Iterator[None]:
+    """Refuse a model whose code does not take what is passed to it."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        cure = PADDED if packed else "train another model, this one needs more than text"
+        raise ValueError(
+            f"expected {type(model).__name__} to read {'packed' if packed else 'padded'} tokens of text alone, got "
+            f"{type(error).__name__}: {error}: {cure}"
+        ) from error
 
 
 def check_dropout(model: PreTrainedModel) -> None:

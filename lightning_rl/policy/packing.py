@@ -263,7 +263,7 @@ def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Te
     """No mask for packed sequences, but the width of a sliding window in place of one, which is all it would say."""
     forward = _FORWARD.get()
     if forward == "packed":
-        return None if local_size is None else torch.tensor(local_size)
+        return None if local_size is None else torch.full((1, 1, 1, 1), local_size)  # of a mask's shape: some slice it
     if forward == "padded":
         keywords["attention_mask"] = None  # ours, which says nothing
     return sdpa_mask(*arguments, local_size=local_size, **keywords)

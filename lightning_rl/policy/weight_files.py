@@ -4,7 +4,8 @@ What a rank holds at any time is its part and no other: neither the model in flo
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from lightning_rl.policy.text_model import auto_class_of, text_model_of
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHANGES_WEIGHTS = ("adapter_config.json",)  # beside the weights, says that they are not all
@@ -28,19 +33,19 @@ class WeightFiles:
 
     Attributes:
         folder: of the files.
-        files: the file of each parameter, in the order of the model.
+        files: file and key of each parameter, in the order of the model.
         dtype: that they are read in.
     """
 
     folder: Path
-    files: dict[str, str]
+    files: dict[str, tuple[str, str]]
     dtype: torch.dtype
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of each parameter, one at a time, as the whole model would have them."""
-        for name, file in self.files.items():
+        for name, (file, key) in self.files.items():
             with safe_open(self.folder / file, framework="pt") as opened:
-                yield name, opened.get_tensor(name).to(self.dtype)
+                yield name, opened.get_tensor(key).to(self.dtype)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -57,7 +62,7 @@ class WeightFiles:
         parts, rest = dict[str, Tensor](), list[nn.Parameter]()
         for name, parameter in model.named_parameters():
             if name.removeprefix(PREFIX) in self.files and name.startswith(PREFIX):
-                parts[name.removeprefix(PREFIX)] = parameter.detach()
+                parts[self.files[name.removeprefix(PREFIX)][1]] = parameter.detach()
             else:
                 rest.append(parameter)
         for parameter in rest:  # the value head, which begins at 0
@@ -66,18 +71,25 @@ class WeightFiles:
 
 
 def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """The model of a folder on the meta device, its buffers on the CPU, and where its parameters lie.
+    """The text model of a folder on the meta device, its buffers on the CPU, and where its parameters lie.
 
     Returns:
         None if ``source`` is no folder, its files cannot be read, or transformers would make something else of them
-        than to read each parameter under its own name: adapters, quantized or renamed weights, weights that are tied
-        in the model and not in the files, buffers that are no rotary frequencies. Such a model is built whole.
+        than to read each parameter from a tensor that is it: adapters, quantized or converted weights, weights that are
+        tied in the model and not in the files, buffers that do not follow from the configuration. Such a model is built
+        whole.
     """
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is None or not (folder / "config.json").is_file():
         return None
     try:
         stored = _tensors_in(folder)
+        if not stored or any((folder / name).exists() for name in CHANGES_WEIGHTS):
+            return None
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        auto, dtype = auto_class_of(config), torch.get_default_dtype()
+        with torch.device("meta"):
+            saved = cast(PreTrainedModel, auto.from_config(config, dtype=dtype, trust_remote_code=False))
     except (
         SafetensorError,
         OSError,
@@ -87,20 +99,48 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
         AttributeError,
     ):  # whoever builds it whole says
         return None
-    if not stored or any((folder / name).exists() for name in CHANGES_WEIGHTS):
-        return None
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         return None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
-    needed = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    model = text_model_of(saved)
+    keys = _keys_of(saved, model, stored)
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if needed != {name: shape for name, (_, shape) in stored.items()} or len(dtypes) != 1 or not _fill_buffers(model):
+    if keys is None or len(dtypes) != 1 or not _fill_buffers(model):
         return None
     with suppress(OSError):  # as from_pretrained: a folder may have none
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, WeightFiles(folder, {name: stored[name][0] for name in needed}, dtypes.pop())
+    return model, WeightFiles(folder, {name: (stored[key][0], key) for name, key in keys.items()}, dtypes.pop())
+
+
+def _keys_of(
+    saved: PreTrainedModel, model: PreTrainedModel, stored: Mapping[str, tuple[str, list[int]]]
+) -> dict[str, str] | None:
+    """Return the tensor in the files that is each parameter of a model; None if one is another, or none, or left over.
+
+    Args:
+        saved: the model whose files they are.
+        model: itself, or its text model.
+        stored: file and shape of each tensor.
+    """
+    transforms = get_model_conversion_mapping(saved)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    ignored = tuple(getattr(saved, "_keys_to_ignore_on_load_unexpected", None) or ())
+    tensors, wanted = saved.state_dict(keep_vars=True), set(map(id, model.state_dict(keep_vars=True).values()))
+    keys = dict[int, str]()
+    for key in stored:
+        name, converted = rename_source_key(key, renamings, converters, saved.base_model_prefix, tensors)
+        tensor = tensors.get(name)
+        if tensor is None and any(re.search(pattern, name) for pattern in ignored):
+            continue
+        if tensor is None or converted is not None or id(tensor) in keys:
+            return None
+        if id(tensor) in wanted:
+            keys[id(tensor)] = key
+    needed = dict(model.named_parameters())
+    if keys.keys() != set(map(id, needed.values())):
+        return None
+    found = {name: keys[id(parameter)] for name, parameter in needed.items()}
+    return found if all(stored[found[name]][1] == list(needed[name].shape) for name in needed) else None
 
 
 def _tensors_in(folder: Path) -> dict[str, tuple[str, list[int]]]:
@@ -120,16 +160,13 @@ def _tensors_in(folder: Path) -> dict[str, tuple[str, list[int]]]:
 def _fill_buffers(model: PreTrainedModel) -> bool:
     """Computes what follows from the configuration alone, as transformers does after it has read weights."""
     for part in model.modules():
-        buffers = list(part.buffers(recurse=False))
-        if not buffers:
-            continue
-        part.to_empty(device="cpu", recurse=False)
-        buffers = list(part.buffers(recurse=False))
-        if any(True for _ in part.parameters(recurse=False)) or not all(b.is_floating_point() for b in buffers):
+        buffers = dict(part.named_buffers(recurse=False))
+        if not all(buffer.is_floating_point() for buffer in buffers.values()):
             return False
-        for buffer in buffers:
-            buffer.fill_(torch.nan)
-        model._init_weights(part)  # noqa: SLF001  what transformers itself calls then
-        if any(bool(buffer.isnan().any()) for buffer in buffers):
+        for name, buffer in buffers.items():
+            setattr(part, name, torch.full_like(buffer, torch.nan, device="cpu"))
+        if buffers:
+            model._init_weights(part)  # noqa: SLF001  what transformers itself calls then
+        if any(bool(buffer.isnan().any()) for buffer in part.buffers(recurse=False)):
             return False
     return True

@@ -7,12 +7,16 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
+import torch
+from kit.multimodal import tiny_multimodal
 from kit.support import tiny_policy, tiny_tokenizer
+from transformers import AutoConfig
 
 from lightning_rl.cli import main, serve
 from lightning_rl.cli.serve import Address
 from lightning_rl.generation.vllm.worker import STORAGE
 from lightning_rl.key import default_key_file
+from lightning_rl.policy.build import build_model
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +130,28 @@ def test_the_key_goes_to_the_server_in_its_environment_and_nowhere_else(
     assert key not in printed.out + printed.err + " ".join(command), "a log or a list of processes is not for keys"
     assert f"the key that every call has to bring is that of {name}\n" in printed.out
     assert command[-4:-2] == ["--max-num-seqs", "7"] and environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_of_a_model_with_towers_the_language_model_is_served(tmp_path: Path) -> None:
+    folder, text = tmp_path / "whole", tmp_path / "text"
+    tiny_multimodal("gemma3").to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    assert serve.text_model_folder(str(folder), text) == str(text)
+    served, trained = AutoConfig.from_pretrained(text), build_model(folder).config
+    assert served.architectures == ["Gemma3ForCausalLM"] and served.dtype == torch.bfloat16
+    changed = {"dtype", "_name_or_path"}
+    assert {k: v for k, v in served.to_dict().items() if k not in changed} == {
+        k: v for k, v in trained.to_dict().items() if k not in changed
+    }
+    assert serve.text_model_folder(str(text), tmp_path / "again") == str(text)
+    assert flags(serve.command_line(str(text), Address(), dtype=None, on_cpu=True)).keys() >= {"--dtype"}
+
+
+def test_a_model_without_a_language_model_of_its_own_is_not_served(tmp_path: Path) -> None:
+    tiny_multimodal("qwen3_vl").config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as ending:
+        main.main(["serve", str(tmp_path)])
+    assert "a model of text alone for a server, got Qwen3VLForConditionalGeneration: draw with" in str(ending.value)
 
 
 def test_the_guard_comes_last_so_that_it_sees_every_call_first(folder: Path, ran: Ran) -> None:

@@ -20,7 +20,7 @@ from lightning_rl.policy.model import check_scoring
 from lightning_rl.rollout import TURNS, concatenate, pad_rows
 
 exactly = torch.testing.assert_close
-each_family = pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma3_text", "qwen3_moe"])
+each_family = pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_moe"])
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.multimodal import tiny_multimodal
 from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
-from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from lightning_rl import GAE, RLCallback
@@ -23,8 +23,9 @@ from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.weight_files import model_without_numbers
 
 
-def a_folder(path: Path, *, tied: bool = False, **options: Any) -> Path:
-    tiny_policy(3, tie_word_embeddings=tied).save_pretrained(path, **options)
+def a_folder(path: Path, *, tied: bool = False, towers: bool = False, **options: Any) -> Path:
+    model = tiny_multimodal("gemma3") if towers else tiny_policy(3, tie_word_embeddings=tied)
+    model.save_pretrained(path, **options)
     return path
 
 
@@ -94,17 +95,17 @@ class Watch(RLCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", ["", "tied"], ids=["own head", "tied head"])
-def test_two_ranks_begin_with_the_very_weights_of_a_whole_model(tmp_path: Path, tied: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"towers": True}], ids=["own head", "tied head", "towers"])
+def test_two_ranks_begin_with_the_very_weights_of_a_whole_model(tmp_path: Path, options: dict[str, bool]) -> None:
     strategies = ("fsdp2", "tensor", "fsdp2:bf16-mixed")
-    run_ranks(__file__, 2, *(f"{strategy} {a_folder(tmp_path, tied=bool(tied))}" for strategy in strategies))
+    run_ranks(__file__, 2, *(f"{strategy} {a_folder(tmp_path, **options)}" for strategy in strategies))
 
 
 def rank(strategy: str, folder: str) -> None:
     """One of two ranks; the learning rate is 0."""
     runs, (strategy, _, precision) = list[Watch](), strategy.partition(":")
     trainer: dict[str, Any] = {"data": tiny_prompts(4, 4), "devices": 2, "precision": precision or "32-true"}
-    for policy in (folder, partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)):
+    for policy in (folder, partial(build_model, folder)):
         watch = Watch()
         options: dict[str, Any] = {"critic": "shared", "advantages": GAE(), "optimizer": partial(SGD, lr=0.0)}
         module = tiny_module(policy=policy, tokenizer=tiny_tokenizer(), **options)

@@ -40,6 +40,7 @@ from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
 from lightning_rl.policy.memory import GIB, EngineRoom
 from lightning_rl.policy.model import carries_state
+from lightning_rl.policy.text_model import check_text_only
 
 CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
 GPU_SHARE = 0.4  # of the whole device, beside the trainer
@@ -171,8 +172,9 @@ class VLLMEngine(Engine):
 
         Raises:
             ImportError: if vLLM is missing or outside of the window of versions.
-            ValueError: if vLLM would generate on another GPU than the trainer's.
+            ValueError: if vLLM would generate on another GPU than the trainer's, or the model has towers.
         """
+        check_text_only(model, "VLLMEngine")
         check_device(device, self._executor)
         purpose = weakref.ref(model), tokenizer, device, dtype, self.extras
         if self._llm is None or self._purpose != purpose:

@@ -36,6 +36,7 @@ from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.key import find_key
+from lightning_rl.policy.text_model import check_text_only
 
 TRANSFERS = ("file", "broadcast")
 
@@ -129,10 +130,12 @@ class VLLMServerEngine(Engine):
 
         Raises:
             EngineError: if none is there, or listed, within the patience.
-            ValueError: if one is not what the run needs; of servers that may change, if all are such.
+            ValueError: for a model with towers, and if a server is not what the run needs; of servers that may change,
+                if all are such.
         """
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
+        check_text_only(model, "VLLMServerEngine")
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
             urls = self._members.wait(self.patience) if rank == 0 else ()
