@@ -1,4 +1,4 @@
-"""Corrections: each one idea, one file, switched on by adding it to ``Trainer(callbacks=[...])``."""
+"""Corrections: Lightning callbacks that change the training signal, one per file."""
 
 from lightning_rl.callbacks.adaptive_kl import AdaptiveKL
 from lightning_rl.callbacks.divergence_mask import DivergenceMask

@@ -1,4 +1,4 @@
-"""What the KL corrections towards a frozen policy share: a penalty in the reward, or a term of the loss."""
+"""FrozenKL: base class of the KL corrections towards a frozen policy."""
 
 import warnings
 from typing import ClassVar
@@ -14,16 +14,16 @@ from lightning_rl.signal.kl import KL_ESTIMATORS, KLEstimator, importance, kl_es
 
 WARN_AS_LOSS = {
     "k1": "its expected gradient is zero, so it trains nothing",
-    "abs": "its gradient is that of no divergence and does not shrink near the other policy",
-    "binary_kl": "its gradient fades as the policy gives a token up, so that it does not pull back",
+    "abs": "its gradient is not that of a divergence and does not shrink near the frozen policy",
+    "binary_kl": "its gradient vanishes with the token's probability, so it does not restore rare tokens",
 }
 
 
 class FrozenKL(RLCallback):
-    """Penalises distance from a frozen policy; arguments as for ReferenceKL.
+    """Penalty on the KL to a frozen policy, in the reward or in the loss; arguments as for ReferenceKL.
 
     Attributes:
-        frozen: names of the fields that hold the log-probabilities of the frozen policy.
+        frozen: Names of the fields that hold the log-probabilities of the frozen policy.
     """
 
     frozen: ClassVar[tuple[str, ...]] = ()
@@ -46,20 +46,20 @@ class FrozenKL(RLCallback):
         self.unbiased = unbiased
         self.reads = () if as_loss else ("old_logprobs", *self.frozen)
         self.reads_at_loss = ("old_logprobs", *self.frozen) if unbiased else self.frozen
-        for chosen, reason in WARN_AS_LOSS.items() if as_loss else ():
-            if self.estimator is KL_ESTIMATORS[chosen] and not (unbiased and chosen == "k1"):
+        for kl_name, reason in WARN_AS_LOSS.items() if as_loss else ():
+            if self.estimator is KL_ESTIMATORS[kl_name] and not (unbiased and kl_name == "k1"):
                 depth = sum("__init__" in vars(kind) for kind in type(self).__mro__ if issubclass(kind, FrozenKL))
-                text = f"{type(self).__name__} with {chosen} as a loss: {reason}"
-                warnings.warn(text, stacklevel=depth + 1)  # at the line that made the object
+                text = f"{type(self).__name__} with {kl_name} as a loss: {reason}"
+                warnings.warn(text, stacklevel=depth + 1)  # the caller's line
 
     def frozen_logprobs(self, rows: Rollout) -> Float[Tensor, "B T"]:
-        """Log-probability of each token under the frozen policy."""
+        """Return the log-probability of each token under the frozen policy."""
         raise NotImplementedError
 
     @property
     @override
     def contributes(self) -> frozenset[str]:
-        """Either a token reward or a loss term, and what the class overrides besides."""
+        """Methods that the class overrides, with either ``token_reward`` or ``loss_term``."""
         return super().contributes - {"token_reward" if self.as_loss else "loss_term"}
 
     @override
@@ -77,4 +77,4 @@ class FrozenKL(RLCallback):
     def metrics(self, view: LossView) -> dict[str, Stat]:
         raw = self.estimator(view.logprobs.detach(), self.frozen_logprobs(view))
         stats = Stat.many({"estimate": raw, "positive": raw > 0}, view.valid_tokens)
-        return {f"{type(self).name}/{what}": stat for what, stat in stats.items()}
+        return {f"{type(self).name}/{key}": stat for key, stat in stats.items()}

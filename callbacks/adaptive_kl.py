@@ -1,11 +1,11 @@
-r"""Adaptive KL: a reference KL whose coefficient follows the KL that it is meant to hold.
+r"""Adaptive KL: a reference KL whose coefficient is adapted to hold a target KL.
 
 .. math::
     \beta \leftarrow \beta \Bigl(1 + \operatorname{clip}\Bigl(\frac{\overline{KL}}{\text{target}} - 1,\ \pm 0.2\Bigr)
     \frac{n}{\text{horizon}}\Bigr)
 
-after every rollout of n responses, with the mean over responses of their mean estimate per token, over all ranks. The
-new coefficient counts from the next reward or loss on and is part of the checkpoint.
+after every rollout of n responses. :math:`\overline{KL}` averages the estimate over the tokens of each response, then
+over the responses of all ranks. The new coefficient applies from the next reward or loss on; checkpoints store it.
 
 Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 """
@@ -24,20 +24,20 @@ from lightning_rl.signal.masked import row_mean
 
 
 class AdaptiveKL(ReferenceKL):
-    """Penalises distance from the reference, as much as it takes; instead of ReferenceKL.
+    """Reference KL with an adaptive coefficient; replaces ReferenceKL.
 
-    Logs what ReferenceKL does, under ``adaptive_kl/...``, and ``adaptive_kl/beta``, the coefficient.
+    Logs the metrics of ReferenceKL under ``adaptive_kl/...``, and the coefficient as ``adaptive_kl/beta``.
 
     Args:
-        beta: the coefficient to begin with.
-        target: the KL per token to hold, in nats, above 0.
-        horizon: responses over which the coefficient may change by a fifth, above 0.
-        estimator: as for ReferenceKL.
-        as_loss: a term of the loss instead of a reward of each token.
-        unbiased: as for ReferenceKL.
+        beta: Initial coefficient.
+        target: KL per token to hold, in nats, above 0.
+        horizon: Number of responses over which the coefficient changes by at most 20 %, above 0.
+        estimator: As for ReferenceKL.
+        as_loss: Add the KL to the loss instead of the reward.
+        unbiased: As for ReferenceKL.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     name = "adaptive_kl"
@@ -70,7 +70,7 @@ class AdaptiveKL(ReferenceKL):
             self.adapt(total / number, int(number))
 
     def adapt(self, measured: float, number: int) -> None:
-        """Moves the coefficient, given the mean KL per token of a number of responses."""
+        """Update the coefficient from the mean KL per token of a number of responses."""
         error = min(max(measured / self.target - 1, -0.2), 0.2)
         self.beta = max(self.beta * (1 + error * number / self.horizon), 0.0)
 

@@ -1,15 +1,15 @@
-r"""Divergence mask: leave out what engine and trainer see too differently, by a divergence instead of a ratio.
+r"""Divergence mask: mask tokens or responses whose divergence between engine and trainer is too large.
 
 .. math::
     \text{keep } (b, t) \iff D_{b,t} \le \beta
     \qquad\text{or}\qquad
     \text{keep } b \iff \operatorname*{mean, sum\ or\ max}_t D_{b,t} \le \beta
 
-with :math:`D` between the trainer's policy before the update and the engine's, over the valid tokens. A ratio calls a
-token mismatched when its probability goes from 0.001 to 0.01 and lets it pass when it goes from 0.99 to 0.60; the KL of
-the two coins "this token" or "another", the larger of both directions, does the opposite, and so does no harm to rare
-tokens. k2 and k3 estimate the KL of the policies from the token alone. What is left out still counts in the
-denominator, and what is kept keeps weight 1; add :class:`~lightning_rl.callbacks.TruncatedIS` to weigh it as well.
+with :math:`D` between the trainer's policy before the update and the engine's, over the valid tokens. ``binary_kl`` is
+the KL between Bernoulli distributions ("this token" or "another"), the larger of both directions. Unlike a ratio, it
+ignores a change of probability from 0.001 to 0.01 and detects one from 0.99 to 0.60. ``k2`` and ``k3`` estimate the KL
+of the policies from the sampled token. Masked tokens still count in the denominator and kept tokens have weight 1; add
+:class:`~lightning_rl.callbacks.TruncatedIS` for importance weights.
 
 Source: binary KL of tokens: Guo et al. 2026 (KPop), "Taming training-inference mismatch in reinforcement learning with
 adaptive masking regions"; largest of a response: Li et al. 2025 (Trust region masking), arXiv:2512.23075.
@@ -28,27 +28,28 @@ from lightning_rl.signal.kl import binary_kl, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 
 
-def _both_ways(logprobs: Tensor, other: Tensor) -> Tensor:
+def _larger_binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:
     return torch.maximum(binary_kl(logprobs, other), binary_kl(other, logprobs))
 
 
-DIVERGENCES = {"binary_kl": _both_ways, "k2": k2, "k3": k3}
+DIVERGENCES = {"binary_kl": _larger_binary_kl, "k2": k2, "k3": k3}
 LEVELS = ("token", "mean", "sum", "max")
 
 
 class DivergenceMask(RLCallback):
-    """Masks tokens or responses by their divergence.
+    """Mask on tokens or responses with a large divergence.
 
-    Logs ``divergence_mask/divergence`` and ``divergence_mask/divergence_max`` of single tokens before the mask, and the
-    core's ``divergence_mask/rejected_tokens`` or ``divergence_mask/rejected``.
+    Logs ``divergence_mask/divergence`` and ``divergence_mask/divergence_max`` of the tokens before masking, and
+    ``divergence_mask/rejected_tokens`` or ``divergence_mask/rejected``.
 
     Args:
-        bound: largest divergence that is kept, at least 0, in nats.
+        bound: Largest divergence that is kept, at least 0, in nats.
         divergence: ``"binary_kl"``, or ``"k2"`` or ``"k3"`` for an estimate of KL(rollout || old).
-        level: ``"token"``, or what decides for a whole response: the ``"mean"``, ``"sum"`` or ``"max"`` of its tokens.
+        level: ``"token"`` masks tokens; ``"mean"``, ``"sum"`` or ``"max"`` masks responses by that statistic of their
+            tokens.
 
     Raises:
-        ValueError: if the bound is negative, or the divergence or the level unknown.
+        ValueError: If the bound is negative, or the divergence or the level is unknown.
     """
 
     name = "divergence_mask"
@@ -71,7 +72,7 @@ class DivergenceMask(RLCallback):
     @property
     @override
     def contributes(self) -> frozenset[str]:
-        """Either a mask of tokens or one of responses, and what the class overrides besides."""
+        """Methods that the class overrides, with either ``token_mask`` or ``sequence_mask``."""
         return super().contributes - {"sequence_mask" if self.level == "token" else "token_mask"}
 
     @override

@@ -1,12 +1,11 @@
-r"""Dynamic sampling: replace groups that teach nothing, because all of their responses have the same reward.
+r"""Dynamic sampling: replace groups whose responses all have the same reward, which have no advantage.
 
 .. math::
     \text{keep group } g \iff \operatorname{std}_{b \in g}(s_b) > \tau
 
-over the responses that have a reward. The core draws as many new groups as were filtered, round after round up to a
-bound, and warns if some are still missing; nothing that was drawn is thrown away otherwise, so that sampled is kept
-plus filtered. The rewards are those of the task, before bonuses. Each rank refills its own groups at the end of its
-share, so with several minibatches the number of ranks decides which prompts share an optimizer step.
+over the responses that have a reward, with the task reward before bonuses. As many new groups are sampled as were
+filtered, for up to ``max_rounds`` rounds; a warning says how many are still missing then. Each rank replaces its own
+groups and appends the new ones, so with several minibatches the number of ranks affects which prompts share a step.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.2.
 """
@@ -22,14 +21,14 @@ from lightning_rl.signal.statistics import group_statistics
 
 
 class DynamicSampling(RLCallback):
-    """Filters groups without spread and has them replaced. The core logs ``groups/sampled`` and ``groups/filtered``.
+    """Filter for groups without reward variance. Logs ``groups/sampled`` and ``groups/filtered``.
 
     Args:
-        tolerance: standard deviation up to which a group has no spread, above 0.
-        max_rounds: how often the prompts of a rollout are drawn at most, the first time included.
+        tolerance: Largest standard deviation at which a group is filtered, above 0.
+        max_rounds: Maximum number of sampling rounds per rollout, the first included.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     name = "dynamic_sampling"

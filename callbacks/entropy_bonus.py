@@ -1,11 +1,11 @@
-r"""Entropy bonus: reward uncertainty in the loss, with a fixed coefficient or one that holds a target.
+r"""Entropy bonus: add the policy's entropy to the objective, with a fixed or an adaptive coefficient.
 
 .. math::
     \ell_{b,t} = -\alpha\, H\bigl(\pi_\theta(\cdot \mid o_{b,<t})\bigr), \qquad
     \alpha = c\,[\bar H \le \text{target}], \qquad c \leftarrow \max\bigl(c \pm \delta,\ 0\bigr)
 
-Without a target the coefficient stays. With one it grows by :math:`\delta` after each optimizer step whose mean entropy
-over all valid tokens and ranks lies below the target, and shrinks otherwise; above the target the bonus rests.
+Without a target, :math:`\alpha = c` is constant. With one, :math:`c` grows by :math:`\delta` after each optimizer step
+whose mean entropy over all valid tokens and ranks is below the target, and shrinks otherwise.
 
 Source: Williams and Peng 1991; adaptive: He et al. 2025 (Skywork-OR1), arXiv:2505.22312, section 4.5.
 """
@@ -24,17 +24,17 @@ from lightning_rl.corrections.stat import merge_moments
 
 
 class EntropyBonus(RLCallback):
-    """Adds the policy's entropy to what is maximised.
+    """Entropy of the policy as a term of the loss.
 
-    Logs ``entropy_bonus/coef``, the coefficient of the step, and the core's ``entropy_bonus/loss``, minus the entropy.
+    Logs the coefficient of the step as ``entropy_bonus/coef`` and minus the entropy as ``entropy_bonus/loss``.
 
     Args:
-        coef: the coefficient, or the one to begin with.
-        target: mean entropy to hold, in nats, above 0; None for a fixed coefficient.
-        step: how much the coefficient changes after each optimizer step, above 0; only with a target.
+        coef: Coefficient; its initial value if there is a target.
+        target: Mean entropy to hold, in nats, above 0; None for a fixed coefficient.
+        step: Change of the coefficient after each optimizer step, above 0; ignored without a target.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     name = "entropy_bonus"
@@ -51,7 +51,7 @@ class EntropyBonus(RLCallback):
 
     @property
     def alpha(self) -> float:
-        """What the entropy of the next step is multiplied with."""
+        """Coefficient of the entropy in the next step."""
         return 0.0 if self.resting else self.coef
 
     @override
@@ -67,11 +67,11 @@ class EntropyBonus(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.target is None or not isinstance(outputs, Mapping) or "policy/entropy" not in outputs:
-            return  # a fixed coefficient, or a step that was skipped
+            return  # fixed coefficient or skipped step
         self.adapt(torch.stack(self.collectives.gather(outputs["policy/entropy"])))
 
     def adapt(self, moments: Tensor) -> None:
-        """Moves the coefficient after a step, given the entropy's moments on each rank, shape [ranks, 4]."""
+        """Update the coefficient from the entropy's moments on each rank, shape [ranks, 4]."""
         number, mean, *_ = merge_moments(moments).tolist()
         if self.target is None or not number:
             return

@@ -1,10 +1,10 @@
-r"""IcePop: leave out tokens whose probability in engine and trainer differs too much, in either direction.
+r"""IcePop: mask tokens whose probability differs too much between engine and trainer, in either direction.
 
 .. math::
     \text{keep } (b, t) \iff \alpha \le \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
 
-with :math:`\pi_{\text{old}}` the trainer's policy before the update. A token that is left out still counts in the
-denominator. What is kept keeps weight 1; add :class:`~lightning_rl.callbacks.TruncatedIS` to weigh it as well.
+with :math:`\pi_{\text{old}}` the trainer's policy before the update. Masked tokens still count in the denominator. Kept
+tokens have weight 1; add :class:`~lightning_rl.callbacks.TruncatedIS` for importance weights.
 
 Source: Ling team 2025 (Every Step Evolves), arXiv:2510.18855.
 """
@@ -18,16 +18,16 @@ from lightning_rl.signal.ratios import check_band, policy_ratio, within_band
 
 
 class IcePop(RLCallback):
-    """Masks mismatched tokens.
+    """Mask on tokens whose importance ratio is out of bounds.
 
-    Logs ``ice_pop/ratio`` and ``ice_pop/ratio_max`` before the mask, and the core's ``ice_pop/rejected_tokens``.
+    Logs ``ice_pop/ratio`` and ``ice_pop/ratio_max`` before masking, and ``ice_pop/rejected_tokens``.
 
     Args:
-        low: smallest ratio that is kept, in [0, 1].
-        high: largest ratio that is kept, at least 1.
+        low: Smallest ratio that is kept, in [0, 1].
+        high: Largest ratio that is kept, at least 1.
 
     Raises:
-        ValueError: if a bound is out of range.
+        ValueError: If a bound is out of range.
     """
 
     name = "ice_pop"

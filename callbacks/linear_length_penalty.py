@@ -1,14 +1,14 @@
-r"""Linear length penalty: of the responses to a prompt that the policy solves, the longer ones get less.
+r"""Linear length penalty: penalize long responses in proportion to the mean reward of their group.
 
 .. math::
     p_b = -\bar s_g \Bigl(c_{\text{tok}} \frac{n_b}{\max_{b' \in g} n_{b'}}
     + c_{\text{ctx}} \frac{m_b}{\max_{b' \in g} m_{b'}}
     + c_{\text{turn}} \frac{k_b}{\max_{b' \in g} k_{b'}}\Bigr)
 
-with :math:`n` the tokens that the policy sampled, :math:`m` all others (the prompt and what tools returned), :math:`k`
-the turns, and :math:`\bar s_g` the mean reward of the group, over its rewarded rows as the maxima are: a prompt that is
-always solved is pressed the most, one that never is not at all. The penalty is added to the task reward before any
-normalisation. Meant for rewards of at least 0; a group with a negative mean would be paid for length.
+with :math:`n` the number of sampled tokens, :math:`m` the number of other tokens (prompt and tool outputs), :math:`k`
+the number of turns, and :math:`\bar s_g` the mean reward of the group. Mean and maxima run over the rewarded rows. The
+penalty is added to the task reward before normalization. Requires rewards of at least 0: in a group with a negative
+mean, longer responses would gain reward.
 
 Source: prime-rl 2026, the linear length penalty of its group-relative algorithms.
 """
@@ -25,17 +25,17 @@ from lightning_rl.signal.masked import group_index, masked_fill_invalid
 
 
 class LinearLengthPenalty(RLCallback):
-    """Punishes length relative to the longest response of the group, as much as the group succeeds.
+    """Penalty on length relative to the longest response of the group.
 
-    Logs ``linear_length_penalty/penalty``, the mean of what is added to a response that has a reward.
+    Logs ``linear_length_penalty/penalty``, the mean penalty of the rewarded responses.
 
     Args:
-        tokens: coefficient of the tokens that the policy sampled.
-        context: coefficient of the tokens of the prompt and of tools.
-        turns: coefficient of the turns, uninterrupted runs of sampled tokens.
+        tokens: Coefficient of the number of sampled tokens.
+        context: Coefficient of the number of prompt and tool tokens.
+        turns: Coefficient of the number of turns, which are contiguous runs of sampled tokens.
 
     Raises:
-        ValueError: if a coefficient is negative or infinite.
+        ValueError: If a coefficient is negative or infinite.
     """
 
     name = "linear_length_penalty"
@@ -52,13 +52,13 @@ class LinearLengthPenalty(RLCallback):
     @override
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
         sampled = rollout.action_mask
-        own = sampled.sum(-1)
+        tokens = sampled.sum(-1)
         starts = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
-        others = rollout.prompt_lengths + rollout.response_lengths - own
-        return self.penalty(rollout, own, others, starts.sum(-1))
+        context = rollout.prompt_lengths + rollout.response_lengths - tokens
+        return self.penalty(rollout, tokens, context, starts.sum(-1))
 
     def penalty(self, rollout: Rollout, tokens: Tensor, context: Tensor, turns: Tensor) -> Float[Tensor, " B"]:
-        """What is added to each row's reward, given its tokens, those of others, and its turns, each of shape [B]."""
+        """Return the penalty of each row from its sampled tokens, other tokens and turns, each of shape [B]."""
         index, groups = group_index(torch.where(rollout.rewarded, rollout.groups, -1))
         zeros = torch.zeros(groups, dtype=torch.float64, device=rollout.rewards.device)
         number = zeros.index_add(0, index, rollout.rewarded.double()).clamp(min=1)

@@ -1,12 +1,11 @@
-r"""No-EOS mask: a response that was cut off gets no reward, and enters no reward statistic.
+r"""No-EOS mask: give truncated responses no reward and leave them out of reward statistics.
 
 .. math::
     \text{rewarded}_b = [\text{finish}_b \notin \{\text{length}, \text{turns}\}]
 
-What counts is the engine's finish reason, or that the limit of turns ended a conversation, never the padded width. The
-row's task part is 0 *after* normalisation, so the other rows of its group are normalised without it; with a critic its
-KL and value parts remain. Its tokens stay in the denominator of the loss, unless ``drop_tokens`` makes the row leave
-training altogether.
+The finish reason decides: a limit of tokens or of turns ended the response. The row's task reward is left out of the
+statistics of its group and is 0 *after* normalization; with a critic its KL and value parts remain. Its tokens stay in
+the denominator of the loss unless ``drop_tokens`` excludes the row from training.
 
 Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv:2503.14476, section 3.4.
 """
@@ -25,14 +24,14 @@ Action = Literal["zero_reward", "drop_tokens"]
 
 
 class NoEOSMask(RLCallback):
-    """Takes truncated responses out of the reward. Logs ``no_eos_mask/truncated``, their share of the responses.
+    """Mask on the reward of truncated responses. Logs their fraction as ``no_eos_mask/truncated``.
 
     Args:
-        action: ``"zero_reward"`` keeps the row's tokens in training and in the denominator; ``"drop_tokens"`` takes
-            them out of both.
+        action: ``"zero_reward"`` keeps the row's tokens in training and in the denominator; ``"drop_tokens"`` removes
+            them from both.
 
     Raises:
-        ValueError: if the action is unknown.
+        ValueError: If the action is unknown.
     """
 
     name = "no_eos_mask"

@@ -1,13 +1,13 @@
-r"""Off-policy importance sampling: weigh each token by how much likelier the policy being trained makes it.
+r"""Off-policy importance sampling: weight each token by the ratio of the current policy to the engine's.
 
 .. math::
     w_{b,t} = \operatorname{sg}\Bigl[\operatorname{clip}\Bigl(
     \frac{\pi_\theta(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})},\
     w_{\min},\ w_{\max}\Bigr)\Bigr]
 
-The gradient flows only through the loss that the weight multiplies. On a ``reinforce`` base this is CISPO anchored on
-the rollout. On a base that carries the ratio :math:`\pi_\theta / \pi_{\text{old}}` itself it would count
-:math:`\pi_\theta` twice, so the two are refused together. The denominator of the loss does not change.
+The weight carries no gradient. With the ``reinforce`` loss this is CISPO anchored on the rollout. A loss with the ratio
+:math:`\pi_\theta / \pi_{\text{old}}` would count :math:`\pi_\theta` twice, so that combination raises an error. The
+denominator of the loss does not change.
 
 Source: MiniMax 2025 (CISPO), arXiv:2506.13585, anchored on the policy that sampled.
 """
@@ -22,18 +22,17 @@ from lightning_rl.signal.ratios import clipped_weight, policy_ratio
 
 
 class OffPolicyIS(RLCallback):
-    """Corrects a loss without a ratio for samples of another policy.
+    """Importance weight for losses without a ratio.
 
-    Logs ``off_policy_is/ratio`` and ``off_policy_is/ratio_max`` before any clip, ``off_policy_is/clipped``, the
-    fraction of tokens whose weight a bound changed, and the core's ``off_policy_is/weight_mean`` and
-    ``off_policy_is/ess``.
+    Logs ``off_policy_is/ratio`` and ``off_policy_is/ratio_max`` before clipping, the fraction of clipped weights as
+    ``off_policy_is/clipped``, and ``off_policy_is/weight_mean`` and ``off_policy_is/ess``.
 
     Args:
-        min_ratio: lower bound of the weight; 0 leaves it single-sided.
-        max_ratio: upper bound of the weight.
+        min_ratio: Lower bound of the weight; 0 for none.
+        max_ratio: Upper bound of the weight.
 
     Raises:
-        ValueError: unless ``0 <= min_ratio <= 1 <= max_ratio``.
+        ValueError: Unless ``0 <= min_ratio <= 1 <= max_ratio``.
     """
 
     name = "off_policy_is"

@@ -1,12 +1,11 @@
-r"""Off-policy sequence masking: stop learning from a bad response once the policy has moved away from it.
+r"""Off-policy sequence masking: mask responses of negative advantage from which the policy has drifted.
 
 .. math::
     \text{reject } b \iff \bar A_b < 0 \ \text{and}\ \frac{1}{|o_b|} \sum_t \log \frac{\mu(o_{b,t})}{\pi(o_{b,t})} >
     \delta
 
-with :math:`\mu` the policy before the update (or, with ``against="rollout"``, the engine's) and :math:`\pi` the policy
-being trained; the means run over the valid tokens. One decision for the whole response: it has no token axis, so no
-token can escape it. A rejected response still counts in the denominator.
+with :math:`\mu` the policy before the update (or the engine's, with ``against="rollout"``), :math:`\pi` the policy
+being trained, and means over the valid tokens. Rejected responses still count in the denominator.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -25,17 +24,16 @@ Anchor = Literal["old", "rollout"]
 
 
 class OPSM(RLCallback):
-    """Rejects drifted responses with negative advantage.
+    """Mask on drifted responses with negative advantage.
 
-    Logs ``opsm/rejected``, the fraction of responses, and ``opsm/drift``, the mean drift of a response before
-    rejection.
+    Logs the fraction of rejected responses as ``opsm/rejected``, and ``opsm/drift``, the mean drift before rejection.
 
     Args:
-        delta: drift allowed, in nats per token, before a bad response is rejected.
-        against: the policy that drift is measured from: before the update, or the engine's.
+        delta: Largest drift of a kept response with negative advantage, in nats per token.
+        against: Policy from which drift is measured: ``"old"``, before the update, or ``"rollout"``, the engine's.
 
     Raises:
-        ValueError: if ``delta`` is not positive or ``against`` is unknown.
+        ValueError: If ``delta`` is not positive or ``against`` is unknown.
     """
 
     name = "opsm"

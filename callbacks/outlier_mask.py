@@ -1,11 +1,11 @@
-r"""Outlier mask: veto a response that holds a single token on which engine and trainer disagree beyond belief.
+r"""Outlier mask: mask a response if the ratio of engine and trainer is extreme at any of its tokens (token veto).
 
 .. math::
     \text{keep } b \iff \alpha \le \min_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}
     \ \text{and}\ \max_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
 
-with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. One decision for the whole
-response, which still counts in the denominator.
+with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. Masked responses still
+count in the denominator.
 
 Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
 """
@@ -21,17 +21,17 @@ from lightning_rl.signal.ratios import check_band, policy_ratio, within_band
 
 
 class OutlierMask(RLCallback):
-    """Masks responses with an outlier.
+    """Mask on responses with an outlier token.
 
-    Logs ``outlier_mask/tokens``, the fraction of tokens out of bounds, ``outlier_mask/ratio_max`` before the mask, and
-    the core's ``outlier_mask/rejected``.
+    Logs the fraction of outlier tokens as ``outlier_mask/tokens``, ``outlier_mask/ratio_max`` before masking, and
+    ``outlier_mask/rejected``.
 
     Args:
-        low: smallest ratio of a token that is no outlier, in [0, 1].
-        high: largest ratio of a token that is no outlier, at least 1; infinite for no bound.
+        low: Smallest ratio that is not an outlier, in [0, 1].
+        high: Largest ratio that is not an outlier, at least 1; infinite for no bound.
 
     Raises:
-        ValueError: if a bound is out of range.
+        ValueError: If a bound is out of range.
     """
 
     name = "outlier_mask"

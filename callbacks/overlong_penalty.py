@@ -1,12 +1,11 @@
-r"""Overlong penalty: a bonus that falls from 0 to -1 as a response nears its maximum length.
+r"""Overlong penalty: a penalty that falls from 0 to -1 as a response approaches the maximum length.
 
 .. math::
     p(L) = \operatorname{clip}\Bigl(\frac{M - C - L}{C},\ -1,\ 0\Bigr)
 
-with :math:`L` the length of the response, :math:`M` the maximum and :math:`C` the cache below it. It is added to the
-task reward before any normalisation and is computed from lengths alone, so applying it twice is adding it twice and
-nothing more. A row that a reward mask takes out (:class:`~lightning_rl.callbacks.NoEOSMask`) keeps the penalty with an
-estimator that works per token, and has no advantage at all with one that compares the rows of a group.
+with :math:`L` the length of the response, :math:`M` the maximum and :math:`C` the cache below it. The penalty is added
+to the task reward before normalization. A row without a reward (:class:`~lightning_rl.callbacks.NoEOSMask`) keeps the
+penalty with a per-token estimator and has no advantage with a group-relative one.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
 """
@@ -25,18 +24,18 @@ from lightning_rl.rollout import Rollout
 
 
 class OverlongPenalty(RLCallback):
-    """Punishes length softly.
+    """Soft penalty on length.
 
-    Logs ``overlong_penalty/penalty``, its mean over the responses, and ``overlong_penalty/punished``, the fraction
-    that it reaches.
+    Logs the mean penalty as ``overlong_penalty/penalty`` and the fraction of penalized responses as
+    ``overlong_penalty/punished``.
 
     Args:
-        max_length: the maximum M, usually the module's ``max_new_tokens``.
-        cache: the interval C below it.
-        coef: what the penalty is multiplied with.
+        max_length: Maximum length M, usually the module's ``max_new_tokens``.
+        cache: Length C of the interval below it.
+        coef: Coefficient of the penalty.
 
     Raises:
-        ValueError: unless ``0 < cache <= max_length`` and ``coef >= 0``, or at setup if no response is that long.
+        ValueError: Unless ``0 < cache <= max_length`` and ``coef >= 0``; at setup, if ``max_length > max_new_tokens``.
     """
 
     name = "overlong_penalty"
@@ -67,8 +66,8 @@ class OverlongPenalty(RLCallback):
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
         penalty = self._penalty(rollout)
         stats = Stat.many({"penalty": penalty, "punished": penalty < 0}, rollout.real)
-        return {f"overlong_penalty/{what}": stat for what, stat in stats.items()}
+        return {f"overlong_penalty/{key}": stat for key, stat in stats.items()}
 
     def _penalty(self, rollout: Rollout) -> Tensor:
-        room = self.max_length - self.cache - rollout.drawn_lengths
-        return (room / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)
+        excess = self.max_length - self.cache - rollout.drawn_lengths
+        return (excess / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)

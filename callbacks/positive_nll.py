@@ -1,13 +1,12 @@
-r"""Positive NLL: imitate the responses that were right, beside the policy gradient.
+r"""Positive NLL: add the negative log-likelihood of correct responses to the loss.
 
 .. math::
     \mathcal{L} = -\mu\, \frac{1}{\sum_{b \in \mathcal{T}} |o_b|} \sum_{b \in \mathcal{T}} \sum_t
     \log \pi_\theta(o_{b,t}), \qquad \mathcal{T} = \{b : s_b > \tau\}
 
-the mean over all valid tokens of the right responses of a rollout, on all ranks. Where right responses are rare, it
-gets more out of each of them than an advantage does. With several minibatches, each takes the sum over its own right
-tokens, times the number of minibatches: every right token of the rollout weighs the same wherever it comes to lie,
-whatever else its minibatch holds, and the steps of a pass are this mean on average.
+the mean over all valid tokens of the correct responses of a rollout, on all ranks. With several minibatches, each step
+uses the sum over its own correct tokens times the number of minibatches. So every correct token of the rollout has the
+same weight, and the steps of an epoch average to this mean.
 
 Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, section 4.3, the loss on positive examples.
 """
@@ -29,23 +28,23 @@ from lightning_rl.signal.masked import GlobalSum, local_sum
 
 
 def token_sum(valid_tokens: Tensor, trained: Tensor, groups: Tensor, global_sum: GlobalSum = local_sum) -> Tensor:
-    """Every valid token weighs 1."""
+    """Return weight 1 for every valid token."""
     del trained, groups, global_sum
     return valid_tokens.double()
 
 
 class PositiveNLL(RLCallback):
-    """Adds the negative log-likelihood of right responses to the loss.
+    """Negative log-likelihood of correct responses as a term of the loss.
 
-    Logs ``positive_nll/positive``, the share of the rewarded responses that are right, and the core's
-    ``positive_nll/loss``, the term without its coefficient.
+    Logs the fraction of rewarded responses that are correct as ``positive_nll/positive`` and the term without its
+    coefficient as ``positive_nll/loss``.
 
     Args:
-        coef: what the term is multiplied with, at least 0.
-        threshold: a response is right if its task reward is greater than this.
+        coef: Coefficient of the term, at least 0.
+        threshold: Task reward above which a response is correct.
 
     Raises:
-        ValueError: if an option is no finite number, or the coefficient negative.
+        ValueError: If an option is not a finite number or the coefficient is negative.
     """
 
     name = "positive_nll"
@@ -72,10 +71,10 @@ class PositiveNLL(RLCallback):
 
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        right = self._right(rollout)
-        tokens = self.collectives.sum(rollout.valid_tokens[right].sum().double())
-        share = torch.where(right, self.minibatches / tokens.clamp(min=1), 0.0)
-        return {self.provides[0]: share.to(rollout.rewards.dtype)}
+        correct = self._correct(rollout)
+        tokens = self.collectives.sum(rollout.valid_tokens[correct].sum().double())
+        weight = torch.where(correct, self.minibatches / tokens.clamp(min=1), 0.0)
+        return {self.provides[0]: weight.to(rollout.rewards.dtype)}
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
@@ -84,7 +83,7 @@ class PositiveNLL(RLCallback):
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        return {"positive_nll/positive": Stat.of(self._right(rollout), rollout.rewarded)}
+        return {"positive_nll/positive": Stat.of(self._correct(rollout), rollout.rewarded)}
 
-    def _right(self, rollout: Rollout) -> Bool[Tensor, " B"]:
+    def _correct(self, rollout: Rollout) -> Bool[Tensor, " B"]:
         return rollout.rewarded & rollout.trained & (rollout.rewards > self.threshold)

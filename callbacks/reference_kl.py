@@ -1,4 +1,4 @@
-r"""Reference KL: keep the policy near a frozen reference, as a penalty in the reward or as a term of the loss.
+r"""Reference KL: penalize the KL to a frozen reference policy, in the reward or in the loss.
 
 .. math::
     r^{KL}_{b,t} = -\beta\,\operatorname{estimator}\bigl(\log \pi_{\text{old}}(o_{b,t}),\ \log
@@ -6,9 +6,8 @@ r"""Reference KL: keep the policy near a frozen reference, as a penalty in the r
     \qquad\text{or}\qquad
     \ell_{b,t} = \operatorname{estimator}\bigl(\log \pi_\theta(o_{b,t}),\ \log \pi_{\text{ref}}(o_{b,t})\bigr)
 
-The first form shapes the reward of a per-token estimator (PPO), the second, ``as_loss=True``, goes with estimators of
-one scalar for each row (GRPO) and is reduced over all valid tokens. Either way the raw KL is measured from untouched
-log-probabilities and is another tensor than the penalty.
+The first form shapes the reward of a per-token estimator (PPO). The second, ``as_loss=True``, is for estimators of one
+advantage per response (GRPO) and is reduced over all valid tokens.
 
 Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; as a loss: Shao et al. 2024 (GRPO), arXiv:2402.03300; unbiased:
 DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 7.
@@ -23,22 +22,21 @@ from lightning_rl.rollout import Rollout
 
 
 class ReferenceKL(FrozenKL):
-    """Penalises distance from the reference.
+    """Penalty on the KL to the reference policy.
 
-    Logs ``reference_kl/estimate``, the raw estimate of each valid token of the policy being trained, and
-    ``reference_kl/positive``, the fraction of tokens where it is above 0, so where the penalty is one; the core logs
-    ``kl/ref`` and ``kl/penalty`` or ``reference_kl/loss``.
+    Logs the estimate of the policy being trained as ``reference_kl/estimate``, the fraction of tokens where it is
+    positive as ``reference_kl/positive``, ``kl/ref``, and ``kl/penalty`` or ``reference_kl/loss``.
 
     Args:
-        beta: what the KL is multiplied with.
+        beta: Coefficient of the KL.
         estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``binary_kl``, or a function of (logprobs, other) such as a
-            :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` as a reward and ``k3`` as a loss.
-        as_loss: a term of the loss instead of a reward of each token.
-        unbiased: multiply the term with the importance ratio of current to old policy, gradient included, which makes
-            ``k1`` and ``k3`` unbiased in value and gradient; only with ``as_loss``.
+            :class:`~lightning_rl.signal.kl.Clamped`; by default ``k1`` in the reward and ``k3`` in the loss.
+        as_loss: Add the KL to the loss instead of the reward.
+        unbiased: Multiply the term by the importance ratio of current to old policy, with gradient, which makes ``k1``
+            and ``k3`` unbiased in value and gradient; requires ``as_loss``.
 
     Raises:
-        ValueError: if the estimator is unknown, ``beta`` is negative, or ``unbiased`` comes without ``as_loss``.
+        ValueError: If the estimator is unknown, ``beta`` is negative, or ``unbiased`` is set without ``as_loss``.
     """
 
     name = "reference_kl"

@@ -1,11 +1,11 @@
-r"""Reward normalisation: shift and scale the task reward before anything else is made of it.
+r"""Reward normalization: shift and scale the task reward.
 
 .. math::
     s_b \leftarrow \operatorname{clip}\Bigl(\frac{s_b - \mu}{\sigma + \epsilon},\ \pm c\Bigr)
 
-with mean and deviation over the rewarded rows of the whole batch or of the row's group, or left out. It is contributed
-as a bonus, the difference to the raw reward, which stays as it is: ``reward/task`` is still what the task gave. Meant
-for estimators that take the reward as it comes, such as GAE.
+with mean and deviation over the rewarded rows of the batch or of the row's group, or omitted. The difference to the raw
+reward is contributed as a bonus, so ``reward/task`` still logs the raw reward. Meant for estimators that do not
+normalize, such as GAE.
 
 Source: Engstrom et al. 2020 (Implementation matters), arXiv:2005.12729, on scaling rewards.
 """
@@ -24,21 +24,21 @@ from lightning_rl.signal.masked import masked_fill_invalid
 
 
 class RewardNormalization(RLCallback):
-    """Normalises the task reward.
+    """Normalization of the task reward.
 
-    Logs ``reward_normalization/reward``, the mean of what comes out over the rewarded rows, and
-    ``reward_normalization/clipped``, the fraction that the clip changed.
+    Logs the mean normalized reward of the rewarded rows as ``reward_normalization/reward`` and the fraction of clipped
+    values as ``reward_normalization/clipped``.
 
     Args:
-        mean: what the subtracted mean runs over: ``"batch"``, ``"group"`` or ``"none"``.
-        std: what the standard deviation runs over.
-        leave_one_out: subtract the mean of the other rows.
-        unbiased: whether the variance divides by n - 1 instead of n.
-        epsilon: added to the standard deviation.
-        clip: bound of what comes out, on either side, above 0.
+        mean: Population of the subtracted mean: ``"batch"``, ``"group"`` or ``"none"``.
+        std: Population of the standard deviation: ``"batch"``, ``"group"`` or ``"none"``.
+        leave_one_out: Subtract the mean of the other rows.
+        unbiased: Divide the variance by n - 1 instead of n.
+        epsilon: Constant added to the standard deviation.
+        clip: Bound of the absolute normalized reward, above 0.
 
     Raises:
-        ValueError: if a level is unknown or an option out of range.
+        ValueError: If a level is unknown or an option is out of range.
     """
 
     name = "reward_normalization"
@@ -66,14 +66,14 @@ class RewardNormalization(RLCallback):
 
     @override
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
-        normal = self._normal(rollout).clamp(-self.clip, self.clip)
-        return normal - masked_fill_invalid(rollout.rewards, rollout.rewarded).double()  # exact for large rewards
+        normalized = self._normalize(rollout).clamp(-self.clip, self.clip)
+        return normalized - masked_fill_invalid(rollout.rewards, rollout.rewarded).double()  # exact for large rewards
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        normal = self._normal(rollout)
-        figures = {"reward": normal.clamp(-self.clip, self.clip), "clipped": normal.abs() > self.clip}
-        return {f"reward_normalization/{what}": stat for what, stat in Stat.many(figures, rollout.rewarded).items()}
+        normalized = self._normalize(rollout)
+        values = {"reward": normalized.clamp(-self.clip, self.clip), "clipped": normalized.abs() > self.clip}
+        return {f"reward_normalization/{key}": stat for key, stat in Stat.many(values, rollout.rewarded).items()}
 
     @property
     def _estimator(self) -> Normalized:
@@ -85,6 +85,6 @@ class RewardNormalization(RLCallback):
             epsilon=self.epsilon,
         )
 
-    def _normal(self, rollout: Rollout) -> Tensor:
+    def _normalize(self, rollout: Rollout) -> Tensor:
         scores = rollout.rewards.double()
         return self._estimator.per_row(scores, rollout.groups, rollout.rewarded, self.collectives.sum)

@@ -1,11 +1,11 @@
-r"""Rollout KL: pull the policy being trained back to the policy that generated the samples.
+r"""Rollout KL: add the KL between the current policy and the engine's policy to the loss.
 
 .. math::
     \ell_{b,t} = \operatorname{estimator}\bigl(\log \pi_\theta(o_{b,t}),\ \log \pi_{\text{rollout}}(o_{b,t})\bigr)
 
-Added to the loss, reduced over all valid tokens; masks and weights of other corrections do not touch it. The default,
-``k2``, has the gradient :math:`\log \pi_\theta - \log \pi_{\text{rollout}}`, which grows with the drift and never dies.
-``k1`` has a constant gradient: on samples of the engine, minimising it drives the two policies apart.
+The term is reduced over all valid tokens; masks and weights of other corrections do not apply to it. The default,
+``k2``, has the gradient :math:`\log \pi_\theta - \log \pi_{\text{rollout}}`, which grows with the drift. ``k1`` has a
+constant gradient: minimizing it on samples of the engine drives the two policies apart.
 
 Source: Schulman 2020, "Approximating KL Divergence"; as a loss: Tang and Munos 2025, arXiv:2506.09477.
 """
@@ -18,22 +18,22 @@ from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.signal.kl import KLEstimator, absolute, k1, kl_estimator
 
-DRIFTED_BEYOND = 1e-3  # nats; far above rounding, so that the fraction does not depend on how a step is cut
+DRIFTED_BEYOND = 1e-3  # nats; above rounding, so that the fraction does not depend on microbatches
 
 
 class RolloutKL(RLCallback):
-    """Adds a KL between trainer and engine to the loss.
+    """KL between trainer and engine as a term of the loss.
 
-    Logs ``rollout_kl/estimate``, the raw estimate of each valid token, ``rollout_kl/drifted``, the fraction of tokens
-    whose two log-probabilities differ by more than 0.001 nats, and the core's ``rollout_kl/loss``.
+    Logs the estimate as ``rollout_kl/estimate``, the fraction of tokens whose two log-probabilities differ by more than
+    0.001 nats as ``rollout_kl/drifted``, and ``rollout_kl/loss``.
 
     Args:
-        coef: what the term is multiplied with.
+        coef: Coefficient of the term.
         estimator: ``k1``, ``abs``, ``k2``, ``k3``, ``binary_kl``, or a function of (logprobs, other) such as a
             :class:`~lightning_rl.signal.kl.Clamped`.
 
     Raises:
-        ValueError: if the estimator is unknown or ``coef`` is negative.
+        ValueError: If the estimator is unknown or ``coef`` is negative.
     """
 
     name = "rollout_kl"
@@ -46,8 +46,7 @@ class RolloutKL(RLCallback):
         if self.estimator in (k1, absolute):
             warnings.warn(
                 f"RolloutKL with {'k1' if self.estimator is k1 else 'abs'}: its gradient does not shrink with the "
-                "drift, and on samples of the engine that of k1 is minus the gradient of KL(rollout || policy), which "
-                "drives the two apart; k2 pulls them together",
+                "drift, and for k1 on samples of the engine it increases KL(rollout || policy): use k2",
                 stacklevel=2,
             )
 
@@ -61,4 +60,4 @@ class RolloutKL(RLCallback):
         logprobs, rollout = view.logprobs.detach(), view.require("rollout_logprobs")
         values = {"estimate": self.estimator(logprobs, rollout), "drifted": (logprobs - rollout).abs() > DRIFTED_BEYOND}
         stats = Stat.many(values, view.valid_tokens)
-        return {f"rollout_kl/{what}": stat for what, stat in stats.items()}
+        return {f"rollout_kl/{key}": stat for key, stat in stats.items()}

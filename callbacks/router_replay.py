@@ -1,16 +1,14 @@
-r"""Router replay: the policy of a mixture of experts trains through the experts that its engine took.
+r"""Router replay: train a mixture-of-experts policy through the experts that its engine selected.
 
 .. math::
     y_{b,s} = \sum_{e \in E^{\text{engine}}_{b,s}} g_e(x_{b,s}; \theta)\, \operatorname{expert}_e(x_{b,s}; \theta),
     \qquad g = \text{the current router's softmax, divided by its sum over } E^{\text{engine}}_{b,s}
     \text{ where the model does so}
 
-Two experts of nearly equal score change places by the rounding of another kernel, and one flip moves every
-log-probability after it. So the engine's choice :math:`E` is replayed in every forward of the policy: old
-log-probabilities, update, a loss's prepass. Only the numbers of the experts are carried, so router and experts keep
-their gradient. The prompt is covered as well, because the response attends to what the prompt's experts put out. The
-reference is another model and routes by itself, as do a teacher and a critic of its own. Nothing is masked or weighed,
-so denominators stay.
+Rounding differences between kernels can swap two experts of nearly equal score, which changes every later
+log-probability. So every forward of the policy (old log-probabilities, update, prepass of a loss) uses the engine's
+experts :math:`E`, of prompt and response tokens. Only expert indices are replayed: router and experts keep their
+gradient. Reference, teacher and a separate critic use their own routers. Denominators do not change.
 
 Source: Ma et al. 2025 (rollout routing replay), arXiv:2510.11370.
 """
@@ -27,13 +25,13 @@ from lightning_rl.rollout import ROUTES, Rollout
 
 
 class RouterReplay(RLCallback):
-    """Replays the engine's expert routes in every training forward of a mixture-of-experts policy.
+    """Replay of the engine's expert routes in every training forward of a mixture-of-experts policy.
 
     The engine records them for every rollout token (``token_extras/routed_experts``) and prompt token
-    (``prompt_extras/routed_experts``) by itself. Logs nothing of its own: the core's ``kl/rollout`` shows what it does.
+    (``prompt_extras/routed_experts``). Logs no metrics; ``kl/rollout`` shows the effect.
 
     Raises:
-        ValueError: at setup, if the engine cannot record routes; when a fit starts, if the policy is dense or its
+        ValueError: At setup, if the engine cannot record routes; when a fit starts, if the policy is dense or its
             routers are of an unknown kind.
     """
 
@@ -58,5 +56,5 @@ class RouterReplay(RLCallback):
     @override
     def forward_context(self, rows: Rollout) -> AbstractContextManager[object]:
         if self._replay is None:
-            raise RuntimeError("expected RouterReplay to know the policy, but no fit has begun: pass it to a Trainer")
+            raise RuntimeError("expected RouterReplay inside of a fit, got none: pass it to Trainer(callbacks=[...])")
         return self._replay.replay(rows)

@@ -1,4 +1,4 @@
-r"""Sequence-ratio mask: leave out responses whose probability in engine and trainer differs too much.
+r"""Sequence-ratio mask: mask responses whose probability differs too much between engine and trainer.
 
 .. math::
     \text{keep } b \iff \alpha \le \exp\Bigl(\frac{1}{|o_b|} \sum_t
@@ -8,10 +8,10 @@ r"""Sequence-ratio mask: leave out responses whose probability in engine and tra
     \qquad\text{or}\qquad
     \alpha \le \max_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})} \le \beta
 
-with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. One decision for the whole
-response, which still counts in the denominator. The product grows with the length of the response; the geometric mean
-does not; the largest finds what a mean hides. With :class:`~lightning_rl.callbacks.TruncatedIS` what is kept is weighed
-as well: ``SequenceRatioMask("product")`` and ``TruncatedIS("sequence", cap=math.inf)`` are IcePop of whole responses.
+with :math:`\pi_{\text{old}}` the trainer's policy before the update, over the valid tokens. Masked responses still
+count in the denominator. The product grows with the length of the response; the geometric mean does not; the maximum
+detects single tokens. Add :class:`~lightning_rl.callbacks.TruncatedIS` for importance weights:
+``SequenceRatioMask("product")`` with ``TruncatedIS("sequence", cap=math.inf)`` is IcePop at the level of responses.
 
 Source: Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
 """
@@ -31,21 +31,20 @@ BANDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0), "max": (0.0, 5.0)}
 
 
 class SequenceRatioMask(RLCallback):
-    """Keeps responses whose ratio of old to rollout policy lies within bounds, both included.
+    """Mask on responses whose ratio of old to rollout policy is out of bounds.
 
-    Logs ``sequence_ratio_mask/ratio`` and ``sequence_ratio_mask/ratio_max`` before the mask, and the core's
+    Logs ``sequence_ratio_mask/ratio`` and ``sequence_ratio_mask/ratio_max`` before masking, and
     ``sequence_ratio_mask/rejected``.
 
     Args:
-        statistic: the ratio of a response: of those of its tokens the ``"geometric"`` mean, the ``"product"`` or the
-            ``"max"``.
-        low: smallest ratio that is kept, in [0, 1]; by default 0.99 for the mean, 0.5 for the product and 0 for the
+        statistic: Ratio of a response: the ``"geometric"`` mean, the ``"product"`` or the ``"max"`` over its tokens.
+        low: Smallest ratio that is kept, in [0, 1]; by default 0.99 for the mean, 0.5 for the product and 0 for the
             maximum.
-        high: largest ratio that is kept, at least 1; by default 1.01 for the mean, 2 for the product and 5 for the
+        high: Largest ratio that is kept, at least 1; by default 1.01 for the mean, 2 for the product and 5 for the
             maximum.
 
     Raises:
-        ValueError: if the statistic is unknown or a bound out of range.
+        ValueError: If the statistic is unknown or a bound is out of range.
     """
 
     name = "sequence_ratio_mask"

@@ -1,14 +1,13 @@
-r"""Stop properly: a response that was cut off keeps a part of its reward, or gets another one.
+r"""Stop properly: scale or replace the reward of truncated responses.
 
 .. math::
     s_b \leftarrow \begin{cases} \alpha\, s_b \ \text{ or } \ s_{\text{cut}} &
     \text{finish}_b \in \{\text{length}, \text{turns}\} \\ s_b & \text{otherwise} \end{cases}
 
-The factor is for rewards of at least 0, as in the source: it brings a negative one closer to 0, so that a wrong answer
-that was cut off would be better off than one that stopped. Where rewards may be negative, give a new one that is at or
-below the least of them. Contributed as a bonus, the difference to the raw reward, before any normalisation. Unlike
-:class:`~lightning_rl.callbacks.NoEOSMask`, which leaves the row out of the statistics of its group, the row takes part
-with its new reward, so that the policy learns to stop. Beside it there would be nothing to change, which is refused.
+Scaling requires rewards of at least 0: it would raise a negative reward. For rewards that may be negative, pass a
+``reward`` not above the smallest of them. The difference to the raw reward is contributed as a bonus before
+normalization. Unlike with :class:`~lightning_rl.callbacks.NoEOSMask`, the row stays in the statistics of its group, so
+the policy learns to stop. Combining the two raises an error.
 
 Source: NVIDIA 2025 (ProRL v2), its stop-properly penalty; prolonged training: Liu et al. 2025, arXiv:2505.24864.
 """
@@ -25,16 +24,16 @@ from lightning_rl.signal.masked import masked_fill_invalid
 
 
 class StopProperly(RLCallback):
-    """Scales or replaces the reward of responses that a limit of tokens or turns ended.
+    """Reduced reward for responses that a limit of tokens or turns ended.
 
-    Logs ``stop_properly/truncated``, their share.
+    Logs their fraction as ``stop_properly/truncated``.
 
     Args:
-        scale: what their reward is multiplied with, in [0, 1]; 1 changes nothing. For rewards of at least 0.
-        reward: what they get instead, whatever the scale; None to scale.
+        scale: Factor on their reward, in [0, 1]; 1 changes nothing.
+        reward: Replacement of their reward, which overrides ``scale``; None to scale.
 
     Raises:
-        ValueError: if the scale lies outside [0, 1] or the reward is no finite number, or at setup beside a NoEOSMask.
+        ValueError: If the scale is outside [0, 1] or the reward is not finite; at setup, if there is a NoEOSMask.
     """
 
     name = "stop_properly"
@@ -50,8 +49,8 @@ class StopProperly(RLCallback):
     @override
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
         raw = masked_fill_invalid(rollout.rewards, rollout.rewarded)
-        wanted = self.scale * raw if self.reward is None else torch.full_like(raw, self.reward)
-        return torch.where(rollout.cut_off & rollout.rewarded, wanted - raw, 0.0)
+        reduced = self.scale * raw if self.reward is None else torch.full_like(raw, self.reward)
+        return torch.where(rollout.cut_off & rollout.rewarded, reduced - raw, 0.0)
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:

@@ -1,4 +1,4 @@
-r"""Teacher KL: on-policy distillation, the reverse KL to a teacher on the student's own samples.
+r"""Teacher KL: on-policy distillation with the reverse KL to a teacher on the student's samples.
 
 .. math::
     r_{b,t} = -\beta\,\operatorname{estimator}\bigl(\log \pi_{\text{old}}(o_{b,t}),\ \log
@@ -6,8 +6,8 @@ r"""Teacher KL: on-policy distillation, the reverse KL to a teacher on the stude
     \qquad\text{or, as a loss,}\qquad
     \ell_{b,t} = \operatorname{estimator}\bigl(\log \pi_\theta(o_{b,t}),\ \log \pi_{\text{teacher}}(o_{b,t})\bigr)
 
-The teacher's log-probabilities lie in ``token_extras["teacher_logprobs"]``, at the temperature of the sampling. This
-callback provides them if it is given a model; otherwise another one has to ``provide`` them, from a server, say.
+The teacher's log-probabilities are in ``token_extras["teacher_logprobs"]``, at the sampling temperature. This callback
+provides them if it has a teacher model; otherwise another callback has to, for example from a server.
 
 Source: Agarwal et al. 2024 (on-policy distillation), arXiv:2306.13649; as a reward per token: Lu and Thinking Machines
 Lab 2025, "On-policy distillation".
@@ -33,23 +33,22 @@ KEY = "teacher_logprobs"
 
 
 class TeacherKL(FrozenKL):
-    """Pulls the policy towards a teacher.
+    """Penalty on the KL to a teacher.
 
-    Logs ``teacher_kl/estimate``, the raw estimate of each valid token of the policy being trained, and
-    ``teacher_kl/positive``, the fraction of tokens where it is above 0; the core logs ``kl/penalty`` or
-    ``teacher_kl/loss``.
+    Logs the estimate of the policy being trained as ``teacher_kl/estimate``, the fraction of tokens where it is
+    positive as ``teacher_kl/positive``, and ``kl/penalty`` or ``teacher_kl/loss``.
 
     Args:
-        teacher: name or path of a model with the policy's vocabulary, or a callable that builds one; None if another
+        teacher: Name or path of a model with the policy's vocabulary, or a callable that builds one; None if another
             callback provides ``token_extras/teacher_logprobs``.
-        beta: what the KL is multiplied with.
-        estimator: as for ReferenceKL.
-        as_loss: a term of the loss instead of a reward of each token.
-        unbiased: as for ReferenceKL.
+        beta: Coefficient of the KL.
+        estimator: As for ReferenceKL.
+        as_loss: Add the KL to the loss instead of the reward.
+        unbiased: As for ReferenceKL.
 
     Raises:
-        ValueError: if an option is out of range; at setup, if there is neither a teacher nor a callback that provides;
-            when a fit starts, if the teacher has another vocabulary.
+        ValueError: If an option is out of range; at setup, if neither a teacher nor another callback provides the
+            log-probabilities; when a fit starts, if the teacher's vocabulary differs.
     """
 
     name = "teacher_kl"
@@ -72,7 +71,7 @@ class TeacherKL(FrozenKL):
     @property
     @override
     def contributes(self) -> frozenset[str]:
-        """Without a teacher of its own it provides nothing."""
+        """Methods that the class overrides, without ``provide`` if there is no teacher."""
         return super().contributes - (frozenset() if self.teacher is not None else {"provide"})
 
     @override
@@ -80,8 +79,8 @@ class TeacherKL(FrozenKL):
         others = [other for other in callbacks_of(trainer) if isinstance(other, RLCallback) and other is not self]
         if self.teacher is None and not any("provide" in other.contributes for other in others):
             raise ValueError(
-                f'TeacherKL reads "token_extras/{KEY}", but it has no teacher and no other callback provides: pass '
-                "teacher=, or add a callback whose provide returns them"
+                f'expected a teacher or another callback that provides "token_extras/{KEY}" for TeacherKL, got '
+                "neither: pass teacher=, or add a callback whose provide returns it"
             )
 
     @override
@@ -97,7 +96,7 @@ class TeacherKL(FrozenKL):
                 packed=pl_module.packing,
                 precise=precision.forward_context,
             )
-        precision.convert_module(self._teacher.scorer.scoring)  # in place, as the policy's
+        precision.convert_module(self._teacher.scorer.scoring)  # in place
         models = self._teacher.scorer.model, pl_module.policy.model if pl_module.policy is not None else None
         sizes = [model.config.get_text_config().vocab_size for model in models if model is not None]
         if len(set(sizes)) > 1:
@@ -106,7 +105,7 @@ class TeacherKL(FrozenKL):
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
         if self._teacher is None:
-            raise RuntimeError("expected TeacherKL to have a teacher, but no fit has begun: pass it to a Trainer")
+            raise RuntimeError("expected TeacherKL inside of a fit, got none: pass it to Trainer(callbacks=[...])")
         return {f"token_extras/{KEY}": self._teacher(rollout)}
 
     @override

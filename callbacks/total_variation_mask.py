@@ -1,13 +1,13 @@
-r"""Total-variation mask: in a response that is too far off, keep only the tokens that bring the policies together.
+r"""Total-variation mask: in responses far from the engine's policy, mask tokens that would increase the distance.
 
 .. math::
     \text{keep } (b, t) \iff \frac{1}{|o_b|} \sum_u |r_{b,u} - 1| \le \delta
     \ \text{ or }\ \operatorname{sign}(r_{b,t} - 1)\, A_{b,t} \le 0,
     \qquad r_{b,t} = \frac{\pi(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}
 
-Half of the mean of :math:`|r - 1|` over the engine's samples estimates the total variation, here from the tokens of one
-response. Beyond the bound a token that is already likelier than at the engine is not made likelier still, and a less
-likely one not less likely; all others go on training. What is left out still counts in the denominator.
+Half the mean of :math:`|r - 1|` over samples of the engine estimates the total variation; here the mean is over one
+response. Beyond the bound, a token with :math:`r > 1` is not made more likely and one with :math:`r < 1` is not made
+less likely. Masked tokens still count in the denominator.
 
 Source: Honari et al. 2026 (VACO), arXiv:2603.01365, its filter of the gradient.
 """
@@ -25,18 +25,18 @@ from lightning_rl.signal.ratios import policy_ratio
 
 
 class TotalVariationMask(RLCallback):
-    """Masks tokens that would widen a gap which is too wide.
+    """Mask on tokens whose gradient would increase a large total variation.
 
     Logs ``total_variation_mask/distance`` and ``total_variation_mask/distance_max``, the mean of :math:`|r - 1|` of a
-    response before the mask, and the core's ``total_variation_mask/rejected_tokens``.
+    response before masking, and ``total_variation_mask/rejected_tokens``.
 
     Args:
-        bound: largest mean of :math:`|r - 1|` at which every token is kept, twice the total variation, at least 0.
-        policy: the one above the ratio: before the update (mismatch with the engine, and staleness), or the one being
-            trained, which adds what the update has done so far.
+        bound: Largest mean of :math:`|r - 1|` at which every token is kept (twice the total variation), at least 0.
+        policy: Numerator of the ratio: ``"old"``, the policy before the update (mismatch and staleness), or
+            ``"current"``, the policy being trained, which adds the drift of the update.
 
     Raises:
-        ValueError: if the bound is negative or the policy unknown.
+        ValueError: If the bound is negative or the policy is unknown.
     """
 
     name = "total_variation_mask"
@@ -62,5 +62,5 @@ class TotalVariationMask(RLCallback):
         return row_mean((self._ratio(view) - 1).abs(), view.valid_tokens)
 
     def _ratio(self, view: LossView) -> Float[Tensor, "B T"]:
-        above = view.require("old_logprobs") if self.policy == "old" else view.logprobs.detach()
-        return policy_ratio(above, view.require("rollout_logprobs"))
+        numerator = view.require("old_logprobs") if self.policy == "old" else view.logprobs.detach()
+        return policy_ratio(numerator, view.require("rollout_logprobs"))

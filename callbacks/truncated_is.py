@@ -1,4 +1,4 @@
-r"""Truncated importance sampling: correct for the mismatch between the engine and the trainer before the update.
+r"""Truncated importance sampling: correct for the mismatch between engine and trainer before the update.
 
 .. math::
     w_{b,t} = \operatorname{clip}(r_{b,t}, c, C) \qquad\text{or}\qquad
@@ -6,11 +6,10 @@ r"""Truncated importance sampling: correct for the mismatch between the engine a
     w_b = \operatorname{clip}\Bigl(\bigl(\textstyle\prod_t r_{b,t}\bigr)^{1/|o_b|},\, c,\, C\Bigr),
     \qquad r_{b,t} = \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}
 
-with :math:`\pi_{\text{old}}` the trainer's policy before the update. Its ratio old/rollout chains with the ratio
-current/old of PPO's loss, so no policy counts twice. The weight multiplies the policy loss; the denominator does not
-change. Masks multiply it: with :class:`~lightning_rl.callbacks.SequenceRatioMask` or
-:class:`~lightning_rl.callbacks.DivergenceMask` what is kept is weighed, and with an infinite cap beside a mask of the
-same ratio the mask alone bounds the weight, as IcePop does, of tokens and of responses.
+with :math:`\pi_{\text{old}}` the trainer's policy before the update. The ratio old/rollout composes with the ratio
+current/old of PPO's loss. The weight multiplies the policy loss; the denominator does not change. Masks such as
+:class:`~lightning_rl.callbacks.SequenceRatioMask` and :class:`~lightning_rl.callbacks.DivergenceMask` multiply it. With
+an infinite cap, a mask on the same ratio alone bounds the weight, as in IcePop.
 
 Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; sequence form: Liu
 et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
@@ -35,22 +34,21 @@ KEY = "truncated_is_scale"
 
 
 class TruncatedIS(RLCallback):
-    """Weighs samples of the engine as samples of the trainer's policy before the update.
+    """Truncated importance weight of the trainer's policy before the update over the engine's.
 
-    Logs ``truncated_is/ratio`` and ``truncated_is/ratio_max`` of single tokens before the bounds,
-    ``truncated_is/capped``, the fraction of tokens whose weight a bound changed, and the core's
-    ``truncated_is/weight_mean`` and ``truncated_is/ess``.
+    Logs ``truncated_is/ratio`` and ``truncated_is/ratio_max`` of the tokens before truncation, the fraction of
+    truncated weights as ``truncated_is/capped``, and ``truncated_is/weight_mean`` and ``truncated_is/ess``.
 
     Args:
-        level: one weight for each token; the ``"sequence"``'s product of a row's ratios as one weight for all of its
-            tokens, unbiased and of large variance; or their ``"geometric"`` mean, which no length drives away from 1.
-        cap: upper bound C; by default 2 for tokens and the geometric mean, and 5 for sequences.
-        floor: lower bound c, in [0, 1]; 0 for none. With it no sample is all but forgotten.
-        normalized: divide by the mean of the bounded weights over the rollout and all ranks (of tokens, or of the rows
-            that have some), so that the weights change which samples count and not how large the step is.
+        level: ``"token"`` for one weight per token; ``"sequence"`` for the product over a response, unbiased but of
+            high variance; ``"geometric"`` for the geometric mean over a response.
+        cap: Upper bound C; by default 2 for ``"token"`` and ``"geometric"``, and 5 for ``"sequence"``.
+        floor: Lower bound c, in [0, 1]; 0 for none.
+        normalized: Divide by the mean of the bounded weights over the rollout and all ranks (over tokens, or over
+            responses with valid tokens), which keeps the step size.
 
     Raises:
-        ValueError: if the level is unknown, the cap below 1 or the floor outside [0, 1].
+        ValueError: If the level is unknown, the cap is below 1 or the floor is outside [0, 1].
     """
 
     name = "truncated_is"
@@ -81,13 +79,13 @@ class TruncatedIS(RLCallback):
     @property
     @override
     def contributes(self) -> frozenset[str]:
-        """It provides the scale of its weights only if they have one."""
+        """Methods that the class overrides, without ``provide`` unless weights are normalized."""
         return super().contributes - (frozenset() if self.normalized else {"provide"})
 
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
         valid = rollout.valid_tokens
-        counted = valid if self.level == "token" else last_true(valid)  # each token, or each row once
+        counted = valid if self.level == "token" else last_true(valid)  # one entry per token or per row
         weight = masked_fill_invalid(self._ratio(rollout).clamp(self.floor, self.cap), counted).double()
         total, number = self.collectives.sum(torch.stack([weight.sum(), counted.sum().double()]))
         scale = torch.where(total > 0, number / total, 1.0).to(rollout.rewards.dtype)
@@ -100,12 +98,12 @@ class TruncatedIS(RLCallback):
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        compared = self._ratio(view)
+        ratio = self._ratio(view)
         raw = Stat.of(policy_ratio(view.require("old_logprobs"), view.require("rollout_logprobs")), view.valid_tokens)
         return {
             "truncated_is/ratio": raw,
             "truncated_is/ratio_max": raw.maximum(),
-            "truncated_is/capped": Stat.of((compared > self.cap) | (compared < self.floor), view.valid_tokens),
+            "truncated_is/capped": Stat.of((ratio > self.cap) | (ratio < self.floor), view.valid_tokens),
         }
 
     def _ratio(self, rows: Rollout) -> Float[Tensor, "B T"]:

@@ -228,7 +228,7 @@ def _row(algorithm: Algorithm, peers: Mapping[str, set[str]]) -> str:
     text, source = _texts(value)
     does = text.partition("\n\n")[0]
     if _is_correction(value):
-        does = text.partition("\n\n")[0].partition(": ")[2]
+        does = _after_title(source).partition("\n\n")[0]
     also = sorted(set().union(*(peers.get(name, set()) for name in RECORDED[value.__name__])), key=str.lower)
     file = _file(value)
     cells = (

@@ -184,7 +184,7 @@ def test_without_its_hooks_the_policy_is_as_before() -> None:
 def test_it_works_within_a_fit_alone() -> None:
     callback = RouterReplay()
     fit(tiny_module(policy=moe), callbacks=[callback], max_steps=1)
-    with pytest.raises(RuntimeError, match="no fit has begun"):
+    with pytest.raises(RuntimeError, match="inside of a fit, got none"):
         callback.forward_context(routed_rollout())
 
 

@@ -183,7 +183,7 @@ def test_another_callback_may_provide_the_log_probabilities() -> None:
 @pytest.mark.parametrize("options", [{"as_loss": True}, {"advantages": "reinforce_plus_plus"}])
 def test_without_a_teacher_and_a_provider_setup_says_what_to_do(options: dict[str, Any]) -> None:
     callback = TeacherKL(as_loss=options.pop("as_loss", False))
-    with pytest.raises(ValueError, match="no teacher and no other callback provides: pass teacher=, or add a callback"):
+    with pytest.raises(ValueError, match="got neither: pass teacher=, or add a callback"):
         fitted(callback, rewards=lambda **_: pytest.fail("nothing may be drawn"), **options)
 
 
@@ -203,7 +203,7 @@ def test_two_sources_of_log_probabilities_are_refused() -> None:
 
 
 def test_a_teacher_that_no_fit_has_built_says_so() -> None:
-    with pytest.raises(RuntimeError, match="no fit has begun: pass it to a Trainer"):
+    with pytest.raises(RuntimeError, match="inside of a fit, got none: pass it to Trainer"):
         TeacherKL(tiny_policy).provide(ragged_rollout())
 
 
