@@ -1,4 +1,4 @@
-"""Policy losses as small frozen objects, and the names they are known by."""
+"""Policy losses: small frozen objects, registered by name."""
 
 from collections.abc import Callable
 
@@ -56,10 +56,10 @@ LOSSES: dict[str, PolicyLoss] = {
 
 
 def resolve_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> PolicyLoss:
-    """A loss object from an object, a function or a known name.
+    """Return the loss for an object, a function or a registered name.
 
     Raises:
-        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
+        ValueError: If the name is unknown, or for a class instead of an object.
     """
     if isinstance(loss, PolicyLoss):
         return loss
@@ -67,8 +67,8 @@ def resolve_loss(loss: PolicyLoss | Callable[[LossView], Tensor] | str) -> Polic
         raise ValueError(f"expected an object as loss, got the class {loss.__name__}: call it")
     if isinstance(loss, nn.Module):
         raise ValueError(
-            f"expected a loss out of {', '.join(LOSSES)}, or a function of a LossView that returns a loss for each "
-            f"token, got the module {type(loss).__name__}"
+            f"expected a loss out of {', '.join(LOSSES)}, or a function of a LossView that returns a loss per token, "
+            f"got the module {type(loss).__name__}: pass a function"
         )
     if callable(loss):
         return FunctionLoss(loss)

@@ -1,4 +1,4 @@
-"""PolicyLoss: which importance ratio a loss carries, what it reads, its value per token."""
+"""PolicyLoss: base class of losses with a value per token."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from lightning_rl.signal.selection import GlobalConcat
 
 
 class PolicyLoss(ABC):
-    """A loss per token. Masks, weights and the reduction are the core's business.
+    """Loss per token. Masks, weights and the reduction are applied by the core.
 
     Attributes:
         ratio: (numerator, denominator) of its importance ratio, or None.
-        reads: names of the fields that it needs.
+        reads: Names of the rollout fields that it needs.
     """
 
     ratio: Ratio | None = None
@@ -30,47 +30,47 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
-        """The loss of each token, with gradient; values at invalid tokens do not count."""
+        """Return the loss of each token, with gradient; values at invalid tokens are ignored."""
 
     def prepare(
         self, views: Sequence[LossView], global_sum: GlobalSum, global_concat: GlobalConcat
     ) -> Sequence[Tensor] | None:
-        """Looks at the whole optimizer step, once before its first backward and without gradient.
+        """Compute values from the whole optimizer step, before its first backward and without gradient.
 
-        A loss that overrides this costs one more forward pass over the step.
+        A loss that overrides this method costs one more forward pass per step.
 
         Args:
-            views: every microbatch of this rank, with the current log-probabilities.
-            global_sum: adds tensors up over the ranks.
-            global_concat: joins tensors [N] of the ranks.
+            views: Every microbatch of this rank, with the current log-probabilities.
+            global_sum: Sums tensors over the ranks.
+            global_concat: Concatenates tensors [N] of the ranks.
 
         Returns:
-            One tensor [b, T] for each view, which comes back as ``view.prepared``.
+            One tensor [b, T] per view, available as ``view.prepared``.
         """
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the loss in messages."""
         return type(self).__name__
 
     @property
     def prepares(self) -> bool:
-        """Whether the class overrides :meth:`prepare`."""
+        """True if the class overrides :meth:`prepare`."""
         return type(self).prepare is not PolicyLoss.prepare
 
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        """What this loss did to the microbatch, with the same keys at every call."""
+        """Return statistics of a microbatch, with the same keys at every call."""
         del view
         return {}
 
 
 class RatioLoss(PolicyLoss):
-    """A loss with the ratio of the current policy to the one before the update, unless it says another.
+    """Loss with an importance ratio, by default of the current policy to the one before the update.
 
     Attributes:
-        reads: names of the fields that it needs, first the log-probabilities below the ratio.
-        log_ratio_bound: of the log-ratio on either side before exp; beyond it the gradient is 0.
+        reads: Names of the rollout fields that it needs; the first is the denominator of the ratio.
+        log_ratio_bound: Bound of the absolute log-ratio before exp; beyond it the gradient is 0.
     """
 
     ratio = ("current", "old")
@@ -78,13 +78,13 @@ class RatioLoss(PolicyLoss):
     log_ratio_bound: ClassVar[float] = LOG_RATIO_BOUND
 
     def importance(self, view: LossView) -> Float[Tensor, "B T"]:
-        """The ratio at each token, with gradient."""
+        """Return the ratio at each token, with gradient."""
         return policy_ratio(view.logprobs, view.require(self.reads[0]), bound=self.log_ratio_bound)
 
 
 @dataclass(frozen=True)
 class FunctionLoss(PolicyLoss):
-    """A plain function ``(view) -> [b, T]`` as a loss. It declares no ratio, so no illegal pair can be found in it."""
+    """Loss from a function ``(view) -> [b, T]``. Without a declared ratio, invalid pairs of ratios are not detected."""
 
     function: Callable[[LossView], Tensor]
 
@@ -99,11 +99,11 @@ class FunctionLoss(PolicyLoss):
 
 
 def prepared_tokens(view: LossView) -> Tensor:
-    """The tokens that a loss chose from the whole step, shape [b, T] bool.
+    """Return the tokens that ``prepare`` selected, shape [b, T] bool.
 
     Raises:
-        ValueError: if it has not chosen any yet.
+        ValueError: If ``prepare`` has not been called.
     """
     if view.prepared is None:
-        raise ValueError("expected the tokens that prepare chose, got none: call prepare with every view of the step")
+        raise ValueError("expected tokens selected by prepare, got none: call prepare with every view of the step")
     return view.prepared

@@ -1,4 +1,4 @@
-"""CISPO: a clipped weight instead of a clipped objective."""
+"""CISPO: policy gradient with a clipped importance weight."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,23 +16,23 @@ from lightning_rl.signal.ratios import clipped_weight, policy_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyLoss):
-    r"""The policy gradient, weighed with a clipped importance ratio, so that no token loses its gradient.
+    r"""Policy gradient with a clipped importance weight, which keeps the gradient of every token.
 
     .. math::
         \ell = -\operatorname{sg}\bigl[\operatorname{clip}(r,\ 1 - \epsilon_{low},\ 1 + \epsilon_{high})\bigr]\,
         A \log p
 
-    Logs ``policy/clipped``, the share of changed weights.
+    Logs the fraction of clipped weights as ``policy/clipped``.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4.
 
     Args:
-        clip_low: how far below 1 the weight goes, in [0, 1]; 1 for no lower bound.
-        clip_high: how far above 1 the weight goes, at least 0.
-        anchor: the policy below the ratio: before the update, or the engine's.
+        clip_low: Distance of the lower bound from 1, in [0, 1]; 1 for no lower bound.
+        clip_high: Distance of the upper bound from 1, at least 0.
+        anchor: Denominator of the ratio: ``"old"``, the policy before the update, or ``"rollout"``, the engine's.
 
     Raises:
-        ValueError: if a bound is out of range or the anchor unknown.
+        ValueError: If a bound is out of range or the anchor is unknown.
     """
 
     clip_low: float = 1.0
@@ -40,7 +40,7 @@ class CISPO(PolicyLoss):
     anchor: Literal["old", "rollout"] = "old"
 
     def __post_init__(self) -> None:
-        """Checks the bounds, and declares the ratio."""
+        """Check the options and set ``ratio`` and ``reads``."""
         check_clip(self.clip_low, self.clip_high)
         check_choices(("old", "rollout"), anchor=self.anchor)
         object.__setattr__(self, "ratio", ("current", self.anchor))
@@ -55,5 +55,5 @@ class CISPO(PolicyLoss):
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
         ratio = policy_ratio(view.logprobs, view.require(f"{self.anchor}_logprobs"))
-        changed = (ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)
-        return {"policy/clipped": Stat.of(changed, view.valid_tokens)}
+        clipped = (ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)
+        return {"policy/clipped": Stat.of(clipped, view.valid_tokens)}

@@ -1,4 +1,4 @@
-"""ClippedSurrogate: PPO's loss of single tokens."""
+"""ClippedSurrogate: PPO's clipped loss per token."""
 
 from dataclasses import dataclass
 
@@ -14,29 +14,29 @@ from lightning_rl.losses.base import RatioLoss
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedSurrogate(RatioLoss):
-    r"""PPO's clipped objective for each token, negated so that lower is better.
+    r"""PPO's clipped objective per token, negated.
 
     .. math::
         \ell = \max\bigl(-r A,\ -\operatorname{clip}(r,\ 1 - \epsilon_{low},\ 1 + \epsilon_{high})\, A\bigr),
         \qquad r = \exp(\mathit{logprobs} - \mathit{old\_logprobs})
 
-    With a dual clip :math:`c`, a token of negative advantage costs at most :math:`-cA`. Logs ``policy/clip_low`` and
-    ``policy/clip_high``, the shares of tokens whose gradient a bound took away.
+    With a dual clip :math:`c`, the loss of a token with negative advantage is at most :math:`-cA`. Logs the fractions
+    of tokens without gradient because of a bound as ``policy/clip_low`` and ``policy/clip_high``.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476; dual
     clip: Ye et al. 2020, arXiv:1912.09729.
 
     Args:
-        clip_low: how far below 1 the ratio still has a gradient, in [0, 1].
-        clip_high: how far above 1 it still has one, at least 0; more than ``clip_low`` is DAPO's clip-higher.
-        dual_clip: bound above 1 on the ratio of tokens with negative advantage; None for no bound.
+        clip_low: Distance of the lower bound from 1, in [0, 1].
+        clip_high: Distance of the upper bound from 1, at least 0; above ``clip_low`` for DAPO's clip-higher.
+        dual_clip: Upper bound on the ratio of tokens with negative advantage, above 1; None for no bound.
 
     Raises:
-        ValueError: if a bound is out of range.
+        ValueError: If a bound is out of range.
 
     Example:
         >>> ratio, advantages = torch.tensor([[1.8, 1.0]]), torch.ones(1, 2)
-        >>> ClippedSurrogate().surrogate(ratio, advantages)  # a ratio of 1.8 counts as 1.2
+        >>> ClippedSurrogate().surrogate(ratio, advantages)  # clipped from 1.8 to 1.2
         tensor([[-1.2000, -1.0000]])
     """
 
@@ -45,12 +45,12 @@ class ClippedSurrogate(RatioLoss):
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_clip(self.clip_low, self.clip_high)
         check_numbers(above=1, optional=True, dual_clip=self.dual_clip)
 
     def surrogate(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """The loss of each token from its importance ratio."""
+        """Return the loss of each token from its importance ratio."""
         loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
         if self.dual_clip is None:
             return loss
@@ -68,6 +68,6 @@ class ClippedSurrogate(RatioLoss):
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raises a ValueError unless the bounds of a clipped ratio make sense."""
+    """Raise a ValueError unless ``0 <= clip_low <= 1`` and ``clip_high >= 0``."""
     check_numbers(at_least=0, at_most=1, clip_low=clip_low)
     check_numbers(at_least=0, clip_high=clip_high)

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: the tokens of a step whose covariance of log-probability and advantage is high."""
+"""Clip-Cov and KL-Cov: losses for tokens with high covariance of log-probability and advantage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from lightning_rl.signal.selection import GlobalConcat, covariances, largest, sh
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(ClippedSurrogate):
-    r"""The clipped surrogate without a few of the tokens whose covariance is high, which drive entropy down.
+    r"""Clipped surrogate that masks a few tokens of high covariance, which reduce entropy.
 
     .. math::
         \ell = \ell_{\text{clip}}\,[(b, t) \notin \mathcal{C}], \qquad
         \mathcal{C} \subset \{(b, t) : c_{low} < (\log p - \overline{\log p})(A - \bar A) < c_{high}\}
 
-    The tokens are drawn among those whose covariance lies within the bounds and that no clip holds back, by a number
-    that depends on the sample and the position alone. Logs ``policy/chosen``, their share.
+    The tokens are sampled from those that are not clipped and whose covariance is within the bounds. The choice depends
+    only on sample and position. Logs their fraction as ``policy/chosen``.
 
     Source: Cui et al. 2025, arXiv:2505.22617, section 4.2.
 
     Args:
-        fraction: share of the step's tokens that are left out at most, in [0, 1]; at least one token.
-        cov_low: lower bound of the covariance.
-        cov_high: upper bound of the covariance.
+        fraction: Largest fraction of the step's tokens to mask, in [0, 1]; at least one token.
+        cov_low: Lower bound of the covariance.
+        cov_high: Upper bound of the covariance.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     fraction: float = 2e-4
@@ -43,7 +43,7 @@ class ClipCov(ClippedSurrogate):
     cov_high: float = 5.0
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         super().__post_init__()
         check_numbers(at_least=0, at_most=1, fraction=self.fraction)
         check_numbers(cov_low=self.cov_low, cov_high=self.cov_high)
@@ -76,30 +76,30 @@ class ClipCov(ClippedSurrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCov(RatioLoss):
-    r"""The unclipped surrogate, with a penalty on the drift of the tokens whose covariance is highest.
+    r"""Unclipped surrogate that penalizes the drift of the tokens with the highest covariance.
 
     .. math::
         \ell = -r A + \beta\,\bigl|\log p - \log p_{\text{old}}\bigr|\,[(b, t) \in \mathcal{C}], \qquad
         \mathcal{C} = \text{the largest}\ (\log p - \overline{\log p})(A - \bar A)
 
-    Logs ``policy/chosen``, the share of penalised tokens.
+    Logs the fraction of penalized tokens as ``policy/chosen``.
 
     Source: Cui et al. 2025, arXiv:2505.22617, section 4.3.
 
     Args:
-        fraction: share of the step's tokens that are penalised, in [0, 1]; at least one token. None is where all
-            advantages are 0, because then no covariance is the highest.
-        coef: what the absolute log-ratio is multiplied with.
+        fraction: Fraction of the step's tokens to penalize, in [0, 1]; at least one token, or none if all advantages
+            are 0.
+        coef: Coefficient of the absolute log-ratio.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     fraction: float = 2e-4
     coef: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_numbers(at_least=0, at_most=1, fraction=self.fraction)
         check_numbers(at_least=0, finite=True, coef=self.coef)
 

@@ -1,4 +1,4 @@
-"""DPPO: a trust region on the probability of a token instead of a clip of its ratio."""
+"""DPPO: surrogate with a trust region on the probability of each token."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,27 +16,27 @@ from lightning_rl.signal.kl import binary_kl
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO(RatioLoss):
-    r"""The surrogate :math:`-\rho A` wherever the token has not left a trust region in the direction of its advantage.
+    r"""Surrogate :math:`-\rho A` masked outside of a trust region, in the direction of the advantage.
 
     .. math::
         \ell = -\rho A\,[\text{inside}], \qquad \rho = \frac{p}{q}, \qquad
         \text{outside} \iff (p > q,\ A > 0,\ D > D_{high})\ \text{or}\ (p < q,\ A \le 0,\ D > D_{low})
 
-    The region bounds the divergence between two Bernoulli distributions, "this token" or "another", of the policy being
-    trained and the one that sampled: the total variation :math:`|p - q|` or the KL of q to p. A token that
-    is left out has loss and gradient 0; an advantage of 0 counts as negative. Logs ``policy/outside``, their share.
+    :math:`D` is a divergence between Bernoulli distributions ("this token" or "another") of the policy being trained
+    and the engine's: the total variation :math:`|p - q|` or the KL of q to p. Logs the fraction of masked tokens as
+    ``policy/outside``.
 
     Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 11 to 14.
 
     Args:
         divergence: ``"tv"`` or ``"kl"``.
-        low: bound for tokens that a negative advantage made less likely.
-        high: bound for tokens that a positive advantage made more likely.
-        cap: None for :math:`-\rho A`; a number for the score-function form
-            :math:`-\operatorname{sg}[\min(\rho, cap)] A \log p`, which has the same gradient below the cap.
+        low: Bound for tokens that became less likely and have no positive advantage.
+        high: Bound for tokens that became more likely and have a positive advantage.
+        cap: None for :math:`-\rho A`; a number for the score-function form :math:`-\operatorname{sg}[\min(\rho, cap)] A
+            \log p`, which has the same gradient below the cap.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     ratio = ("current", "rollout")
@@ -48,13 +48,13 @@ class DPPO(RatioLoss):
     cap: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_choices(("tv", "kl"), divergence=self.divergence)
         check_numbers(at_least=0, low=self.low, high=self.high)
         check_numbers(at_least=1, optional=True, cap=self.cap)
 
     def outside(self, view: LossView) -> Bool[Tensor, "B T"]:
-        """The tokens that have left the trust region and are left out."""
+        """Return the tokens outside of the trust region, which are masked."""
         advantages = view.require("advantages")
         current, rollout = view.logprobs.detach(), view.require("rollout_logprobs")
         now, then = current.exp(), rollout.exp()

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a response's clipped ratios."""
+"""GMPO: geometric mean of the clipped ratios of a response."""
 
 from dataclasses import dataclass
 
@@ -16,37 +16,36 @@ from lightning_rl.signal.ratios import policy_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class GMPO(RatioLoss):
-    r"""The geometric mean of a response's ratios, each clipped as a logarithm, times its mean advantage.
+    r"""Geometric mean of a response's ratios, clipped as log-ratios, times the mean advantage.
 
     .. math:: \ell_{b,t} = -\bar A_b \exp\Bigl(\frac{1}{|o_b|} \sum_t
         \pm\min\bigl(\pm \log r_{b,t},\ \pm \operatorname{clip}(\log r_{b,t}, -c_{low}, c_{high})\bigr)\Bigr)
 
-    with the sign of the token's advantage. Every valid token of a row has the same value, so that ``sequence_mean``
-    gives the published loss, and a weight of each token would only count with its mean: weigh with
-    ``TruncatedIS("geometric")``, whose weight is a factor inside the geometric mean.
+    with the sign of the token's advantage. Every valid token of a row has the same value, so ``sequence_mean`` gives
+    the published loss. A weight per token would count only with its mean: use ``TruncatedIS("geometric")`` instead.
 
     Source: Zhao et al. 2025 (GMPO), arXiv:2507.20673, eq. 4.
 
     Args:
-        clip_low: how far below 0 a log-ratio still has a gradient, at least 0.
-        clip_high: how far above 0 it still has one, at least 0.
+        clip_low: Distance of the lower bound of the log-ratio from 0, at least 0.
+        clip_high: Distance of the upper bound of the log-ratio from 0, at least 0.
 
     Raises:
-        ValueError: if a bound is negative.
+        ValueError: If a bound is negative.
     """
 
     clip_low: float = 0.4
     clip_high: float = 0.4
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_numbers(at_least=0, clip_low=self.clip_low, clip_high=self.clip_high)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
         advantages, valid = view.require("advantages"), view.valid_tokens
         log_ratio, sign = view.logprobs - view.require("old_logprobs"), advantages.sign()
-        worse = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high))
-        mean = row_mean(worse, valid)
+        clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high))
+        mean = row_mean(clipped, valid)
         ratio = policy_ratio(mean, torch.zeros_like(mean), bound=self.log_ratio_bound)
         return (-row_mean(advantages, valid) * ratio)[:, None].expand_as(view.logprobs)

@@ -1,4 +1,4 @@
-"""GSPO: the clipped surrogate with one importance ratio for a whole response."""
+"""GSPO: clipped surrogate with one importance ratio per response."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,30 +17,29 @@ from lightning_rl.signal.ratios import policy_ratio, sequence_log_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(ClippedSurrogate):
-    r"""The clipped surrogate with one ratio for a whole response, the geometric mean of those of its tokens.
+    r"""Clipped surrogate with one ratio per response, the geometric mean over its tokens.
 
     .. math:: s_b = \exp\Bigl(\frac{1}{|o_b|} \sum_t \log \frac{\pi_\theta(o_{b,t})}{\pi_{\text{old}}(o_{b,t})}\Bigr)
 
-    With equal advantages along a row, both forms have the same value and, reduced, the same gradient. Reduced by
-    ``SequenceSumNorm(1)`` instead of ``sequence_mean``, every response weighs as many times as it has tokens, which is
-    LUSPO: GSPO without its bias towards short responses. Anchored on the rollout, one ratio corrects for the update and
-    for the mismatch of engine and trainer at once. Logs what ClippedSurrogate does, every token of a response counting
-    with its ratio.
+    With equal advantages along a row, both forms have the same value and the same reduced gradient. The reduction
+    ``SequenceSumNorm(1)`` instead of ``sequence_mean`` weights each response by its length, which gives LUSPO. With
+    ``anchor="rollout"``, one ratio corrects for the update and for the mismatch of engine and trainer. Logs the metrics
+    of ClippedSurrogate, over the tokens.
 
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 and 7; the form per token: eq. 13 and 14; LUSPO: Liu et
     al. 2026, arXiv:2602.05261; dual clip: Ye et al. 2020, arXiv:1912.09729.
 
     Args:
-        clip_low: how far below 1 the ratio still has a gradient, in [0, 1].
-        clip_high: how far above 1 it still has one, at least 0.
-        dual_clip: bound above 1 on the ratio of responses with negative advantage; None for no bound.
-        per_token: give every token its own gradient, :math:`\operatorname{sg}[s_b]\, p_t / \operatorname{sg}[p_t]`, for
+        clip_low: Distance of the lower bound from 1, in [0, 1].
+        clip_high: Distance of the upper bound from 1, at least 0.
+        dual_clip: Upper bound on the ratio of responses with negative advantage, above 1; None for no bound.
+        per_token: Use the gradient of each token, :math:`\operatorname{sg}[s_b]\, p_t / \operatorname{sg}[p_t]`, for
             advantages that differ along a row.
-        anchor: the policy below the ratio: before the update, or the engine's, beside which the clip has to be wider
-            than the mismatch of engine and trainer.
+        anchor: Denominator of the ratio: ``"old"``, the policy before the update, or ``"rollout"``, the engine's, which
+            needs bounds wider than the mismatch of engine and trainer.
 
     Raises:
-        ValueError: if a bound is out of range or the anchor unknown.
+        ValueError: If a bound is out of range or the anchor is unknown.
     """
 
     clip_low: float = 3e-4
@@ -49,7 +48,7 @@ class GSPO(ClippedSurrogate):
     anchor: Literal["old", "rollout"] = "old"
 
     def __post_init__(self) -> None:
-        """Checks the bounds, and declares the ratio."""
+        """Check the options and set ``ratio`` and ``reads``."""
         super().__post_init__()
         check_bools(per_token=self.per_token)
         check_choices(("old", "rollout"), anchor=self.anchor)

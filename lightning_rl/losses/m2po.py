@@ -1,4 +1,4 @@
-"""M2PO: the clipped surrogate without the tokens on which engine and trainer disagree most."""
+"""M2PO: clipped surrogate without the tokens of largest mismatch between engine and trainer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ from lightning_rl.signal.selection import GlobalConcat, smallest_with_mean_below
 
 @dataclass(frozen=True, kw_only=True)
 class M2PO(ClippedSurrogate):
-    r"""The clipped surrogate on tokens that keep the second moment of the engine's log-ratio small.
+    r"""Clipped surrogate on the tokens that keep the second moment of the log-ratio to the engine small.
 
     .. math::
         \ell = \ell_{\text{clip}}\,[(b, t) \in \mathcal{K}], \qquad
         \frac{1}{|\mathcal{K}|} \sum_{(b, t) \in \mathcal{K}} \Bigl(\log
         \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}\Bigr)^2 \le \tau
 
-    The tokens with the largest squared log-ratio of old to rollout policy are left out until the mean over the rest is
-    below the threshold; they stay in the denominator. Logs ``policy/kept``, the share of the others.
+    The tokens with the largest squared log-ratio of old to rollout policy are masked until the mean over the rest is
+    below the threshold; they stay in the denominator. Logs the fraction of kept tokens as ``policy/kept``.
 
     Source: Zheng et al. 2025, arXiv:2510.01161.
 
     Args:
-        threshold: bound of the mean squared log-ratio, above 0.
+        threshold: Bound of the mean squared log-ratio, above 0.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     reads = ("old_logprobs", "rollout_logprobs")
@@ -42,7 +42,7 @@ class M2PO(ClippedSurrogate):
     threshold: float = 0.04
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         super().__post_init__()
         check_numbers(above=0, threshold=self.threshold)
 

@@ -1,4 +1,4 @@
-"""Reinforce: the plain policy gradient."""
+"""Reinforce: policy gradient without an importance ratio."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from lightning_rl.losses.base import PolicyLoss
 
 @dataclass(frozen=True)
 class Reinforce(PolicyLoss):
-    r"""The score-function loss :math:`-A \log p`, without a ratio: exact for samples of the current policy.
+    r"""Score-function loss :math:`-A \log p` without a ratio, exact for samples of the current policy.
 
     .. math::
         \ell = -A \log p

@@ -1,4 +1,4 @@
-"""SAPO: a soft gate on the ratio instead of a clip."""
+"""SAPO: surrogate with a soft gate on the ratio instead of a clip."""
 
 from dataclasses import dataclass
 
@@ -14,29 +14,29 @@ from lightning_rl.losses.base import RatioLoss
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO(RatioLoss):
-    r"""A soft gate on the ratio: :math:`-\tfrac{4}{\tau}\,\sigma(\tau (r - 1))\, A`.
+    r"""Surrogate with a soft gate on the ratio: :math:`-\tfrac{4}{\tau}\,\sigma(\tau (r - 1))\, A`.
 
     .. math::
         \ell = -\frac{4}{\tau}\,\sigma\bigl(\tau (r - 1)\bigr)\, A, \qquad
         \tau = \tau_{positive}\ \text{if}\ A > 0\ \text{else}\ \tau_{negative}
 
-    Near a ratio of 1 its gradient is that of :math:`-rA`; away from it the gradient fades.
+    At a ratio of 1 its gradient is that of :math:`-rA`; it decays away from 1.
 
     Source: Gao et al. 2025 (SAPO), arXiv:2511.20347, eq. 6.
 
     Args:
-        tau_positive: temperature for positive advantages, above 0.
-        tau_negative: temperature for the others; the larger, the sooner their gradient fades.
+        tau_positive: Temperature for positive advantages, above 0.
+        tau_negative: Temperature for the other advantages, above 0; a larger value decays their gradient faster.
 
     Raises:
-        ValueError: if a temperature is not positive.
+        ValueError: If a temperature is not positive.
     """
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        """Checks the temperatures."""
+        """Check the options."""
         check_numbers(above=0, finite=True, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     @override

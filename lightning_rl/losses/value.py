@@ -1,4 +1,4 @@
-"""ValueLoss: what the critic minimises at each token."""
+"""ValueLoss: loss of the critic per token."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from lightning_rl.arguments import check_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    r"""Half the squared error of the critic at each token, the larger of plain and clipped.
+    r"""Half the squared error of the critic per token, the larger of plain and clipped.
 
     .. math:: \ell = \tfrac12 \max\bigl((V - R)^2,\ (V_{old} + \operatorname{clip}(V - V_{old}, \pm c) - R)^2\bigr)
 
     Source: Schulman et al. 2017, arXiv:1707.06347; clipping: the authors' code (openai/baselines, ppo2).
 
     Args:
-        coef: what the reduced loss is multiplied with, at least 0.
-        clip: how far a value may move within a rollout, above 0; None for no clip.
-        huber: error from which on the loss grows linearly, above 0; infinite for never.
+        coef: Coefficient of the reduced loss, at least 0.
+        clip: Largest change of a value within a rollout, above 0; None for no clip.
+        huber: Error above which the loss is linear, above 0; infinite for never.
 
     Raises:
-        ValueError: if an option is out of range; when called, if the tensors differ in shape.
+        ValueError: If an option is out of range; when called, if the tensors differ in shape.
 
     Example:
         >>> values, old_values, returns = torch.tensor([[0.5]]), torch.tensor([[0.0]]), torch.tensor([[1.0]])
@@ -37,7 +37,7 @@ class ValueLoss:
     huber: float = math.inf
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_numbers(at_least=0, finite=True, coef=self.coef)
         check_numbers(above=0, optional=True, clip=self.clip)
         check_numbers(above=0, huber=self.huber)
@@ -45,7 +45,7 @@ class ValueLoss:
     def __call__(
         self, values: Float[Tensor, "B T"], old_values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """The loss of each token, without the coefficient; ``values`` carry the gradient."""
+        """Return the loss of each token, without the coefficient; ``values`` carries the gradient."""
         if not values.shape == old_values.shape == returns.shape:
             shapes = {"values": values, "old_values": old_values, "returns": returns}
             got = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in shapes.items())
@@ -58,4 +58,4 @@ class ValueLoss:
     def _error(self, values: Tensor, returns: Tensor) -> Tensor:
         gap = (values - returns).abs()
         bounded = gap.clamp(max=self.huber)
-        return bounded * (gap - 0.5 * bounded)  # half the square up to the bound, its tangent beyond
+        return bounded * (gap - 0.5 * bounded)  # quadratic up to the bound, then linear

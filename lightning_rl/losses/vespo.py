@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight of whole responses, which fades on both sides of a ratio of 1."""
+"""VESPO: policy gradient with a smooth weight per response, which decays on both sides of a ratio of 1."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,31 +16,30 @@ from lightning_rl.signal.ratios import policy_ratio, sequence_log_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class VESPO(PolicyLoss):
-    r"""The policy gradient, weighed with a soft kernel of the product of a response's ratios.
+    r"""Policy gradient weighted by a soft kernel of the product of a response's ratios.
 
     .. math::
         \ell = -\operatorname{sg}[\varphi(w_b)]\, A \log p, \qquad
         \varphi(w) = w^{k} e^{\lambda (1 - w)}, \qquad
         w_b = \prod_t \frac{\pi_\theta(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}
 
-    At a ratio of 1 the weight is 1; it peaks at :math:`k / \lambda` and goes to 0 on both sides, without a clip and
-    without a mean over the length. The policy below the ratio is the one that sampled, so that the weight sees how far
-    the update has gone, how stale the rollout is, and how engine and trainer differ. Logs ``policy/weight`` and
-    ``policy/weight_max``, the weight of valid tokens.
+    The weight is 1 at a ratio of 1, peaks at :math:`k / \lambda` and decays to 0 on both sides. The ratio to the
+    engine's policy covers the update, staleness and the mismatch of engine and trainer. Logs the weights of valid
+    tokens as ``policy/weight`` and ``policy/weight_max``.
 
     Source: Shen et al. 2026 (VESPO), arXiv:2602.10693, its closed-form kernel, with a power and a rate for each sign of
     the advantage.
 
     Args:
-        k_positive: power of the ratio for advantages of at least 0, at least 0.
-        lambda_positive: rate at which large ratios fade for them, above 0.
-        k_negative: the same power for negative advantages.
-        lambda_negative: the same rate for them; the smaller, the further the weight rises above 1 with the ratio.
-        anchor: the policy below the ratio: ``"rollout"``, the engine's, which sampled, or ``"old"``, the trainer's
-            before the update, which sees no staleness: with one optimizer step for a rollout every weight is 1.
+        k_positive: Power of the ratio for advantages of at least 0, at least 0.
+        lambda_positive: Rate at which large ratios decay for advantages of at least 0, above 0.
+        k_negative: Power of the ratio for negative advantages, at least 0.
+        lambda_negative: Rate at which large ratios decay for negative advantages, above 0.
+        anchor: Denominator of the ratio: ``"rollout"``, the engine's policy, or ``"old"``, the policy before the
+            update, which ignores staleness: with one optimizer step per rollout every weight is 1.
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: If an option is out of range.
     """
 
     k_positive: float = 2.0
@@ -50,7 +49,7 @@ class VESPO(PolicyLoss):
     anchor: Literal["old", "rollout"] = "rollout"
 
     def __post_init__(self) -> None:
-        """Checks the options, and declares the ratio."""
+        """Check the options and set ``ratio`` and ``reads``."""
         check_numbers(at_least=0, finite=True, k_positive=self.k_positive, k_negative=self.k_negative)
         check_numbers(above=0, finite=True, lambda_positive=self.lambda_positive, lambda_negative=self.lambda_negative)
         check_choices(("old", "rollout"), anchor=self.anchor)
@@ -58,7 +57,7 @@ class VESPO(PolicyLoss):
         object.__setattr__(self, "reads", (f"{self.anchor}_logprobs",))
 
     def weights(self, view: LossView) -> Float[Tensor, "B T"]:
-        """The weight of each token, that of its response for the sign of its advantage, without gradient."""
+        """Return the weight of each token, that of its response for the sign of its advantage, without gradient."""
         anchor, advantages = view.require(f"{self.anchor}_logprobs"), view.require("advantages")
         exponent = sequence_log_ratio(view.logprobs.detach(), anchor, view.valid_tokens, geometric=False)[:, None]
         ratio = policy_ratio(exponent, torch.zeros_like(exponent))

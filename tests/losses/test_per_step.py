@@ -97,9 +97,7 @@ def test_nor_on_the_state_of_any_random_generator(loss: PolicyLoss) -> None:
 @each
 def test_without_prepare_the_loss_says_what_to_do(loss: PolicyLoss) -> None:
     for ask in (loss, loss.metrics):
-        with pytest.raises(
-            ValueError, match="expected the tokens that prepare chose, got none: call prepare with every"
-        ):
+        with pytest.raises(ValueError, match="expected tokens selected by prepare, got none: call prepare with every"):
             ask(STEP)
 
 
