@@ -1,4 +1,4 @@
-"""What ``advantages=`` accepts: an estimator object, a function of one scalar per row, or a known name."""
+"""Advantage estimators: small frozen objects, registered by name."""
 
 from lightning_rl.advantages.base import (
     Advantages,
@@ -70,10 +70,10 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def resolve_advantages(advantages: Estimator | RowFunction | str) -> Estimator:
-    """An estimator from an object, a function or a known name.
+    """Return the estimator for an object, a function or a registered name.
 
     Raises:
-        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
+        ValueError: If the name is unknown, or for a class instead of an object.
     """
     if isinstance(advantages, Estimator):
         return advantages

@@ -1,4 +1,4 @@
-"""Estimator: from the rewards of a rollout to the advantage of each token."""
+"""Estimator: base class of advantage estimators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,29 +17,30 @@ from lightning_rl.signal.rewards import shaped_rewards
 RowFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(scores [B], groups [B], rewarded [B]) -> advantages [B]``."""
 
-WITNESSES = 960  # rows; a multiple of the usual group sizes, for functions that reshape by a number of their own
+EXAMPLE_ROWS = 960  # a multiple of the usual group sizes, for functions that reshape to a fixed group size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSignal:
-    """What an estimator sees of a rollout.
+    """Input of an estimator: the rewards and other fields of a rollout.
 
     Attributes:
-        scores: task reward plus bonuses of each row, shape [B]; no task reward outside ``rewarded``.
-        rewarded: rows that enter statistics of the reward, shape [B].
-        groups: which prompt each row answers, shape [B]; a group lies on one rank.
-        valid_tokens: tokens that train, shape [B, T].
-        token_rewards: what the corrections give to single tokens, shape [B, T].
-        shaped: token rewards, plus the score at the last valid token, or what turns earned of it where they did, shape
-            [B, T].
-        values: of the critic, shape [B, T]; None without one.
-        greedy: score of the greedy answer to the row's prompt, shape [B]; None unless the estimator asks for it.
-        turns: which turn drew each token, from 1, at most 0 for the environment's, shape [B, T]; None without turns.
-        old_logprobs: of the policy before the update, shape [B, T]; None where nobody reads them.
-        rollout_logprobs: as the engine said, shape [B, T]; None if it says none.
-        sum_pi_squared: sum of the squared probabilities of the whole vocabulary before each token, under the policy
-            before the update, shape [B, T]; None unless the estimator reads it.
-        global_sum: adds tensors up over the ranks.
+        scores: Task reward plus bonuses of each row, shape [B]; without the task reward outside ``rewarded``.
+        rewarded: Rows that enter reward statistics, shape [B].
+        groups: Prompt index of each row, shape [B]; all rows of a group are on one rank.
+        valid_tokens: Tokens that train, shape [B, T].
+        token_rewards: Rewards of single tokens from the corrections, shape [B, T].
+        shaped: Token rewards, plus the score at the last valid token or, for turn rewards, at the turns that earned it,
+            shape [B, T].
+        values: Values of the critic, shape [B, T]; None without a critic.
+        greedy: Score of the greedy answer to the row's prompt, shape [B]; None unless the estimator needs it.
+        turns: Turn index of each token, from 1, or at most 0 for tokens of the environment, shape [B, T]; None without
+            turns.
+        old_logprobs: Log-probabilities under the policy before the update, shape [B, T]; None if not read.
+        rollout_logprobs: Log-probabilities from the engine, shape [B, T]; None if it returns none.
+        sum_pi_squared: Sum of the squared probabilities of the vocabulary before each token, under the policy before
+            the update, shape [B, T]; None unless the estimator reads it.
+        global_sum: Sums tensors over the ranks.
     """
 
     scores: Float[Tensor, " B"]
@@ -57,10 +58,10 @@ class RewardSignal:
     global_sum: GlobalSum = local_sum
 
     def require(self, name: str, who: str) -> Tensor:
-        """A field that must be there.
+        """Return a field that must not be None.
 
         Raises:
-            ValueError: if it is None; the message names the estimator that asks.
+            ValueError: If it is None; the message names the estimator.
         """
         value = getattr(self, name)
         if value is None:
@@ -69,27 +70,27 @@ class RewardSignal:
         return value
 
     def spread_out(self, per_row: Float[Tensor, " B"]) -> Float[Tensor, "B T"]:
-        """One number for each row at all of its valid tokens."""
+        """Return each row's value at all of its valid tokens."""
         return torch.where(self.valid_tokens, per_row[:, None], 0.0)
 
 
 class Advantages(NamedTuple):
-    """What an estimator gives, both 0 at invalid tokens; returns only if a critic learns them."""
+    """Output of an estimator, 0 at invalid tokens; returns only with a critic."""
 
     advantages: Float[Tensor, "B T"]
     returns: Float[Tensor, "B T"] | None = None
 
 
 class Estimator(ABC):
-    """From rewards to the advantage of each token.
+    """Map from rewards to the advantage of each token.
 
     Attributes:
-        reads: names of the rollout fields that it needs.
-        per_token: whether it uses token rewards; if not, corrections that give some are refused.
-        needs_greedy: whether it needs a greedy answer to each prompt, which never trains.
-        turn_rewards: whether what an environment gave for a turn stands at that turn in ``shaped``, and not at the end.
-        within_groups: whether a row's advantage depends on the rows of its own group alone.
-        shift_invariant: whether a constant added to all scores of a group changes nothing.
+        reads: Names of the rollout fields that it needs.
+        per_token: True if it uses token rewards; otherwise corrections with token rewards raise an error.
+        needs_greedy: True if it needs a greedy answer to each prompt, which is not trained on.
+        turn_rewards: True to place turn rewards of an environment at their turns in ``shaped`` instead of at the end.
+        within_groups: True if a row's advantage depends only on rows of its group.
+        shift_invariant: True if adding a constant to all scores of a group changes nothing.
     """
 
     reads: tuple[str, ...] = ()
@@ -101,50 +102,50 @@ class Estimator(ABC):
 
     @property
     def name(self) -> str:
-        """How error messages call it."""
+        """Name of the estimator in messages."""
         return type(self).__name__
 
     @property
     def compares(self) -> bool:
-        """Whether it compares the rows of a group, so that groups of one teach nothing: it is tried on some."""
-        scores = torch.linspace(-1.0, 2.0, WITNESSES)
-        valid = torch.ones(WITNESSES, 2, dtype=torch.bool)
-        shaped, nothing = shaped_rewards(scores, None, valid), torch.zeros(WITNESSES, 2)
+        """True if groups of one have no advantage, which is evaluated on an example."""
+        scores = torch.linspace(-1.0, 2.0, EXAMPLE_ROWS)
+        valid = torch.ones(EXAMPLE_ROWS, 2, dtype=torch.bool)
+        shaped, zeros = shaped_rewards(scores, None, valid), torch.zeros(EXAMPLE_ROWS, 2)
         advantages, _ = self(
             RewardSignal(
                 scores=scores,
                 rewarded=valid[:, 0],
-                groups=torch.arange(WITNESSES),
+                groups=torch.arange(EXAMPLE_ROWS),
                 valid_tokens=valid,
-                token_rewards=nothing,
+                token_rewards=zeros,
                 shaped=shaped,
-                values=nothing,
-                greedy=nothing[:, 0],
-                old_logprobs=nothing - 1.0,
-                rollout_logprobs=nothing - 1.0,
-                sum_pi_squared=nothing + 0.5,
+                values=zeros,
+                greedy=zeros[:, 0],
+                old_logprobs=zeros - 1.0,
+                rollout_logprobs=zeros - 1.0,
+                sum_pi_squared=zeros + 0.5,
             )
         )
         return not bool((advantages.isfinite() & (advantages != 0)).any())
 
     @abstractmethod
     def __call__(self, signal: RewardSignal) -> Advantages:
-        """Advantages, and returns if a critic is to learn them."""
+        """Return the advantages, and the returns if there is a critic."""
 
 
 class RowEstimator(Estimator):
-    """An estimator that gives one advantage to each row, which stands at all of its valid tokens."""
+    """Estimator with one advantage per row, which applies to all of its valid tokens."""
 
     @abstractmethod
     def per_row(
         self, scores: Float[Tensor, " B"], groups: Int[Tensor, " B"], rewarded: Bool[Tensor, " B"]
     ) -> Float[Tensor, " B"]:
-        """The advantage of each row.
+        """Return the advantage of each row.
 
         Args:
-            scores: scalar rewards, shape [B].
-            groups: which prompt each row answers, shape [B].
-            rewarded: the rows that take part, shape [B]; the others get 0.
+            scores: Scalar rewards, shape [B].
+            groups: Prompt index of each row, shape [B].
+            rewarded: Rows that take part, shape [B]; the others get 0.
         """
 
     @override
@@ -154,13 +155,13 @@ class RowEstimator(Estimator):
 
 @dataclass(frozen=True, slots=True)
 class FunctionEstimator(RowEstimator):
-    """A plain function of (scores, groups, rewarded) as an estimator. It is taken to look at one group at a time.
+    """Estimator from a function of (scores, groups, rewarded), which is assumed to work within groups.
 
     Args:
-        function: returns one advantage for each row, shape [B].
+        function: Returns one advantage for each row, shape [B].
 
     Raises:
-        ValueError: when called, if the function returns anything else.
+        ValueError: When called, if the function returns anything else.
     """
 
     within_groups = True
@@ -170,7 +171,7 @@ class FunctionEstimator(RowEstimator):
     @property
     @override
     def name(self) -> str:
-        """The function's own name, whatever options are bound to it."""
+        """Name of the function, without bound arguments."""
         function = self.function.func if isinstance(self.function, partial) else self.function
         return getattr(function, "__name__", type(function).__name__)
 
@@ -180,5 +181,5 @@ class FunctionEstimator(RowEstimator):
         if not isinstance(per_row, Tensor) or per_row.shape != scores.shape:
             rows = list(scores.shape)
             got = list(per_row.shape) if isinstance(per_row, Tensor) else type(per_row).__name__
-            raise ValueError(f"expected advantages={self.name} to return a number for each row {rows}, got {got}")
+            raise ValueError(f"expected advantages={self.name} to return one value per row {rows}, got {got}")
         return per_row

@@ -1,4 +1,4 @@
-"""GAE: generalised advantage estimation with a critic, whose time steps are tokens."""
+"""GAE: generalized advantage estimation over tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ from lightning_rl.signal.returns import check_decay, gae
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAE(Estimator):
-    r"""Generalised advantage estimation with a critic, as PPO and VAPO use it.
+    r"""Generalized advantage estimation with a critic, as in PPO and VAPO.
 
     .. math::
         A_t = \sum_{l \ge 0} (\gamma \lambda)^l\, \delta_{t+l}, \qquad \delta_t = r_t + \gamma V_{t+1} - V_t
@@ -25,16 +25,16 @@ class GAE(Estimator):
     al. 2025 (VAPO), arXiv:2504.05118, sections 4.1 and 4.2.
 
     Args:
-        gamma: discount of a step, in [0, 1].
-        lam: decay of later temporal differences, in [0, 1], or by the length of a row:
+        gamma: Discount of a step, in [0, 1].
+        lam: Decay of later temporal differences, in [0, 1], or a function of the row's length:
             :class:`~lightning_rl.advantages.LengthAdaptive`, :class:`~lightning_rl.advantages.RelativePosition`.
-        lam_critic: the decay of the returns that the critic learns; None for ``lam``. With 1 they are what followed,
-            without the critic's own bias.
-        whitened: whether advantages are shifted and scaled to mean 0 and deviation 1 over all valid tokens.
-        turn_rewards: whether what an environment gave for a turn is earned there, and not at the end of the row.
+        lam_critic: Decay for the critic's returns; None for ``lam``. With 1 they are Monte Carlo returns, without bias
+            from the critic.
+        whitened: Normalize advantages to mean 0 and standard deviation 1 over all valid tokens.
+        turn_rewards: Place turn rewards of an environment at their turns instead of at the end of the row.
 
     Raises:
-        ValueError: if ``gamma`` or a decay leaves [0, 1].
+        ValueError: If ``gamma`` or a decay is outside [0, 1].
     """
 
     reads = ("values",)
@@ -47,7 +47,7 @@ class GAE(Estimator):
     turn_rewards: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_decay(gamma=self.gamma)
         check_trace_decay(lam=self.lam, **({} if self.lam_critic is None else {"lam_critic": self.lam_critic}))
         check_bools(whitened=self.whitened, turn_rewards=self.turn_rewards)

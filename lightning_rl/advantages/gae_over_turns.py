@@ -1,4 +1,4 @@
-"""GAEOverTurns: generalised advantage estimation with a critic, whose time steps are the turns of a conversation."""
+"""GAEOverTurns: generalized advantage estimation over the turns of a conversation."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,30 +15,30 @@ from lightning_rl.signal.returns import TurnEstimates, check_decay, turn_gae, tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAEOverTurns(Estimator):
-    r"""GAE that takes a whole turn for one action: its tokens share an advantage, and discounts count turns.
+    r"""GAE with turns as actions: the tokens of a turn share an advantage, and discounts count turns.
 
     .. math::
         A_k = \sum_{l \ge 0} (\gamma \lambda)^l\, \delta_{k+l}, \qquad
         \delta_k = \sum_{t \in \text{turn } k} r_t + \gamma V_{k+1} - V_k
 
-    A turn is worth what the critic says before its first token. Helps in conversations with tools or an environment,
-    where a reward many turns later would be lost on the way through the tokens of all of them. Turns are numbers from 1
-    in ``token_extras["turns"]``, as environments write them; a response without is one turn.
+    The value of a turn is the critic's value before its first token. Helps in conversations with tools or an
+    environment, where the decay per token would suppress rewards of later turns. Turn indices from 1 are in
+    ``token_extras["turns"]``, as environments write them; a response without them is one turn.
 
-    Source: Zhou et al. 2024 (ArCHer), arXiv:2402.19446, whose upper level takes an utterance for an action; Schulman
-    et al. 2015, arXiv:1506.02438.
+    Source: Zhou et al. 2024 (ArCHer), arXiv:2402.19446, whose upper level takes an utterance for an action; Schulman et
+    al. 2015, arXiv:1506.02438.
 
     Args:
-        gamma: discount of a turn, in [0, 1].
-        lam: decay of later temporal differences, in [0, 1], or by the number of turns of a row:
+        gamma: Discount of a turn, in [0, 1].
+        lam: Decay of later temporal differences, in [0, 1], or a function of the row's number of turns:
             :class:`~lightning_rl.advantages.LengthAdaptive`, :class:`~lightning_rl.advantages.RelativePosition`.
-        lam_critic: the decay of the returns that the critic learns; None for ``lam``. With 1 they are what followed,
-            without the critic's own bias.
-        whitened: whether advantages are shifted and scaled to mean 0 and deviation 1 over all valid tokens.
-        turn_rewards: whether what an environment gave for a turn is earned there, and not at the end of the row.
+        lam_critic: Decay for the critic's returns; None for ``lam``. With 1 they are Monte Carlo returns, without bias
+            from the critic.
+        whitened: Normalize advantages to mean 0 and standard deviation 1 over all valid tokens.
+        turn_rewards: Place turn rewards of an environment at their turns instead of at the end of the row.
 
     Raises:
-        ValueError: if ``gamma`` or a decay leaves [0, 1].
+        ValueError: If ``gamma`` or a decay is outside [0, 1].
     """
 
     reads = ("values",)
@@ -51,7 +51,7 @@ class GAEOverTurns(Estimator):
     turn_rewards: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_decay(gamma=self.gamma)
         check_trace_decay(lam=self.lam, **({} if self.lam_critic is None else {"lam_critic": self.lam_critic}))
         check_bools(whitened=self.whitened, turn_rewards=self.turn_rewards)

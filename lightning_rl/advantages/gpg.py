@@ -1,4 +1,4 @@
-"""GPG: centred rewards, divided by the share of rows that teach."""
+"""GPG: centered rewards, divided by the fraction of rows with a nonzero advantage."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,30 +16,30 @@ from lightning_rl.signal.statistics import group_statistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPG(RowEstimator):
-    r"""The score minus the mean of its group, :math:`\alpha (s - \bar s)` with :math:`\alpha = B / (B - M)`.
+    r"""Score minus the mean of its group, scaled: :math:`\alpha (s - \bar s)` with :math:`\alpha = B / (B - M)`.
 
     .. math::
         A_i = \frac{B}{B - M}\,(s_i - \bar s)
 
-    Of the B rewarded rows of the batch, M teach nothing: their groups have no two different scores. Without the scale
-    they would thin the gradient out, the more the easier or harder the prompts are. Helps with mixed prompts, where
-    dynamic sampling does not replace such groups; with the plain policy gradient as its loss.
+    Of the B rewarded rows of the batch, M are in groups of equal scores and have no advantage. The scale compensates
+    for them. Helps with prompts of mixed difficulty if dynamic sampling does not replace such groups; meant for the
+    plain policy gradient.
 
     Source: Chu et al. 2025 (GPG), arXiv:2504.02546, accurate gradient estimation.
 
     Args:
-        teaches: which rows count as teaching: those in groups of ``"different"`` scores, as in the paper, or those with
-            a score that is not 0, ``"nonzero"``, as verl counts them.
+        teaches: Rows that are counted as B - M: ``"different"``, rows in groups of different scores, as in the paper,
+            or ``"nonzero"``, rows with a nonzero score, as in verl.
 
     Raises:
-        ValueError: if ``teaches`` is none of the two.
+        ValueError: If ``teaches`` is neither of the two.
     """
 
     teaches: Literal["different", "nonzero"] = "different"
     shift_invariant: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks the option, and declares what it makes of it."""
+        """Check the option and set ``shift_invariant``."""
         check_choices(("different", "nonzero"), teaches=self.teaches)
         object.__setattr__(self, "shift_invariant", self.teaches == "different")
 
@@ -49,8 +49,8 @@ class GPG(RowEstimator):
     ) -> Float[Tensor, " B"]:
         group = group_statistics(scores, groups, rewarded)
         exact = masked_fill_invalid(scores, rewarded).double()
-        teaching = group.spread if self.teaches == "different" else exact != 0
-        rows, number = global_sum(torch.stack([rewarded.sum(), teaching.sum()]).double())
+        counted = group.spread if self.teaches == "different" else exact != 0
+        rows, number = global_sum(torch.stack([rewarded.sum(), counted.sum()]).double())
         scale = rows / number.clamp(min=1)
         return torch.where(group.spread, scale * (exact - group.mean), 0.0).to(scores.dtype)
 

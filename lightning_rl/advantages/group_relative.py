@@ -1,7 +1,6 @@
-"""GRPO, Dr. GRPO, RLOO and MaxRL: a row's score beside those of the other answers to its prompt.
+"""GRPO, Dr. GRPO, RLOO and MaxRL: scores relative to the other responses to the same prompt.
 
-A row outside ``rewarded`` enters no statistic and gets 0, and so does a row whose group has no two different scores,
-by test and not by an epsilon.
+Rows outside ``rewarded`` enter no statistic and get 0. Rows in groups of equal scores get exactly 0.
 """
 
 from abc import abstractmethod
@@ -19,14 +18,14 @@ from lightning_rl.signal.statistics import Population, group_statistics
 
 
 class GroupRelative(RowEstimator):
-    """An estimator that compares each score with the statistics of its group."""
+    """Estimator that compares each score with the statistics of its group."""
 
     within_groups = True
     shift_invariant = True
 
     @abstractmethod
     def relative(self, scores: Float[Tensor, " B"], group: Population) -> Float[Tensor, " B"]:
-        """The advantage of each row whose group has different scores, in float64."""
+        """Return the advantage of each row, in float64; ignored for rows in groups of equal scores."""
 
     @override
     def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Float[Tensor, " B"]:
@@ -37,7 +36,7 @@ class GroupRelative(RowEstimator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPO(GroupRelative):
-    r"""The score standardised within its group, :math:`(s - \bar s) / (\sigma + \epsilon)`.
+    r"""Score standardized within its group, :math:`(s - \bar s) / (\sigma + \epsilon)`.
 
     .. math::
         A_i = \frac{s_i - \bar s}{\sigma + \epsilon}
@@ -45,11 +44,11 @@ class GRPO(GroupRelative):
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2.
 
     Args:
-        unbiased: whether the variance divides by n - 1 instead of n.
-        epsilon: added to the standard deviation, at least 0.
+        unbiased: Divide the variance by n - 1 instead of n.
+        epsilon: Constant added to the standard deviation, at least 0.
 
     Raises:
-        ValueError: if ``epsilon`` is negative.
+        ValueError: If ``epsilon`` is negative.
 
     Example:
         >>> GRPO().per_row(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool))
@@ -60,7 +59,7 @@ class GRPO(GroupRelative):
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_epsilon(self.epsilon)
         check_bools(unbiased=self.unbiased)
 
@@ -71,7 +70,7 @@ class GRPO(GroupRelative):
 
 @dataclass(frozen=True, slots=True)
 class DrGRPO(GroupRelative):
-    r"""The score minus the mean of its group, :math:`s - \bar s`: a hard prompt weighs no more than an easy one.
+    r"""Score minus the mean of its group, :math:`s - \bar s`, which weights hard and easy prompts equally.
 
     .. math::
         A_i = s_i - \bar s
@@ -86,7 +85,7 @@ class DrGRPO(GroupRelative):
 
 @dataclass(frozen=True, slots=True)
 class RLOO(GroupRelative):
-    r"""The score minus the mean of the *other* rows of its group, :math:`(s - \bar s)\, n / (n - 1)`.
+    r"""Score minus the mean of the *other* rows of its group, :math:`(s - \bar s)\, n / (n - 1)`.
 
     .. math::
         A_i = s_i - \frac{1}{n - 1} \sum_{j \ne i} s_j = \frac{n}{n - 1}\,(s_i - \bar s)
@@ -101,7 +100,7 @@ class RLOO(GroupRelative):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxRL(GroupRelative):
-    r"""The score relative to the mean of its group, :math:`(s - \bar s) / (\bar s + \epsilon)`.
+    r"""Score relative to the mean of its group, :math:`(s - \bar s) / (\bar s + \epsilon)`.
 
     .. math::
         A_i = \frac{s_i - \bar s}{\bar s + \epsilon}
@@ -111,10 +110,10 @@ class MaxRL(GroupRelative):
     Source: Tajwar et al. 2026 (MaxRL), arXiv:2602.02710, algorithm 1.
 
     Args:
-        epsilon: added to the mean, at least 0.
+        epsilon: Constant added to the mean, at least 0.
 
     Raises:
-        ValueError: if ``epsilon`` is negative.
+        ValueError: If ``epsilon`` is negative.
     """
 
     shift_invariant = False
@@ -122,7 +121,7 @@ class MaxRL(GroupRelative):
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_epsilon(self.epsilon)
 
     @override
@@ -132,5 +131,5 @@ class MaxRL(GroupRelative):
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raises a ValueError if ``epsilon`` is negative."""
+    """Raise a ValueError if ``epsilon`` is negative."""
     check_numbers(at_least=0, finite=True, epsilon=epsilon)

@@ -1,4 +1,4 @@
-"""Normalized: the score minus a mean, over a deviation, each of the group, of the batch, or left out."""
+"""Normalized: score minus a mean over a standard deviation, each of the group, of the batch or omitted."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -19,26 +19,26 @@ Level = Literal["batch", "group", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalized(RowEstimator):
-    r"""The score minus a mean, over a standard deviation, each of the row's group, of the whole batch, or left out.
+    r"""Score minus a mean over a standard deviation, each of the row's group, of the batch or omitted.
 
     .. math::
         A_i = \frac{s_i - \mu}{\sigma + \epsilon}, \qquad \mu, \sigma\ \text{of the group or the batch, or } 0, 1
 
-    Group and group is GRPO, group and none Dr. GRPO, group leaving one out and none RLOO, group and batch LitePPO. A
-    row outside ``rewarded`` gets 0, and so does a row whose group or batch, where that is a level, has no two different
-    scores.
+    ``mean`` and ``std`` of ``"group"`` and ``"group"`` is GRPO, ``"group"`` and ``"none"`` is Dr. GRPO (RLOO with
+    ``leave_one_out``), and ``"group"`` and ``"batch"`` is LitePPO. Rows outside ``rewarded`` get 0, and so do rows
+    whose group or batch, if used, has equal scores.
 
     Source: LitePPO (group mean, batch deviation): Liu et al. 2025, arXiv:2508.08221.
 
     Args:
-        mean: what the subtracted mean runs over: ``"group"``, ``"batch"`` or ``"none"``.
-        std: what the standard deviation runs over, around its own mean.
-        leave_one_out: subtract the mean of the *other* rows, which is the deviation times n / (n - 1).
-        unbiased: whether the variance divides by n - 1 instead of n.
-        epsilon: added to the standard deviation.
+        mean: Population of the subtracted mean: ``"group"``, ``"batch"`` or ``"none"``.
+        std: Population of the standard deviation, around its own mean: ``"group"``, ``"batch"`` or ``"none"``.
+        leave_one_out: Subtract the mean of the *other* rows, which scales the deviation by n / (n - 1).
+        unbiased: Divide the variance by n - 1 instead of n.
+        epsilon: Constant added to the standard deviation.
 
     Raises:
-        ValueError: if a level is unknown or the options do not fit together.
+        ValueError: If a level is unknown or the options are incompatible.
     """
 
     mean: Level = "group"
@@ -50,13 +50,13 @@ class Normalized(RowEstimator):
     shift_invariant: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks the options, and declares what they make of it."""
+        """Check the options and set ``within_groups`` and ``shift_invariant``."""
         levels = get_args(Level)
         if self.mean not in levels or self.std not in levels:
             raise ValueError(f"expected mean and std out of {', '.join(levels)}, got {self.mean!r} and {self.std!r}")
         if self.leave_one_out and self.mean == "none":
             raise ValueError(
-                'expected leave_one_out=False with mean="none": without a mean there is nothing to leave out'
+                'expected leave_one_out=False with mean="none", got True: without a mean there is nothing to leave out'
             )
         check_epsilon(self.epsilon)
         check_bools(leave_one_out=self.leave_one_out, unbiased=self.unbiased)

@@ -1,4 +1,4 @@
-"""OPO: a baseline in which long answers weigh more."""
+"""OPO: score minus a length-weighted group mean."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,12 @@ from lightning_rl.signal.statistics import group_statistics
 
 @dataclass(frozen=True, slots=True)
 class OPO(Estimator):
-    r"""The score minus the length-weighted mean of its group, :math:`s - \sum_i l_i s_i / \sum_i l_i`.
+    r"""Score minus the length-weighted mean of its group, :math:`s - \sum_i l_i s_i / \sum_i l_i`.
 
     .. math::
         A_i = s_i - \frac{\sum_j l_j s_j}{\sum_j l_j}
 
-    A row outside ``rewarded`` gets 0, and so does a row whose group has no two different scores. Lengths count valid
-    tokens.
+    Rows outside ``rewarded`` and rows in groups of equal scores get 0. Lengths count valid tokens.
 
     Source: Hao et al. 2025 (OPO), arXiv:2505.23585.
     """

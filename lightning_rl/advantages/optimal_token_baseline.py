@@ -1,4 +1,4 @@
-"""OptimalTokenBaseline: a baseline for each step of a group, in which rows with large gradients weigh more."""
+"""OptimalTokenBaseline: a baseline per group and step, weighted by the squared gradient norms of the rows."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -17,37 +17,36 @@ from lightning_rl.signal.returns import discounted_returns
 from lightning_rl.signal.statistics import group_statistics
 
 SQUARES = f"token_extras/{SUM_PI_SQUARED}"
-ROUNDINGS = 8  # by which a probability near 1 and a sum of squares may differ
+ROUNDINGS = 8  # tolerance in units of eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimalTokenBaseline(Estimator):
-    r"""The reward from each token on, minus what leaves the gradient of its group with the least variance.
+    r"""Reward from each token on, minus the baseline that minimizes the variance of the group's gradient.
 
     .. math:: A_{i,t} = G_{i,t} - \frac{\sum_j W_{j,t} G_{j,t}}{\sum_j W_{j,t}}, \qquad
               W_{j,t} = \sum_{s \le t} \big(1 - 2\pi_{j,s} + \textstyle\sum_v \pi_{j,s}(v)^2\big)
 
     The sums run over the rewarded rows of the group that have a step t. The bracket is the squared norm of the gradient
-    of a log-probability with respect to the logits: the larger the steps of a row so far, the more its reward decides.
-    Tokens of tools and environments are no steps, so that rows of many turns are compared turn by turn as they go. A
-    group whose rewards from a step on do not differ teaches nothing there, which is always so for a single row.
+    of a log-probability with respect to the logits. Tokens of tools and environments are not steps. From a step on at
+    which the remaining rewards of the group are equal, advantages are 0, and so they are for a single row.
 
-    A row that is not rewarded enters no baseline and has none: what its tokens are given, such as a KL, and its bonuses
-    stay its own.
+    A row that is not rewarded enters no baseline and has none; it keeps its token rewards, such as a KL, and its
+    bonuses.
 
-    Helps with long answers and few of them for each prompt, where the mean of a group leaves most of the variance.
-    Needs one more pass through the vocabulary head before the update.
+    Helps with long and few responses per prompt, for which the group mean leaves most of the variance. Needs one more
+    pass through the vocabulary head before the update.
 
     Source: Li et al. 2026 (Optimal Token Baseline), arXiv:2602.07078; the logit-gradient proxy is its approximation.
 
     Args:
-        bare_tail: whether what only the longest row of a group has is compared with 0, and not with itself, which
-            teaches nothing; not where all rewards of the group are equal.
-        importance_cap: what the ratio of the policy to the engine is truncated at, whose square multiplies the bracket;
-            None for no ratio. For weights that :class:`~lightning_rl.callbacks.TruncatedIS` puts on the loss.
+        bare_tail: Use a baseline of 0 for the tokens that only the longest row of a group has, unless all rewards of
+            the group are equal; otherwise their advantage is 0.
+        importance_cap: Cap on the ratio of the policy to the engine, whose square multiplies the bracket; None for no
+            ratio. For use with the weights of :class:`~lightning_rl.callbacks.TruncatedIS`.
 
     Raises:
-        ValueError: if ``importance_cap`` is not positive.
+        ValueError: If ``importance_cap`` is not positive.
     """
 
     per_token: ClassVar[bool] = True
@@ -60,7 +59,7 @@ class OptimalTokenBaseline(Estimator):
     shift_invariant: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks the options, and declares what they make of it."""
+        """Check the options and set ``reads`` and ``shift_invariant``."""
         check_bools(bare_tail=self.bare_tail)
         check_numbers(above=0, optional=True, importance_cap=self.importance_cap)
         ratio = () if self.importance_cap is None else ("rollout_logprobs",)
@@ -86,15 +85,15 @@ class OptimalTokenBaseline(Estimator):
 
 
 def logit_gradients(logprobs: Float[Tensor, "B T"], sum_pi_squared: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    r"""The squared norm of the gradient of each log-probability with respect to its logits.
+    r"""Return the squared norm of the gradient of each log-probability with respect to its logits.
 
-    It is :math:`\lVert e - \pi \rVert^2 = 1 - 2\pi + \sum_v \pi(v)^2`, with e the unit vector of the token, written as
-    :math:`(1 - \pi)^2 + \sum_{v \ne o} \pi(v)^2` in float64. Where the second part, a difference of
-    the inputs, is no more than their rounding, it is taken to be at least 0 and at most the first, as it truly is.
+    It is :math:`\lVert e - \pi \rVert^2 = 1 - 2\pi + \sum_v \pi(v)^2`, with e the unit vector of the token, computed as
+    :math:`(1 - \pi)^2 + \sum_{v \ne o} \pi(v)^2` in float64. If the second term, a difference of the inputs, is not
+    above their rounding error, it is bounded by the first term.
 
     Args:
-        logprobs: of the tokens, shape [B, T].
-        sum_pi_squared: sum of the squared probabilities of all tokens of the vocabulary, shape [B, T].
+        logprobs: Log-probabilities of the tokens, shape [B, T].
+        sum_pi_squared: Sum of the squared probabilities of the vocabulary, shape [B, T].
     """
     exact = logprobs.double()
     rest = torch.expm1(exact).square()
@@ -110,16 +109,16 @@ def minus_optimal_baseline(
     groups: Int[Tensor, " B"],
     steps: Int[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """Returns minus the mean over the group at the same step, weighed with the sizes of all steps so far, in float64.
+    """Return returns minus the weighted mean over the group at the same step, in float64.
 
-    Where no row has a size, all tokens so far being certain, every row weighs the same.
+    The weight of a row is the sum of its sizes up to the step; if all of them are 0, rows have equal weights.
 
     Args:
-        returns: reward from each token on, shape [B, T].
-        sizes: squared size of the gradient of each token, shape [B, T].
-        counted: the tokens that take part, shape [B, T]; 0 at the others.
-        groups: which prompt each row answers, shape [B].
-        steps: what number of its row a token is, from 0, below T; shape [B, T].
+        returns: Reward from each token on, shape [B, T].
+        sizes: Squared gradient norm of each token, shape [B, T].
+        counted: Tokens that take part, shape [B, T]; the others get 0.
+        groups: Prompt index of each row, shape [B].
+        steps: Index of each token among the steps of its row, from 0 to T - 1, shape [B, T].
     """
     place, number = _places(groups, steps)
     exact = masked_fill_invalid(returns, counted).double()
@@ -134,14 +133,14 @@ def minus_optimal_baseline(
 
     weights = torch.where(total(weights) > 0, weights, counted.double())
     baseline = total(weights * exact) / total(weights).clamp(min=torch.finfo(torch.float64).tiny)
-    differs = counted & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # NaN differs: never hide it
+    differs = counted & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # True for NaN, so that it shows
     return torch.where(differs, exact - baseline, 0.0).to(returns.dtype)
 
 
 def beyond_the_others(
     counted: Bool[Tensor, "B T"], groups: Int[Tensor, " B"], steps: Int[Tensor, "B T"]
 ) -> Bool[Tensor, "B T"]:
-    """The tokens whose step only one row of a group has, where the group has more than one row with a token."""
+    """Return the tokens whose step only one row of the group has, in groups with more than one row with tokens."""
     place, number = _places(groups, steps)
     index, rows = group_index(groups)
     here = torch.zeros(number, dtype=torch.int64, device=place.device).index_add(0, place, counted.flatten().long())
@@ -150,7 +149,7 @@ def beyond_the_others(
 
 
 def _places(groups: Int[Tensor, " B"], steps: Int[Tensor, "B T"]) -> tuple[Int[Tensor, " N"], int]:
-    """The number of each token's group and step, flat, and how many there are."""
+    """Return the flat index of each token's group and step, and the number of such indices."""
     index, number = group_index(groups)
     width = steps.shape[1]
     return (index[:, None] * width + steps).flatten(), number * width

@@ -1,4 +1,4 @@
-"""PassAtK: what the best answer of a group adds to the best of the others."""
+"""PassAtK: difference of the best score of a group to the second best."""
 
 from dataclasses import dataclass
 
@@ -16,24 +16,24 @@ from lightning_rl.signal.statistics import group_statistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAtK(RowEstimator):
-    r"""The best score of the group minus the best of the others, :math:`\max_j s_j - \max_{j \ne i} s_j`.
+    r"""Best score of the group minus the best of the others, :math:`\max_j s_j - \max_{j \ne i} s_j`.
 
     .. math::
         A_i = s_i - \max_{j \ne i} s_j\ \text{if}\ s_i = \max_j s_j\ \text{else}\ 0
 
-    All rows but the best get 0. It is the gradient of the expected maximum of k answers, with the maximum that the
-    others reach alone as its baseline; k is the group. Two equally good answers teach nothing, for one would have done.
-    Helps where one good answer out of k counts, as with a verifier at inference, and where GRPO makes answers alike.
+    All rows but the best get 0. This is the gradient of the expected maximum of k responses (k is the group size), with
+    the maximum of the others as baseline. If two responses are best, all get 0. Helps if one good response out of k
+    counts, as with a verifier at inference, and if GRPO reduces diversity.
 
     Source: Tang et al. 2025, arXiv:2503.19595, the leave-one-out estimate of a k-sample objective, for the maximum.
 
     Args:
-        scaled: whether the difference is divided by the deviation of the group, as in GRPO.
-        unbiased: whether the variance divides by n - 1 instead of n.
-        epsilon: added to the standard deviation, at least 0.
+        scaled: Divide the difference by the standard deviation of the group, as in GRPO.
+        unbiased: Divide the variance by n - 1 instead of n.
+        epsilon: Constant added to the standard deviation, at least 0.
 
     Raises:
-        ValueError: if ``epsilon`` is negative.
+        ValueError: If ``epsilon`` is negative.
 
     Example:
         >>> PassAtK().per_row(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([0, 0, 0]), torch.ones(3, dtype=torch.bool))
@@ -48,7 +48,7 @@ class PassAtK(RowEstimator):
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_epsilon(self.epsilon)
         check_bools(scaled=self.scaled, unbiased=self.unbiased)
 

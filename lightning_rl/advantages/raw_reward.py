@@ -12,7 +12,7 @@ from lightning_rl.signal.masked import masked_fill_invalid
 
 @dataclass(frozen=True, slots=True)
 class RawReward(RowEstimator):
-    r"""The score itself, without a baseline; groups take no part.
+    """Score without a baseline, independent of groups.
 
     .. math::
         A_i = s_i

@@ -1,4 +1,4 @@
-"""REINFORCE++: returns of single tokens, whitened over the batch; with a group baseline or without."""
+"""REINFORCE++: returns per token, whitened over the batch, with or without a group baseline."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,17 +22,17 @@ class ReinforcePlusPlus(Estimator):
         A_t = \frac{G_t - \mu}{\sigma}, \qquad G_t = \sum_{l \ge 0} \gamma^l\, r_{t+l}, \qquad
         \mu, \sigma\ \text{over all tokens of the batch}
 
-    A row that is not rewarded has no task part after whitening either: its penalties are scaled and not shifted.
+    For rows that are not rewarded, penalties are scaled and not shifted.
 
     Source: Hu et al. 2025, arXiv:2501.03262.
 
     Args:
-        gamma: discount of a step, in [0, 1].
-        turn_rewards: whether what an environment gave for a turn is earned there, and not at the end of the row: with
-            ``gamma=1`` every token of a turn then has what that turn and the later ones earned, without a critic.
+        gamma: Discount of a step, in [0, 1].
+        turn_rewards: Place turn rewards of an environment at their turns instead of at the end of the row. With
+            ``gamma=1`` the return of a token is then the reward of its turn and of later ones.
 
     Raises:
-        ValueError: if ``gamma`` leaves [0, 1].
+        ValueError: If ``gamma`` is outside [0, 1].
     """
 
     per_token: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class ReinforcePlusPlus(Estimator):
     turn_rewards: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the options."""
         check_decay(gamma=self.gamma)
         check_bools(turn_rewards=self.turn_rewards)
 
@@ -52,7 +52,7 @@ class ReinforcePlusPlus(Estimator):
 
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlusBaseline(Estimator):
-    r"""The reward minus the mean of its group, plus each token's own reward, whitened over all valid tokens.
+    r"""Score minus the mean of its group, plus each token's reward, whitened over all valid tokens.
 
     .. math::
         A_{i,t} = \frac{x_{i,t} - \mu}{\sigma}, \qquad x_{i,t} = s_i - \bar s + r_{i,t}, \qquad

@@ -1,4 +1,4 @@
-"""ReMax: the greedy answer as a baseline."""
+"""ReMax: REINFORCE with the score of a greedy answer as baseline."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,13 +12,13 @@ from lightning_rl.signal.returns import discounted_returns
 
 @dataclass(frozen=True, slots=True)
 class ReMax(Estimator):
-    r"""The reward from each token on, minus the score of the greedy answer to the same prompt.
+    r"""Reward from each token on, minus the score of the greedy answer to the same prompt.
 
     .. math::
         A_{i,t} = \sum_{l \ge 0} r_{i,t+l} - s^{\text{greedy}}
 
-    The greedy answer is one request more for each prompt; it never trains. Rows whose greedy answer has no reward are
-    not rewarded.
+    Needs one more request per prompt for the greedy answer, which is not trained on. Rows whose greedy answer has no
+    reward are not rewarded.
 
     Source: Li et al. 2023, arXiv:2310.10505, algorithm 1.
     """

@@ -1,4 +1,4 @@
-"""TraceDecay: the decay of GAE as a function of how many time steps a row has."""
+"""TraceDecay: the decay of GAE as a function of a row's number of steps."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ from lightning_rl.signal.returns import check_decay
 
 
 class TraceDecay(ABC):
-    """A decay of later temporal differences for each row, by its number of steps."""
+    """Decay of later temporal differences for each row, from its number of steps."""
 
     @abstractmethod
     def __call__(self, steps: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """The decay of each row, in [0, 1].
+        """Return the decay of each row, in [0, 1].
 
         Args:
-            steps: time steps of each row, shape [B]: its valid tokens, or its turns.
+            steps: Number of steps of each row, its valid tokens or turns, shape [B].
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LengthAdaptive(TraceDecay):
-    r"""The decay :math:`\lambda = 1 - 1/(\alpha l)`, at least 0: the longer a row, the further its last reward reaches.
+    r"""Decay :math:`\lambda = 1 - 1/(\alpha l)`, at least 0, which grows with the length of a row.
 
     .. math::
         \lambda = \max\Bigl(1 - \frac{1}{\alpha l},\ 0\Bigr)
 
-    With one decay for all rows a reward at the end is lost on the first tokens of a long answer (0.95 to the power of
-    100 is 0.006), or the advantages of a short one are noisy. Helps where lengths differ by orders of magnitude. It is
-    0 up to a length of :math:`1/\alpha`, by default 20 tokens: there each token learns from the next value alone.
+    With a constant decay, a final reward does not reach the first tokens of a long response (0.95 to the power of 100
+    is 0.006), or the advantages of short responses are noisy. Helps if lengths differ by orders of magnitude. The decay
+    is 0 up to a length of :math:`1/\alpha`, by default 20 tokens.
 
     Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, section 4.2.
 
     Args:
-        alpha: how far it reaches: the sum of all weights of a row is this share of its length. Above 0.
+        alpha: Sum of all weights of a row as a fraction of its length, above 0.
 
     Raises:
-        ValueError: unless ``alpha`` is above 0.
+        ValueError: Unless ``alpha`` is above 0.
 
     Example:
         >>> LengthAdaptive(0.05)(torch.tensor([10, 40, 2000]))
@@ -51,7 +51,7 @@ class LengthAdaptive(TraceDecay):
     alpha: float = 0.05
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the option."""
         check_numbers(above=0, finite=True, alpha=self.alpha)
 
     @override
@@ -61,21 +61,21 @@ class LengthAdaptive(TraceDecay):
 
 @dataclass(frozen=True, slots=True)
 class RelativePosition(TraceDecay):
-    r"""The decay :math:`\lambda = q^{1/(l-1)}`: how much of the last reward reaches a place in a row of any length.
+    r"""Decay :math:`\lambda = q^{1/(l-1)}`, for which the final reward has weight q at the first step of every row.
 
     .. math::
         \lambda = q^{1/(l-1)}
 
-    The first step of every row keeps the share q of the reward at the end, the one in the middle its root. Helps as
-    :class:`LengthAdaptive` does, and does not cut short rows off.
+    The step in the middle has weight :math:`\sqrt q`. Helps as :class:`LengthAdaptive` does, and is above 0 for short
+    rows.
 
     Source: AReaL, ``areal/trainer/ppo/lambda_fn.py``; after VAPO, arXiv:2504.05118, section 4.2.
 
     Args:
-        kept: the share q, above 0 and at most 1.
+        kept: Weight q, above 0 and at most 1.
 
     Raises:
-        ValueError: unless ``kept`` is above 0 and at most 1.
+        ValueError: Unless ``kept`` is above 0 and at most 1.
 
     Example:
         >>> RelativePosition(0.5)(torch.tensor([1, 2, 3]))
@@ -85,20 +85,20 @@ class RelativePosition(TraceDecay):
     kept: float = 0.5
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the option."""
         check_numbers(above=0, at_most=1, kept=self.kept)
 
     @override
     def __call__(self, steps: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        shares = torch.full(steps.shape, self.kept, device=steps.device)
-        return torch.where(steps > 1, shares ** (1 / (steps - 1).clamp(min=1)), 1.0)
+        kept = torch.full(steps.shape, self.kept, device=steps.device)
+        return torch.where(steps > 1, kept ** (1 / (steps - 1).clamp(min=1)), 1.0)
 
 
 def check_trace_decay(**decays: float | TraceDecay) -> None:
-    """Raises a ValueError that names a decay which is neither in [0, 1] nor a :class:`TraceDecay`."""
+    """Raise a ValueError that names a decay which is neither in [0, 1] nor a :class:`TraceDecay`."""
     check_decay(**{name: decay for name, decay in decays.items() if not isinstance(decay, TraceDecay)})
 
 
 def decay_of(decay: float | TraceDecay, steps: Int[Tensor, " B"]) -> float | Float[Tensor, " B"]:
-    """The decay of each row, or the one of all rows."""
+    """Return the decay of each row, or the constant decay."""
     return decay(steps) if isinstance(decay, TraceDecay) else decay

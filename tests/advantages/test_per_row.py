@@ -196,7 +196,7 @@ def test_a_function_that_returns_anything_but_a_number_for_each_row_is_named(
         return wrong(scores)
 
     signal = signal_of([1.0, 0.0], [1, 1], torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=rf"advantages=mine to return a number for each row \[2\], got {got}"):
+    with pytest.raises(ValueError, match=rf"advantages=mine to return one value per row \[2\], got {got}"):
         resolve_advantages(mine)(signal)
 
 
