@@ -1,1 +1,1 @@
-"""Pure functions on ``[B, T]`` tensors: the mathematics of the training signal, without a model, a trainer or a log."""
+"""Pure functions on ``[B, T]`` tensors that compute the training signal."""

@@ -1,4 +1,4 @@
-"""Statistics over the masked entries of a tensor, in which a masked value, NaN included, takes no part."""
+"""Masked statistics that ignore values outside the mask, NaN included."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,29 +9,29 @@ from torch import Tensor
 from torch.nn import functional
 
 GlobalSum = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all ranks, in rank order; every rank calls it the same number of times."""
+"""Sums a tensor over all ranks, in rank order; every rank calls it the same number of times."""
 
 
 def local_sum(values: Tensor) -> Tensor:
-    """The :data:`GlobalSum` of a single rank: the tensor itself."""
+    """Return the tensor itself: the :data:`GlobalSum` of a single rank."""
     return values
 
 
 def masked_fill_invalid(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` where ``mask`` is true, ``fill`` elsewhere: neither value nor gradient leaks from a masked place.
+    """Return ``values`` where ``mask`` is true and ``fill`` elsewhere, without gradient there.
 
-    Multiplying by the mask would not do: ``0 * nan`` is NaN, in the value and in the gradient.
+    Multiplying by the mask would propagate NaN: ``0 * nan`` is NaN in value and gradient.
     """
     return torch.where(mask, values, torch.full_like(values, fill))
 
 
 def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Mean of each row over its masked-in entries; 0 for a row without any."""
+    """Return the mean of each row over its mask, 0 for an empty row."""
     return masked_fill_invalid(values, mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def last_true(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Marks the last true entry of each row; a row without any stays all false.
+    """Return a mask of the last true entry of each row, all false for a row without one.
 
     Example:
         >>> last_true(torch.tensor([[True, True, False], [False, False, False]]))
@@ -43,29 +43,28 @@ def last_true(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 class Moments(NamedTuple):
-    """Mean and deviation of the masked-in values of all ranks, in float64."""
+    """Mean and deviations of the masked values of all ranks, in float64."""
 
     number: Float[Tensor, ""]
     mean: Float[Tensor, ""]
     deviation: Float[Tensor, "..."]  # of each value from the mean; 0 at masked places
     squares: Float[Tensor, ""]  # sum of the squared deviations
-    spread: Bool[Tensor, ""]  # whether the values differ at all
+    spread: Bool[Tensor, ""]  # True if the values are not all equal
 
     def std(self, *, unbiased: bool = True) -> Float[Tensor, ""]:
-        """The standard deviation; 0 if the values do not differ."""
+        """Return the standard deviation, 0 if the values are equal."""
         return (self.squares / (self.number - int(unbiased)).clamp(min=1)).sqrt() * self.spread
 
 
 def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = local_sum) -> Moments:
-    """Two passes in float64, so that a large offset costs no precision.
+    """Return the moments of masked values, in two passes in float64.
 
-    Whether values differ is a test and not an epsilon: in float64 the mean of equal float32 values is exact up to
-    rounding of the sum. A NaN counts as differing, so that it shows.
+    ``spread`` is exact up to the rounding of a float64 sum of equal float32 values, and true if there is a NaN.
 
     Args:
-        values: of any shape.
-        mask: the population, of the same shape.
-        global_sum: adds tensors up over the ranks that share the population.
+        values: Values of any shape.
+        mask: Mask of the population, of the same shape.
+        global_sum: Sums tensors over the ranks that share the population.
     """
     exact = masked_fill_invalid(values, mask).double()
     number = global_sum(mask.sum().double())
@@ -85,26 +84,26 @@ def whiten(
     unbiased: bool = True,
     epsilon: float = 0.0,
 ) -> Float[Tensor, "B T"]:
-    r"""Shifts and scales the masked-in values of all ranks to mean 0 and standard deviation 1; 0 at masked places.
+    """Normalize the masked values of all ranks to mean 0 and standard deviation 1; 0 outside the mask.
 
-    Values that do not differ give zeros, by test and not by an epsilon in the denominator.
+    Equal values give exact zeros.
 
     Args:
-        values: shape [B, T].
-        mask: the population, shape [B, T].
-        global_sum: adds tensors up over the ranks that share the population.
-        shifted: False to scale alone and keep the mean.
-        unbiased: whether the variance divides by n - 1 instead of n.
-        epsilon: added to the standard deviation.
+        values: Values, shape [B, T].
+        mask: Mask of the population, shape [B, T].
+        global_sum: Sums tensors over the ranks that share the population.
+        shifted: False to scale only and keep the mean.
+        unbiased: Divide the variance by n - 1 instead of n.
+        epsilon: Constant added to the standard deviation.
     """
     moments = global_moments(values, mask, global_sum)
     std = torch.where(moments.spread, moments.std(unbiased=unbiased) + epsilon, 1.0)
-    centred = torch.where(moments.spread, moments.deviation, 0.0)
-    return torch.where(mask, centred / std + (0.0 if shifted else moments.mean), 0.0).to(values.dtype)
+    centered = torch.where(moments.spread, moments.deviation, 0.0)
+    return torch.where(mask, centered / std + (0.0 if shifted else moments.mean), 0.0).to(values.dtype)
 
 
 def prefix_sums(values: Float[Tensor, "... T"]) -> Float[Tensor, "... T"]:
-    """Sums of the values up to each one, in an order that their number alone decides.
+    """Return cumulative sums, with an order of additions that depends only on the length.
 
     CUDA's ``cumsum`` of floats raises under ``torch.use_deterministic_algorithms``.
 
@@ -122,13 +121,13 @@ def prefix_sums(values: Float[Tensor, "... T"]) -> Float[Tensor, "... T"]:
 
 
 def group_numbers(groups: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Each row's group, numbered 0, 1, ... in their order. An accelerator is not waited for."""
+    """Return each row's group, renumbered 0, 1, ... in order, without synchronizing with an accelerator."""
     ordered, order = groups.sort()
     begins = ordered.diff(prepend=ordered[:1]) != 0
     return torch.empty_like(order).scatter(0, order, begins.cumsum(0))
 
 
 def group_index(groups: Int[Tensor, " B"]) -> tuple[Int[Tensor, " B"], int]:
-    """:func:`group_numbers`, and how many groups there are."""
+    """Return :func:`group_numbers` and the number of groups."""
     index = group_numbers(groups)
     return index, int(index.max()) + 1 if len(groups) else 0

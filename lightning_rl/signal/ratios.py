@@ -1,11 +1,9 @@
-"""Importance ratios between two policies, of a token and of a whole row.
+"""Importance ratios between two policies, per token and per row.
 
-One rule for extreme log-ratios, everywhere: the exponent of a ratio is clamped to +-20 just before ``exp``, whatever it
-is the exponent of. Sums and means of a row are of the log-ratios as they are, never of clamped ones. Between -20 and 20
-nothing changes; beyond, a ratio is e^20 or e^-20 and its gradient 0. So caps and clips between e^-20 and e^20 do what
-they would on the exact number, and those beyond never bind. Bands of ratios, as masks have them, are compared as
-logarithms and decide on the exact number wherever they lie, see :func:`within_band`. Estimators of a KL have another
-rule, because their gradient has to pull back from any distance: see :func:`lightning_rl.signal.kl.tangent_expm1`.
+The exponent of every ratio is clamped to +-20 before ``exp``; beyond, the gradient is 0. Sums and means over a row use
+unclamped log-ratios. Bounds on ratios between e^-20 and e^20 act as on the exact ratio. :func:`within_band` compares
+exact log-ratios. KL estimators use :func:`lightning_rl.signal.kl.tangent_expm1` instead, which keeps a gradient at any
+distance.
 """
 
 import math
@@ -23,32 +21,32 @@ LOG_RATIO_BOUND = 20.0
 def policy_ratio(
     logprobs: Float[Tensor, "*B"], old_logprobs: Float[Tensor, "*B"], *, bound: float = LOG_RATIO_BOUND
 ) -> Float[Tensor, "*B"]:
-    """``exp(logprobs - old_logprobs)``, the exponent clamped to +-``bound`` so that it cannot overflow."""
+    """Return ``exp(logprobs - old_logprobs)``, with the exponent clamped to +-``bound`` to avoid overflow."""
     return torch.exp((logprobs - old_logprobs).clamp(-bound, bound))
 
 
 def clipped_weight(
     numerator: Float[Tensor, "B T"], denominator: Float[Tensor, "B T"], *, minimum: float, maximum: float
 ) -> Float[Tensor, "B T"]:
-    r"""The importance weight :math:`\operatorname{clip}(\exp(a - b), \min, \max)`, without gradient.
+    r"""Return the importance weight :math:`\operatorname{clip}(\exp(a - b), \min, \max)`, without gradient.
 
     Args:
-        numerator: log-probabilities of the policy that the samples should come from, shape [B, T].
-        denominator: log-probabilities of the policy that they do come from, shape [B, T].
-        minimum: lower bound of the weight.
-        maximum: upper bound of the weight.
+        numerator: Log-probabilities under the target policy, shape [B, T].
+        denominator: Log-probabilities under the policy that sampled, shape [B, T].
+        minimum: Lower bound of the weight.
+        maximum: Upper bound of the weight.
     """
     return policy_ratio(numerator.detach(), denominator.detach()).clamp(minimum, maximum)
 
 
 def within_band(log_ratio: Float[Tensor, "*B"], low: float, high: float) -> Bool[Tensor, "*B"]:
-    """Whether ratios lie within bounds, both included, by their logarithms, however large; NaN does not."""
+    """Return a mask of ratios within bounds, both included, from exact log-ratios; False for NaN."""
     least, most = (-math.inf if bound == 0 else math.log(bound) for bound in (low, high))
     return (log_ratio >= least) & (log_ratio <= most)
 
 
 def check_band(low: float, high: float) -> None:
-    """Raises a ValueError unless ``low`` and ``high`` bound ratios around 1."""
+    """Raise a ValueError unless ``0 <= low <= 1 <= high``."""
     check_numbers(at_least=0, at_most=1, low=low)
     check_numbers(at_least=1, high=high)
 
@@ -60,7 +58,7 @@ def sequence_log_ratio(
     *,
     geometric: bool,
 ) -> Float[Tensor, " B"]:
-    """Sum, or mean if ``geometric``, of the log-ratios over the valid tokens of each row; 0 for a row without any."""
+    """Return the sum, or mean if ``geometric``, of log-ratios over the valid tokens of each row; 0 for an empty row."""
     gap = masked_fill_invalid(numerator - denominator, valid_tokens)
     return row_mean(gap, valid_tokens) if geometric else gap.sum(-1)
 
@@ -72,15 +70,15 @@ def sequence_ratio(
     *,
     geometric: bool,
 ) -> Float[Tensor, " B"]:
-    r"""The importance ratio of a whole row, without gradient: :math:`\exp` of the sum or of the mean of the log-ratios.
+    r"""Return the importance ratio of each row, without gradient: :math:`\exp` of the sum or mean of log-ratios.
 
     The exponent is clamped to +-20. The product grows with the length of the row; the geometric mean does not.
 
     Args:
-        numerator: log-probabilities of the policy that the samples should come from, shape [B, T].
-        denominator: log-probabilities of the policy that they do come from, shape [B, T].
-        valid_tokens: what sum and mean run over, shape [B, T]; a row without any has ratio 1.
-        geometric: the mean instead of the sum.
+        numerator: Log-probabilities under the target policy, shape [B, T].
+        denominator: Log-probabilities under the policy that sampled, shape [B, T].
+        valid_tokens: Mask of the sum or mean, shape [B, T]; an empty row has ratio 1.
+        geometric: Use the mean instead of the sum.
     """
     exponent = sequence_log_ratio(numerator.detach(), denominator.detach(), valid_tokens, geometric=geometric)
     return policy_ratio(exponent, torch.zeros_like(exponent))

@@ -1,9 +1,8 @@
-r"""Reductions: from a loss per token to one number, as a weight for each token.
+r"""Reductions: weights per token, which reduce a loss per token to a scalar.
 
-A reduction looks at the whole optimizer step of all ranks and returns :math:`w_{b,t}`; a loss is then
-:math:`\sum w_{b,t}\,\ell_{b,t}`. Because the weights are fixed before the first backward, loss and gradient do not
-depend on how the step is cut into microbatches, rows or ranks. Denominators count every valid token, rejected ones
-included.
+A reduction gets the masks of the whole optimizer step of all ranks and returns :math:`w_{b,t}`; the loss is :math:`\sum
+w_{b,t}\,\ell_{b,t}`. The weights are fixed before the first backward, so loss and gradient do not depend on the split
+into microbatches and ranks. Denominators count every valid token, masked ones included.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ Reduction = Callable[[Tensor, Tensor, Tensor, GlobalSum], Tensor]
 
 
 def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
-    r"""Every valid token of the step weighs the same.
+    r"""Give every valid token of the step the same weight.
 
     .. math::
         w_{b,t} = \frac{1}{\sum_j |o_j|}
@@ -37,7 +36,7 @@ def token_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: 
 
 
 def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
-    r"""Every trained row weighs the same, and so does every token within it. Rows without valid tokens count as rows.
+    r"""Give every trained row, empty ones included, the same weight, split equally among its tokens.
 
     .. math::
         w_{b,t} = \frac{1}{B\,|o_b|}
@@ -52,7 +51,7 @@ def sequence_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_su
 
 @dataclass(frozen=True, slots=True)
 class SequenceSumNorm:
-    r"""The sum of a row's tokens over a constant length, averaged over the trained rows: no length bias.
+    r"""Sum over a row's tokens divided by a constant length, averaged over the trained rows.
 
     .. math::
         w_{b,t} = \frac{1}{B\,L}
@@ -60,30 +59,30 @@ class SequenceSumNorm:
     Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
 
     Args:
-        length: the constant, the longest response that generation allows.
+        length: Constant length, usually ``max_new_tokens``.
 
     Raises:
-        ValueError: if ``length`` is not positive.
+        ValueError: If ``length`` is not positive.
     """
 
     length: int
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
+        """Check the length."""
         if self.length < 1:
             raise ValueError(f"expected length >= 1, got {self.length}")
 
     def __call__(
         self, valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum
     ) -> Weights:
-        """Weighs every valid token with ``1 / (length * rows)``."""
+        """Return weight ``1 / (length * rows)`` for every valid token."""
         del groups
         rows = global_sum(trained.sum().double())
         return valid_tokens.double() / self.length / rows.clamp(min=1)
 
 
 def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum) -> Weights:
-    r"""Every prompt weighs the same, and so does every valid token of its responses. A group lies on one rank.
+    r"""Give every prompt the same weight, split equally among its valid tokens. Groups must not span ranks.
 
     .. math::
         w_{b,t} = \frac{1}{P \sum_{j \in \text{group}(b)} |o_j|}
@@ -91,7 +90,7 @@ def prompt_mean(valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum:
     Source: the SkyRL reduction of this name.
     """
     index = group_numbers(groups)
-    zeros = torch.zeros(len(groups), dtype=torch.float64, device=valid_tokens.device)  # at most a group for each row
+    zeros = torch.zeros(len(groups), dtype=torch.float64, device=valid_tokens.device)  # at most one group per row
     tokens = zeros.index_add(0, index, valid_tokens.sum(-1).double())
     prompts = global_sum((zeros.index_add(0, index, trained.double()) > 0).sum().double())
     return valid_tokens.double() / tokens.clamp(min=1)[index][:, None] / prompts.clamp(min=1)
@@ -105,10 +104,10 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def resolve_reduction(reduction: Reduction | str, max_length: int) -> Reduction:
-    """A reduction from an object, a function or a known name; ``sequence_sum_norm`` divides by ``max_length``.
+    """Return the reduction for an object, a function or a name; ``sequence_sum_norm`` divides by ``max_length``.
 
     Raises:
-        ValueError: if the name is unknown, or for a class instead of an object; the message says what to pass.
+        ValueError: If the name is unknown, or for a class instead of an object.
     """
     reductions = {**REDUCTIONS, "sequence_sum_norm": SequenceSumNorm(max_length)}
     if isinstance(reduction, type):

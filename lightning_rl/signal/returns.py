@@ -1,4 +1,4 @@
-"""Returns and advantages of single tokens, along the valid tokens of each row. A masked token is no time step."""
+"""Returns and advantages over the valid tokens of each row. A masked token is not a time step."""
 
 from typing import Any, NamedTuple
 
@@ -11,26 +11,26 @@ from lightning_rl.signal.masked import masked_fill_invalid
 
 
 def check_decay(**decays: Any) -> None:
-    """Raises a ValueError that names a decay outside [0, 1]."""
+    """Raise a ValueError that names a decay outside [0, 1]."""
     check_numbers(at_least=0, at_most=1, **decays)
 
 
 def discounted_returns(
     rewards: Float[Tensor, "B T"], valid_tokens: Bool[Tensor, "B T"], *, gamma: float = 1.0
 ) -> Float[Tensor, "B T"]:
-    r"""The discounted reward from each valid token on, :math:`G_t = r_t + \gamma G_{t+1}`; 0 at masked tokens.
+    r"""Return the discounted reward from each valid token on, :math:`G_t = r_t + \gamma G_{t+1}`; 0 at masked tokens.
 
-    A masked token carries neither reward nor discount: the return passes through it.
+    Masked tokens have no reward and no discount.
 
     Source: Williams 1992; over masked tokens as Hu et al. 2025 (REINFORCE++), arXiv:2501.03262.
 
     Args:
-        rewards: shaped reward of each token, shape [B, T].
-        valid_tokens: the time steps, shape [B, T].
-        gamma: discount of a step, in [0, 1].
+        rewards: Shaped reward of each token, shape [B, T].
+        valid_tokens: Mask of the time steps, shape [B, T].
+        gamma: Discount of a step, in [0, 1].
 
     Raises:
-        ValueError: if ``gamma`` leaves [0, 1].
+        ValueError: If ``gamma`` is outside [0, 1].
 
     Example:
         >>> valid = torch.tensor([[True, False, True]])
@@ -50,25 +50,25 @@ def gae(
     lam: float | Float[Tensor, " B"] = 1.0,
     bootstrap: Float[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    r"""Generalised advantage estimation along the valid tokens of each row.
+    r"""Return generalized advantage estimates over the valid tokens of each row.
 
     .. math:: \delta_t = r_t + \gamma V_{t+1} - V_t, \qquad A_t = \delta_t + \gamma\lambda A_{t+1}
 
-    A masked token is no time step: value and running sum pass through it undiscounted, and its own advantage is 0. The
-    value after the last valid token is 0 unless ``bootstrap`` gives one. The returns are ``advantages + values``.
+    Masked tokens are skipped without discount and have advantage 0. The value after the last valid token is 0 unless
+    ``bootstrap`` is passed. The returns are ``advantages + values``.
 
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
 
     Args:
-        rewards: shaped reward of each token, shape [B, T].
-        values: the critic's value before each token, shape [B, T].
-        valid_tokens: the time steps, shape [B, T].
-        gamma: discount of a step, in [0, 1].
-        lam: decay of later temporal differences, in [0, 1]; of all rows, or of each, shape [B].
-        bootstrap: value after the last valid token, of a row that was cut off; shape [B].
+        rewards: Shaped reward of each token, shape [B, T].
+        values: Value of the critic before each token, shape [B, T].
+        valid_tokens: Mask of the time steps, shape [B, T].
+        gamma: Discount of a step, in [0, 1].
+        lam: Decay of later temporal differences, in [0, 1]; a scalar, or one per row, shape [B].
+        bootstrap: Value after the last valid token, for truncated rows, shape [B].
 
     Raises:
-        ValueError: if ``gamma`` or ``lam`` leaves [0, 1].
+        ValueError: If ``gamma`` or ``lam`` is outside [0, 1].
     """
     check_decay(gamma=gamma, **({} if isinstance(lam, Tensor) else {"lam": lam}))
     rewards, values = masked_fill_invalid(rewards, valid_tokens), masked_fill_invalid(values, valid_tokens)
@@ -85,7 +85,7 @@ def gae(
 
 
 class TurnEstimates(NamedTuple):
-    """What a turn is worth, at each of its valid tokens and 0 elsewhere; shapes [B, T]."""
+    """Advantage and return of a turn at each of its valid tokens, 0 elsewhere; shapes [B, T]."""
 
     advantages: Float[Tensor, "B T"]
     returns: Float[Tensor, "B T"]
@@ -101,26 +101,26 @@ def turn_gae(
     lam: float | Float[Tensor, " B"] = 1.0,
     bootstrap: Float[Tensor, " B"] | None = None,
 ) -> TurnEstimates:
-    r"""Generalised advantage estimation whose time steps are turns.
+    """Return generalized advantage estimates with turns as time steps.
 
-    The reward of a turn is the sum over its valid tokens, its value the critic's before the first of them. All valid
-    tokens of a turn have its advantage and its return. What lies between turns, such as a tool's answer, is no step,
-    and neither is a turn without a valid token.
+    The reward of a turn is the sum over its valid tokens, and its value is the critic's before the first of them. All
+    valid tokens of a turn have its advantage and return. Tokens between turns, such as a tool's output, and turns
+    without a valid token are not steps.
 
     Source: Zhou et al. 2024 (ArCHer), arXiv:2402.19446, whose upper level takes an utterance for an action; GAE as
     Schulman et al. 2015, arXiv:1506.02438, eq. 16.
 
     Args:
-        rewards: shaped reward of each token, shape [B, T].
-        values: the critic's value before each token, shape [B, T].
-        valid_tokens: the tokens that train, shape [B, T].
-        turns: number of the turn that drew each token, rising along a row; what stands at other tokens plays no part.
-        gamma: discount of a turn, in [0, 1].
-        lam: decay of later temporal differences, in [0, 1]; of all rows, or of each, shape [B].
-        bootstrap: value after the last turn, of a row that was cut off; shape [B].
+        rewards: Shaped reward of each token, shape [B, T].
+        values: Value of the critic before each token, shape [B, T].
+        valid_tokens: Mask of tokens that train, shape [B, T].
+        turns: Turn index of each valid token, increasing along a row, shape [B, T]; ignored at other tokens.
+        gamma: Discount of a turn, in [0, 1].
+        lam: Decay of later temporal differences, in [0, 1]; a scalar, or one per row, shape [B].
+        bootstrap: Value after the last turn, for truncated rows, shape [B].
 
     Raises:
-        ValueError: if ``gamma`` or ``lam`` leaves [0, 1].
+        ValueError: If ``gamma`` or ``lam`` is outside [0, 1].
 
     Example:
         >>> valid, turns = torch.tensor([[True, True, False, True]]), torch.tensor([[1, 1, 0, 2]])
@@ -129,7 +129,7 @@ def turn_gae(
         tensor([[-0.2500, -0.2500,  0.0000,  0.7500]])
     """
     starts = turn_starts(valid_tokens, turns)
-    place = (starts.cumsum(-1) - 1).clamp(min=0)  # of a token's turn in its row
+    place = (starts.cumsum(-1) - 1).clamp(min=0)  # index of each token's turn in its row
     steps = torch.arange(valid_tokens.shape[1], device=place.device) < starts.sum(-1, keepdim=True)
 
     def by_turn(tokens: Tensor, mask: Tensor) -> Tensor:
@@ -142,13 +142,13 @@ def turn_gae(
 
 
 def turn_starts(valid_tokens: Bool[Tensor, "B T"], turns: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Marks the first valid token of each turn.
+    """Return a mask of the first valid token of each turn.
 
     Example:
         >>> turn_starts(torch.tensor([[False, True, True, False, True]]), torch.tensor([[1, 1, 1, 0, 2]]))
         tensor([[False,  True, False, False,  True]])
     """
-    nobody = torch.iinfo(turns.dtype).min
-    so_far = torch.where(valid_tokens, turns, nobody).cummax(-1).values
-    before = torch.nn.functional.pad(so_far, (1, 0), value=nobody)[:, :-1]
-    return valid_tokens & ((so_far > before) | (before == nobody))
+    lowest = torch.iinfo(turns.dtype).min
+    latest = torch.where(valid_tokens, turns, lowest).cummax(-1).values
+    before = torch.nn.functional.pad(latest, (1, 0), value=lowest)[:, :-1]
+    return valid_tokens & ((latest > before) | (before == lowest))

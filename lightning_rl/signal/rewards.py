@@ -1,4 +1,4 @@
-"""From scalar rewards and per-token rewards to the shaped reward of each token."""
+"""Shaped reward of each token from scores per row and rewards per token."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,19 +13,18 @@ def shaped_rewards(
     valid_tokens: Bool[Tensor, "B T"],
     turn_rewards: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    r"""The reward of each token: its own, plus the row's scalar at the last valid token.
+    r"""Return the shaped reward of each token: its own reward, plus the row's score at the last valid token.
 
     .. math:: r_{b,t} = \text{token}_{b,t} + s_b\,[t = \text{last valid token of } b]
 
-    Nothing is lost or counted twice: the sum over the valid tokens of a row is its scalar plus its token rewards. A
-    row without valid tokens gets zeros. What of the scalar was earned in turns can stand where it was earned instead
-    of at the end; the sum stays. The result is a new tensor; the arguments stay raw.
+    The sum over the valid tokens of a row is its score plus its token rewards. Rows without valid tokens get zeros.
+    With ``turn_rewards``, these parts of the score are placed at their tokens and the rest at the last valid token.
 
     Args:
-        scores: one scalar for each row (task reward and bonuses), shape [B].
-        token_rewards: penalties and bonuses of single tokens, shape [B, T], or None.
-        valid_tokens: the tokens that train, shape [B, T].
-        turn_rewards: parts of the scalar at the tokens that earned them, shape [B, T]; None for all of it at the end.
+        scores: Score of each row (task reward and bonuses), shape [B].
+        token_rewards: Penalties and bonuses of single tokens, shape [B, T], or None.
+        valid_tokens: Mask of tokens that train, shape [B, T].
+        turn_rewards: Parts of the score at the tokens that earned them, shape [B, T]; None to place all at the end.
 
     Example:
         >>> shaped_rewards(torch.tensor([1.0]), torch.tensor([[-0.1, -0.2, 9.0]]), torch.tensor([[True, True, False]]))

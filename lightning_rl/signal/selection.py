@@ -1,7 +1,7 @@
-"""Tokens chosen by a statistic of the whole optimizer step: the same choice for every cut into microbatches and ranks.
+"""Selection of tokens by a statistic of the whole optimizer step, independent of microbatches and ranks.
 
-Each function takes one tensor for each microbatch and gives one back. Ties at a threshold are all chosen, so that no
-order of rows or ranks decides.
+Each function takes and returns one tensor per microbatch. Ties at a threshold are all selected, so the order of rows
+and ranks does not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid, prefix_sums
 
 GlobalConcat = Callable[[Tensor], Tensor]
-"""Joins tensors [N], of any length on each rank, in rank order; every rank calls it the same number of times."""
+"""Concatenates tensors [N] of all ranks, in rank order; N may differ. Every rank calls it the same number of times."""
 
 
 def local_values(values: Tensor) -> Tensor:
-    """The :data:`GlobalConcat` of a single rank: the tensor itself."""
+    """Return the tensor itself: the :data:`GlobalConcat` of a single rank."""
     return values
 
 
@@ -27,7 +27,7 @@ def covariances(
     valid_tokens: Sequence[Bool[Tensor, "b T"]],
     global_sum: GlobalSum = local_sum,
 ) -> list[Float[Tensor, "b T"]]:
-    r"""Each token's share :math:`(A - \bar A)(\log p - \overline{\log p})` of the covariance, float64; 0 if masked.
+    r"""Return each token's :math:`(A - \bar A)(\log p - \overline{\log p})`, in float64; 0 if masked.
 
     Source: Cui et al. 2025 (The entropy mechanism), arXiv:2505.22617, eq. 10.
     """
@@ -49,11 +49,11 @@ def largest(
     number: int,
     global_concat: GlobalConcat = local_values,
 ) -> list[Bool[Tensor, "b T"]]:
-    """The ``number`` candidates with the largest scores of all ranks, ties at the last place included."""
-    local = torch.cat([score[chosen].flatten() for score, chosen in zip(scores, candidates, strict=True)])
-    everyone = global_concat(local).sort(descending=True).values
-    threshold = everyone[min(number, len(everyone)) - 1] if number and len(everyone) else torch.inf
-    return [chosen & (score >= threshold) for score, chosen in zip(scores, candidates, strict=True)]
+    """Return a mask of the ``number`` candidates with the largest scores of all ranks, ties included."""
+    local = torch.cat([score[candidate].flatten() for score, candidate in zip(scores, candidates, strict=True)])
+    ordered = global_concat(local).sort(descending=True).values
+    threshold = ordered[min(number, len(ordered)) - 1] if number and len(ordered) else torch.inf
+    return [candidate & (score >= threshold) for score, candidate in zip(scores, candidates, strict=True)]
 
 
 def smallest_with_mean_below(
@@ -62,26 +62,24 @@ def smallest_with_mean_below(
     threshold: float,
     global_concat: GlobalConcat = local_values,
 ) -> list[Bool[Tensor, "b T"]]:
-    """Valid tokens that remain once the largest scores are left out until the mean of the rest is below a threshold.
-
-    At least the smallest score remains.
+    """Return a mask of the valid tokens with the smallest scores whose mean is below a threshold, at least one.
 
     Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, with squared log-ratios as scores.
     """
     local = torch.cat([score[valid].flatten() for score, valid in zip(scores, valid_tokens, strict=True)])
-    everyone = global_concat(local.double()).sort().values
-    means = prefix_sums(everyone) / torch.arange(1, len(everyone) + 1, device=everyone.device)
+    ordered = global_concat(local.double()).sort().values
+    means = prefix_sums(ordered) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     kept = max(int((means < threshold).sum()), 1)
-    bound = everyone[kept - 1] if len(everyone) else torch.inf
+    bound = ordered[kept - 1] if len(ordered) else torch.inf
     return [valid & (score.double() <= bound) for score, valid in zip(scores, valid_tokens, strict=True)]
 
 
 def shuffled_keys(sample_ids: Int[Tensor, " b"], width: int) -> Float[Tensor, "b T"]:
-    """A number in [0, 1) for each position of each sample: random to the eye, but a function of the two alone.
+    """Return a pseudorandom number in [0, 1) per position of each sample, a function of both.
 
     Source: the finaliser of Steele, Lea and Flood 2014 (SplittableRandom).
     """
-    positions = torch.arange(1, width + 1, device=sample_ids.device)  # not 0, which the finaliser leaves where it is
+    positions = torch.arange(1, width + 1, device=sample_ids.device)  # not 0, a fixed point of the finalizer
     mixed = sample_ids[:, None] * 0x9E3779B97F4A7C1 + positions * 0x2545F4914F6CDD1D
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ _logical_shift(mixed, shift)) * factor
@@ -89,4 +87,4 @@ def shuffled_keys(sample_ids: Int[Tensor, " b"], width: int) -> Float[Tensor, "b
 
 
 def _logical_shift(values: Tensor, places: int) -> Tensor:
-    return (values >> places) & (2 ** (64 - places) - 1)  # a logical shift; >> of a signed integer copies its sign
+    return (values >> places) & (2 ** (64 - places) - 1)  # >> of a signed integer copies its sign

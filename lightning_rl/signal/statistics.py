@@ -1,4 +1,4 @@
-"""Statistics of the scores of a group or of the batch, over the rewarded rows alone, in float64 and two passes."""
+"""Statistics of scores per group or batch, over the rewarded rows, in float64 and two passes."""
 
 from typing import NamedTuple
 
@@ -10,22 +10,22 @@ from lightning_rl.signal.masked import GlobalSum, global_moments, group_index, l
 
 
 class Population(NamedTuple):
-    """Each row's group or batch, summed up over its rewarded rows; every field has shape [B]."""
+    """Statistics of each row's group or batch over its rewarded rows; every field has shape [B]."""
 
-    number: Float[Tensor, " B"]  # of rewarded rows
+    number: Float[Tensor, " B"]  # number of rewarded rows
     mean: Float[Tensor, " B"]
     squares: Float[Tensor, " B"]  # sum of the squared deviations from the mean
-    spread: Bool[Tensor, " B"]  # the row is rewarded and the population has different rewards
+    spread: Bool[Tensor, " B"]  # the row is rewarded and the rewards are not all equal
 
     def std(self, *, unbiased: bool = True) -> Float[Tensor, " B"]:
-        """The standard deviation; 0 for fewer than two rows."""
+        """Return the standard deviation, 0 for fewer than two rows."""
         return (self.squares / (self.number - int(unbiased)).clamp(min=1)).sqrt()
 
 
 def group_statistics(
     scores: Float[Tensor, " B"], groups: Int[Tensor, " B"], rewarded: Bool[Tensor, " B"]
 ) -> Population:
-    """Count, mean and deviation of each row's group over the rewarded rows alone. A group lies on one rank."""
+    """Return the statistics of each row's group over its rewarded rows. All rows of a group are on one rank."""
     index, number = group_index(groups)
     exact = masked_fill_invalid(scores, rewarded).double()
 
@@ -39,14 +39,14 @@ def group_statistics(
     count = per_group(rewarded.double())
     mean = per_group(exact) / count.clamp(min=1)
     squares = per_group(torch.where(rewarded, exact - mean, 0.0).square())
-    spread = rewarded & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # NaN has spread: never hide it
+    spread = rewarded & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # True for NaN, so that it shows
     return Population(count, mean, squares, spread)
 
 
 def batch_statistics(
     scores: Float[Tensor, " B"], rewarded: Bool[Tensor, " B"], global_sum: GlobalSum = local_sum
 ) -> Population:
-    """The same over the rewarded rows of all ranks, the same for every row."""
+    """Return the statistics over the rewarded rows of all ranks, equal for every row."""
     batch = global_moments(scores, rewarded, global_sum)
     return Population(
         batch.number.expand(len(scores)),
