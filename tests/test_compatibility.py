@@ -125,7 +125,9 @@ def test_a_field_that_is_read_before_it_exists_is_refused_with_the_stage(method:
 def test_a_provide_that_returns_something_else_than_it_says_is_refused() -> None:
     callback = callback_of("liar", provide=lambda seen: {"extras/y": seen.rewards})
     callback.provides = ("extras/x",)
-    with pytest.raises(ValueError, match=r"provide of liar to return what its `provides` names, \['extras/x'\], got"):
+    with pytest.raises(
+        ValueError, match=r"provide of liar to return the tensors of its `provides`, \['extras/x'\], got"
+    ):
         Corrections([callback]).provide(ragged_rollout())
 
 

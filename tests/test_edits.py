@@ -123,7 +123,7 @@ def test_the_callback_that_edits_a_rollout_is_named_with_the_field(edit: Edit) -
     corrections = Corrections(
         [callback_of("alpha", reward_bonus=lambda s: s.rewards), callback_of("vandal", reward_bonus=bonus)]
     )
-    with pytest.raises(EditError, match=rf"^reward_bonus of vandal wrote in place to {FIELD}: a contribution returns"):
+    with pytest.raises(EditError, match=rf"^reward_bonus of vandal wrote in place to {FIELD}: return a new"):
         corrections.reward_bonus(finite_rollout())
 
 
@@ -239,7 +239,7 @@ def test_the_callback_that_hangs_a_hook_on_a_gradient_is_named(method: str, fiel
         given = {"token_mask": view.valid_tokens, "metrics": {"vandal/zero": Stat.of(view.rewards)}}
         return given.get(method, LossTerm(per_token=view.logprobs, coef=1.0))
 
-    with pytest.raises(EditError, match=rf"^{method} of vandal .*the gradient of {field}.*: a contribution returns"):
+    with pytest.raises(EditError, match=rf"^{method} of vandal .*the gradient of {field}.*: return a new"):
         loss_of_view(a_view_with_gradients(), callbacks=[callback_of("vandal", **{method: contribute})])
 
 

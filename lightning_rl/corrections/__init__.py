@@ -1,4 +1,4 @@
-"""What a correction may contribute, what it gets to see, and how contributions combine."""
+"""Base class of corrections, their inputs, and the combination of their contributions."""
 
 from lightning_rl.corrections.base import (
     CONTRIBUTIONS,

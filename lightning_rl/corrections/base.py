@@ -1,4 +1,4 @@
-"""RLCallback: the base of every correction, a Lightning callback that contributes to the training signal."""
+"""RLCallback: base class of corrections, Lightning callbacks that contribute to the training signal."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,16 @@ RLCallbackT = TypeVar("RLCallbackT", bound="RLCallback")
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What is known about a contribution method, so that nothing else has to keep a list of them.
+    """Description of a contribution method.
 
     Attributes:
-        when: ``"sampling"``, ``"signal"`` (both see the rollout), ``"update"`` (sees the view of a microbatch) or
-            ``"watch"`` (sees, and returns nothing).
+        when: ``"sampling"`` or ``"signal"`` (called with the rollout), ``"update"`` (called with the view of a
+            microbatch) or ``"watch"`` (observes and returns nothing).
         returns: ``"row mask"``, ``"row float"``, ``"token mask"``, ``"token float"``, ``"term"``, ``"tensors"``,
             ``"context"``, ``"stats"`` or ``"nothing"``.
-        combined_by: how those of several callbacks become one.
-        bends: ``"prompts"``, ``"rows"``, ``"rewards"``, ``"policy loss"``, ``"loss"``, ``"forward"``, or ``""`` for
-            what only brings what others read, measures or looks on.
+        combined_by: Operation that combines the contributions of several callbacks.
+        bends: ``"prompts"``, ``"rows"``, ``"rewards"``, ``"policy loss"``, ``"loss"``, ``"forward"``, or ``""`` if the
+            method does not change the training signal itself.
     """
 
     when: Literal["sampling", "signal", "update", "watch"]
@@ -62,7 +62,7 @@ CONTRIBUTIONS: Mapping[str, Contribution] = {
     "observe": Contribution("watch", "nothing", ""),
     "observe_step": Contribution("watch", "nothing", ""),
 }
-"""Every contribution method, in the order of a rollout's life. :meth:`Corrections.contributors` says who offers one."""
+"""Every contribution method, in the order of calls."""
 
 BEFORE_LOGPROBS = ("reward_mask", "keep_groups", "observe_rewards", "exclude")
 BEFORE_ADVANTAGES = (*BEFORE_LOGPROBS, "provide", "reward_bonus", "token_reward")
@@ -70,7 +70,7 @@ MADE_AFTER = {
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values"), BEFORE_LOGPROBS),
     **dict.fromkeys(("advantages", "returns"), BEFORE_ADVANTAGES),
 }
-"""Fields of a rollout that do not exist yet when some contribution methods are called."""
+"""Fields of a rollout that do not exist yet in the listed contribution methods."""
 
 POLICY_LOSS_FACTORS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "policy loss")
 REWARDS = tuple(name for name, entry in CONTRIBUTIONS.items() if entry.bends == "rewards" and "float" in entry.returns)
@@ -79,13 +79,13 @@ TOKEN_REWARDS = tuple(name for name in REWARDS if CONTRIBUTIONS[name].returns ==
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """A term added to the loss: ``coef`` times the reduced ``per_token``.
+    """Term added to the loss: ``coef`` times the reduced ``per_token``.
 
     Args:
-        per_token: shape [b, T], with gradient.
-        coef: what the reduced term is multiplied with.
-        reduction: how tokens are weighed; None for the module's own reduction.
-        masked: whether the masks and weights of the corrections apply to it as they do to the policy loss.
+        per_token: Loss per token with gradient, shape [b, T].
+        coef: Coefficient of the reduced term.
+        reduction: Reduction of the term; None for the module's reduction.
+        masked: Apply the masks and weights of the corrections, as to the policy loss.
     """
 
     per_token: Float[Tensor, "B T"]
@@ -95,32 +95,32 @@ class LossTerm:
 
 
 class RLCallback(Callback):
-    """Contributes to the training signal through any of the methods below, each of which returns a new value.
+    """Base class of corrections. Each overridden method contributes to the training signal and returns a new value.
 
-    Nothing that comes in may be edited: the core checks and names the callback that did. Corrections of several
-    callbacks combine with commutative operations in the order of their names, so the order of the list never matters.
+    Arguments must not be modified: the core detects it and raises an error with the callback's name. Contributions of
+    several callbacks are combined with commutative operations, in the order of their names.
 
     Attributes:
-        name: the stem of the callback's file and the prefix of its metrics; unique in a run, see :meth:`with_name`.
-        reads: names of the rollout fields that its once-per-rollout methods need.
-        reads_at_loss: names of the fields that its loss-time methods need.
-        provides: names of the tensors that its ``provide`` returns, such as ``"extras/difficulty"``, so that readers of
-            others are refused at setup; empty for whatever it likes.
-        records: what the engine has to record about every token for it, by the name in the extras.
-        ratio: (numerator, denominator) of the importance ratio that its weight carries; None for masks and terms.
-        alternative: what to use instead where this correction does not fit, for error messages.
-        replaces: names of corrections that it stands for, so that beside one of them it would count twice.
-        idle_beside: names of corrections that leave it nothing to change.
-        compares_rows: whether its bonus of a row depends on the other rows.
-        scales_rewards: whether its bonus grows with the reward, so that a constant added to all of a group counts.
-        compares_groups: whether it compares the samples of a prompt, so that groups of one make it senseless.
-        batch_statistics: whether what it says of a row depends on the rows of other prompts, as a mean over the batch
-            does; the audit takes that for a mistake unless it is said.
-        chooses_rows: whether its loss term leaves rows out, which trains nothing where it leaves out all.
-        trains_entropy: whether its loss term needs the gradient of ``view.entropy``.
-        max_rounds: how often prompts are sampled at most until enough groups are kept, if it filters groups.
-        traces_parameters: whether the steps that it observes need a few entries of every parameter.
-        collectives: what the ranks of the run do together; the core hands it in at setup.
+        name: Stem of the callback's file and prefix of its metrics; unique in a run, see :meth:`with_name`.
+        reads: Names of the rollout fields that its once-per-rollout methods need.
+        reads_at_loss: Names of the fields that its loss-time methods need.
+        provides: Names of the tensors that ``provide`` returns, such as ``"extras/difficulty"``; empty for any. Checked
+            at setup against the fields that others read.
+        records: Names of the extras that the engine has to record for every token.
+        ratio: (numerator, denominator) of the importance ratio of its weight; None for masks and terms.
+        alternative: Replacement to suggest in error messages if this correction is incompatible.
+        replaces: Names of corrections with the same effect, which cannot be combined with it.
+        idle_beside: Names of corrections beside which it has no effect.
+        compares_rows: True if its bonus of a row depends on other rows.
+        scales_rewards: True if its bonus grows with the reward, so that a constant added to a group matters.
+        compares_groups: True if it compares the samples of a prompt, which requires groups of more than one.
+        batch_statistics: True if its values of a row depend on rows of other prompts, such as through a batch mean; the
+            audit reports such a dependency otherwise.
+        chooses_rows: True if its loss term skips rows, so that it may train nothing.
+        trains_entropy: True if its loss term needs the gradient of ``view.entropy``.
+        max_rounds: Maximum number of sampling rounds per rollout, if it filters groups.
+        traces_parameters: True if the steps it observes need sampled entries of every parameter.
+        collectives: Operations over the ranks of the run; set by the core at setup.
     """
 
     name: str = ""
@@ -145,104 +145,101 @@ class RLCallback(Callback):
     @property
     @override
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint: its name."""
+        """Key of this callback's state in a checkpoint: its name."""
         return self.name
 
     @property
     def contributes(self) -> frozenset[str]:
-        """The contribution methods that this callback offers: by default those that its class overrides."""
+        """Names of the contribution methods of this callback, by default those that its class overrides."""
         return frozenset(m for m in CONTRIBUTIONS if getattr(type(self), m) is not getattr(RLCallback, m))
 
     @property
     def bends(self) -> bool:
-        """Whether it takes part in what a run trains, rather than only looking on."""
+        """True if it changes the training signal, False if it only observes."""
         return any(CONTRIBUTIONS[m].bends or CONTRIBUTIONS[m].returns == "tensors" for m in self.contributes)
 
     def with_name(self: RLCallbackT, name: str) -> RLCallbackT:
-        """A copy under another name, to use a correction twice in one run."""
+        """Return a copy under another name, to use a correction twice in one run."""
         twin = copy.copy(self)
         twin.name = name
         return twin
 
     def reward_mask(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        """Rows that take part in the reward and in its statistics; combined by *and*."""
+        """Return the rows that enter the reward and its statistics; combined by *and*."""
         raise NotImplementedError
 
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
-        """Added to the task reward of each row; combined by *sum*."""
+        """Return the value to add to the task reward of each row; combined by *sum*."""
         raise NotImplementedError
 
     def keep_groups(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        """Rows whose group is kept, the same for a whole group; the core refills the others; combined by *and*."""
+        """Return the rows whose group is kept, equal within a group; others are replaced; combined by *and*."""
         raise NotImplementedError
 
     def exclude(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        """Rows that leave training altogether, denominators included; combined by *or*."""
+        """Return the rows to exclude from training, denominators included; combined by *or*."""
         raise NotImplementedError
 
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        """Tensors by ``extras/<name>`` ([B, ...]) or ``token_extras/<name>`` ([B, T, ...]); a *disjoint union*."""
+        """Return tensors by ``extras/<name>`` ([B, ...]) or ``token_extras/<name>`` ([B, T, ...]); *disjoint union*."""
         raise NotImplementedError
 
     def token_reward(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        """Reward of each token, for estimators that work per token; combined by *sum*."""
+        """Return the reward of each token, for estimators that work per token; combined by *sum*."""
         raise NotImplementedError
 
     def sequence_mask(self, view: LossView) -> Bool[Tensor, " B"]:
-        """Rows whose policy loss counts. No token axis, so it cannot leak by token; combined by *and*."""
+        """Return the rows whose policy loss is kept; combined by *and*."""
         raise NotImplementedError
 
     def token_mask(self, view: LossView) -> Bool[Tensor, "B T"]:
-        """Tokens whose policy loss counts; combined by *and*."""
+        """Return the tokens whose policy loss is kept; combined by *and*."""
         raise NotImplementedError
 
     def token_weight(self, view: LossView) -> Float[Tensor, "B T"]:
-        """Factor on the policy loss of each token, without gradient; combined by *product*."""
+        """Return a factor on the policy loss of each token, without gradient; combined by *product*."""
         raise NotImplementedError
 
     def loss_term(self, view: LossView) -> LossTerm:
-        """A term added to the loss, over all valid tokens; combined by *sum*."""
+        """Return a term to add to the loss, over all valid tokens; combined by *sum*."""
         raise NotImplementedError
 
     def forward_context(self, rows: Rollout) -> AbstractContextManager[object]:
-        """Entered around every training forward of the policy (old, update); *nested* in the order of the names."""
+        """Return a context for every training forward of the policy (old, update); *nested* in order of the names."""
         del rows
         return nullcontext()
 
     def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
-        """Statistics of a finished rollout, before any rejection, with the same keys at every call."""
+        """Return statistics of a finished rollout, before any masking, with the same keys at every call."""
         raise NotImplementedError
 
     def metrics(self, view: LossView) -> Mapping[str, Stat]:
-        """Statistics of a microbatch, before any rejection, with the same keys at every call."""
+        """Return statistics of a microbatch, before any masking, with the same keys at every call."""
         raise NotImplementedError
 
     def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Looks at what the engine was asked and answered, pairs of Request and Completion in their order.
-
-        Empty for samples that come out of a checkpoint.
-        """
+        """Observe pairs of requests and completions of the engine, in order; none for samples from a checkpoint."""
 
     def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
-        """Looks at the samples of one round with their rewards, before any of them is masked or filtered.
+        """Observe the samples of one round with their rewards, before masks and filters.
 
         Args:
-            rollout: the samples.
-            calls: a :class:`lightning_rl.rewards.RewardCall` for each reward function.
+            rollout: Samples of the round.
+            calls: One :class:`lightning_rl.rewards.RewardCall` per reward function.
         """
 
     def observe(self, rollout: Rollout) -> None:
-        """Looks at a finished rollout."""
+        """Observe a finished rollout."""
 
     def traces_step(self, rollout_number: int, step: int) -> bool:
-        """Whether it wants to observe an optimizer step, which costs a copy of what the policy says of its rows.
+        """Return True to observe an optimizer step, which costs a copy of the policy's outputs.
 
         Args:
-            rollout_number: number of the rollout.
-            step: number of the optimizer step within it.
+            rollout_number: Number of the rollout.
+            step: Number of the optimizer step within the rollout.
         """
         del rollout_number, step
         return "observe_step" in self.contributes
 
     def observe_step(self, trace: StepTrace) -> None:
-        """Looks at an optimizer step, once it is over; see :meth:`traces_step`."""
+        """Observe an optimizer step after it has finished; see :meth:`traces_step`."""

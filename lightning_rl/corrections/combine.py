@@ -1,4 +1,4 @@
-"""Corrections: calls every callback in the order of the names, checks what it gives, and combines."""
+"""Corrections: calls every callback in the order of the names, checks its contributions and combines them."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,15 +51,15 @@ LOGGED_BY_CORE = {
     "token_weight": ("weight_mean", "ess"),
     "loss_term": ("loss",),
 }
-PURE = "a contribution returns a new tensor and edits nothing (use x * y, not x *= y; no .data, .numpy() or set_)"
+PURE = "return a new tensor and modify nothing in place (use x * y, not x *= y; no .data, .numpy() or set_)"
 
-ONLY_SHOWN = "a contribution moves no weights, which are the optimizer's alone"
+ONLY_SHOWN = "change weights only through the optimizer"
 
 
 class PolicyFactor(NamedTuple):
-    """What multiplies the policy loss, and the statistics of who did that."""
+    """Product of masks and weights on the policy loss, and their statistics."""
 
-    factor: Tensor | None  # [b, T], None if nobody contributes
+    factor: Tensor | None  # [b, T]; None without masks and weights
     stats: dict[str, Stat]
 
 
@@ -67,17 +67,17 @@ class Corrections:
     """The corrections of a run, sorted by name.
 
     Args:
-        callbacks: those of the trainer that are RLCallbacks, in any order.
-        collectives: what the ranks of the run do together, for the callbacks.
+        callbacks: RLCallbacks of the trainer, in any order.
+        collectives: Operations over the ranks of the run, for the callbacks.
 
     Attributes:
-        before_each: called with (callback, method, rollout or view) before each contribution and observation of the
-            run; None for nobody.
-        after_each: the same after it.
-        weights: watches the policy while a user's callback contributes or looks on; None for nobody.
+        before_each: Hook called with (callback, method, rollout or view) before each contribution and observation, or
+            None.
+        after_each: Hook called with the same arguments after it, or None.
+        weights: Detects writes of user callbacks to the policy's weights, or None.
 
     Raises:
-        ValueError: if a name is empty or used twice.
+        ValueError: If a name is empty or used twice.
     """
 
     def __init__(self, callbacks: Sequence[RLCallback] = (), collectives: Collectives | None = None) -> None:
@@ -89,7 +89,7 @@ class Corrections:
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
             if callback.name in RESERVED:
-                raise ValueError(f'expected another name than "{callback.name}", under which the core logs')
+                raise ValueError(f'expected a name that the core does not log under, got "{callback.name}": rename it')
             if not callback.name:
                 raise ValueError(f"expected {type(callback).__name__} to set the class attribute `name`, got none")
             if names.count(callback.name) > 1:
@@ -102,33 +102,33 @@ class Corrections:
         self._contributors = {
             method: tuple(callback for callback, methods in offers if method in methods) for method in CONTRIBUTIONS
         }
-        self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda one: one.bends))
+        self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda c: c.bends))
 
     def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
-        """The callbacks that offer any of some contribution methods; see :data:`CONTRIBUTIONS`."""
+        """Return the callbacks with any of the given contribution methods; see :data:`CONTRIBUTIONS`."""
         offering = {callback for method in methods for callback in self._contributors[method]}
         return tuple(callback for callback in self.callbacks if callback in offering)
 
     def alone(self) -> "Corrections":
-        """Copies of the callbacks that take part in no collective, in a value of the same type."""
+        """Return copies of the callbacks without collectives."""
         return type(self)([copy.copy(callback) for callback in self.callbacks], ALONE)
 
     def reward_mask(self, rollout: Rollout) -> Tensor:
-        """Rows that every callback lets take part in the reward, shape [B] bool."""
+        """Return the rows that every callback keeps in the reward, shape [B] bool."""
         combined = torch.ones(len(rollout), dtype=torch.bool, device=rollout.groups.device)
         for _, mask in self._each("reward_mask", rollout):
             combined = combined & mask
         return combined
 
     def reward_bonus(self, rollout: Rollout) -> Tensor | None:
-        """Sum of all bonuses, shape [B], or None."""
+        """Return the sum of all bonuses, shape [B], or None."""
         return self._sum("reward_bonus", rollout)
 
     def keep_groups(self, rollout: Rollout) -> Tensor:
-        """Rows of the groups that every callback keeps, shape [B] bool.
+        """Return the rows of the groups that every callback keeps, shape [B] bool.
 
         Raises:
-            ValueError: naming a group of which only a part would be kept.
+            ValueError: If only part of a group would be kept.
         """
         combined = torch.ones(len(rollout), dtype=torch.bool, device=rollout.groups.device)
         for _, mask in self._each("keep_groups", rollout):
@@ -136,11 +136,11 @@ class Corrections:
         partly = torch.isin(rollout.groups[combined], rollout.groups[~combined].unique())
         if partly.any():
             group = int(rollout.groups[combined][partly][0])
-            raise ValueError(f"expected keep_groups to decide about whole groups, but it splits group {group}")
+            raise ValueError(f"expected keep_groups to return equal values within a group, got both in group {group}")
         return combined
 
     def exclude(self, rollout: Rollout) -> tuple[Tensor, dict[str, Stat]]:
-        """Rows that any callback excludes, shape [B] bool, with each one's share of the real rows."""
+        """Return the rows that any callback excludes, shape [B] bool, and statistics per callback."""
         combined = torch.zeros(len(rollout), dtype=torch.bool, device=rollout.groups.device)
         stats = {}
         for callback, mask in self._each("exclude", rollout):
@@ -149,12 +149,12 @@ class Corrections:
         return combined, stats
 
     def provide(self, rollout: RolloutT) -> RolloutT:
-        """The rollout with every provided tensor in the field that its name begins with."""
+        """Return the rollout with all provided tensors in ``extras`` and ``token_extras``."""
         fields = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
         for callback, tensors in self._each("provide", rollout):
             if callback.provides and tensors.keys() != set(callback.provides):
                 raise ValueError(
-                    f"expected provide of {callback.name} to return what its `provides` names, "
+                    f"expected provide of {callback.name} to return the tensors of its `provides`, "
                     f"{sorted(callback.provides)}, got {sorted(tensors)}"
                 )
             for name, tensor in tensors.items():
@@ -166,16 +166,16 @@ class Corrections:
                         f'"token_extras/..." [B, T, ...], got "{name}" {list(tensor.shape)}'
                     )
                 if key in fields[field]:
-                    raise ValueError(f'expected "{name}" from one callback, but {callback.name} provides it as well')
+                    raise ValueError(f'expected "{name}" from one callback, got a second one from {callback.name}')
                 fields[field][key] = tensor.detach()
         return rollout.replace(**fields)
 
     def token_reward(self, rollout: Rollout) -> Tensor | None:
-        """Sum of all token rewards, shape [B, T], or None."""
+        """Return the sum of all token rewards, shape [B, T], or None."""
         return self._sum("token_reward", rollout)
 
     def policy_factor(self, view: LossView) -> PolicyFactor:
-        """The product of all masks and weights, shape [b, T]; statistics count the population before rejection."""
+        """Return the product of all masks and weights, shape [b, T], and statistics before masking."""
         factor, stats = None, dict[str, Stat]()
         for callback, mask in self._each("sequence_mask", view):
             stats[f"{callback.name}/rejected"] = Stat.of(~mask, view.trained)
@@ -185,19 +185,19 @@ class Corrections:
             factor = _times(factor, mask.to(view.logprobs.dtype))
         for callback, weight in self._each("token_weight", view):
             if weight.requires_grad:
-                raise ValueError(f"expected a weight without gradient, but token_weight of {callback.name} carries one")
+                raise ValueError(f"expected token_weight of {callback.name} without gradient, got one: detach it")
             population = Stat.of(weight, view.valid_tokens)
             stats |= {f"{callback.name}/weight_mean": population, f"{callback.name}/ess": population.ess()}
             factor = _times(factor, weight)
         return PolicyFactor(factor, stats)
 
     def loss_terms(self, view: LossView) -> list[tuple[str, LossTerm]]:
-        """Every term with its callback's name."""
+        """Return every term with its callback's name."""
         return [(callback.name, term) for callback, term in self._each("loss_term", view)]
 
     @contextmanager
     def forward_context(self, rows: Rollout) -> Iterator[None]:
-        """The contexts of all callbacks, nested."""
+        """Enter the contexts of all callbacks, nested."""
         with ExitStack() as stack:
             for _, context in self._each("forward_context", rows):
                 stack.enter_context(context)
@@ -206,31 +206,29 @@ class Corrections:
             yield
         if watch is not None:
             watch.after(
-                f"forward_context of {', '.join(c.name for c in entered)}", "a context reads the rows it is given"
+                f"forward_context of {', '.join(c.name for c in entered)}", "read the rows without modifying them"
             )
             watch.close()
 
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        """All statistics of a finished rollout."""
+        """Return all statistics of a finished rollout."""
         return self._merge("rollout_metrics", rollout)
 
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        """All statistics of a microbatch."""
+        """Return all statistics of a microbatch."""
         return self._merge("metrics", view)
 
     def observe(self, rollout: Rollout) -> None:
-        """Shows the finished rollout to everyone who looks: first to those who bend nothing, so that they see the
-        corrections as the signal was made with, before a coefficient follows it.
-        """
+        """Call ``observe`` of callbacks that only observe, then of corrections, which may change their coefficients."""
         for _ in self._each("observe", rollout):
             pass
 
     def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Shows what the engine was asked and answered."""
+        """Call ``observe_generated`` with the requests and completions of the engine."""
         self._show("observe_generated", tuple(pairs), lambda: _pair_tensors(pairs))
 
     def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
-        """Shows the samples of one round with what the reward functions said of them."""
+        """Call ``observe_rewards`` with the samples of one round and the calls of the reward functions."""
         lists = copy_plain([call._asdict() for call in calls]) if self._contributors["observe_rewards"] else None
         for callback, _ in self._each("observe_rewards", rollout, calls):
             now = [call._asdict() for call in calls]
@@ -239,20 +237,20 @@ class Corrections:
                 refuse_edits(f"observe_rewards of {callback.name}", [f"{name} of a reward" for name in names], PURE)
 
     def traces_step(self, rollout_number: int, step: int) -> bool:
-        """Whether anybody observes an optimizer step."""
+        """Return True if a callback observes the optimizer step."""
         return any(c.traces_step(rollout_number, step) for c in self._contributors["observe_step"])
 
     def observe_step(self, trace: StepTrace) -> None:
-        """Shows an optimizer step to everyone who asked for it."""
-        looking = [c for c in self._contributors["observe_step"] if c.traces_step(trace.rollout_number, trace.step)]
-        self._show("observe_step", trace, trace.tensors, looking)
+        """Call ``observe_step`` of every callback that observes the step."""
+        observers = [c for c in self._contributors["observe_step"] if c.traces_step(trace.rollout_number, trace.step)]
+        self._show("observe_step", trace, trace.tensors, observers)
 
     @contextmanager
     def watching(self, seen: Rollout) -> Iterator[EditWatch]:
-        """Names whoever edits ``seen`` within: every callback that is shown it, and whom the caller names.
+        """Detect modifications of ``seen`` inside of the context.
 
         Raises:
-            EditError: naming who, and the fields.
+            EditError: If a callback, or the caller's function, modified it; the message names it and the fields.
         """
         outer, watch = self._watch, EditWatch(seen.tensors, seen)
         self._watch = watch
@@ -283,7 +281,7 @@ class Corrections:
 
     @contextmanager
     def _bracket(self, callback: RLCallback, method: str) -> Iterator[str]:
-        """Names a callback that leaves something else behind than edits of what it is shown."""
+        """Detect a changed gradient mode and modified weights around a call."""
         who, enabled = f"{method} of {callback.name}", torch.is_grad_enabled()
         weights = None if is_own(callback) else self.weights
         before = None if weights is None else weights.look()
@@ -293,12 +291,12 @@ class Corrections:
             weights.refuse(who, before, ONLY_SHOWN)
 
     def _show(
-        self, method: str, value: Any, fields: Callable[[], Fields], looking: Sequence[RLCallback] | None = None
+        self, method: str, value: Any, fields: Callable[[], Fields], observers: Sequence[RLCallback] | None = None
     ) -> None:
-        """Shows something that is no rollout to everyone who looks; a user's callbacks are watched while they do."""
-        looking = self._contributors[method] if looking is None else looking
-        watch = None if all(map(is_own, looking)) else EditWatch(fields)
-        for callback in looking:
+        """Call an observer method with a value other than a rollout; detect modifications by user callbacks."""
+        observers = self._contributors[method] if observers is None else observers
+        watch = None if all(map(is_own, observers)) else EditWatch(fields)
+        for callback in observers:
             with self._bracket(callback, method) as who:
                 getattr(callback, method)(value)
             if watch is not None:
@@ -315,7 +313,7 @@ class Corrections:
     def _merge(self, method: str, seen: Rollout) -> dict[str, Stat]:
         merged: dict[str, Stat] = {}
         for callback, stats in self._each(method, seen):
-            prefix = f"{type(callback).name or callback.name}/"  # the file's name; a twin logs under its own
+            prefix = f"{type(callback).name or callback.name}/"  # replaced below by the name of the instance
             foreign = [key for key in stats if not key.startswith(prefix)]
             if foreign:
                 raise ValueError(f'expected {callback.name} to log under "{prefix}", got {", ".join(foreign)}')
@@ -323,28 +321,28 @@ class Corrections:
             taken = {name for offered in callback.contributes for name in LOGGED_BY_CORE.get(offered, ())}
             if names & taken:
                 raise ValueError(
-                    f'expected {callback.name} to log under other names than "{prefix}{min(names & taken)}" in '
-                    f"{method}, which the core logs of what it contributes: choose another"
+                    f"expected {callback.name} to log names in {method} that the core does not log for it, got "
+                    f'"{prefix}{min(names & taken)}": choose another'
                 )
             merged |= {f"{callback.name}/{key.removeprefix(prefix)}": stat for key, stat in stats.items()}
         return merged
 
 
 def _maps_to(kind: type) -> Callable[[Any], bool]:
-    """Whether something is a mapping from names to values of a class."""
-    return lambda given: isinstance(given, Mapping) and all(isinstance(value, kind) for value in given.values())
+    """Return a check for a mapping to values of a class."""
+    return lambda value: isinstance(value, Mapping) and all(isinstance(item, kind) for item in value.values())
 
 
 PLAIN_RETURNS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "term": (lambda given: isinstance(given, LossTerm), "a LossTerm(per_token=..., coef=...)"),
+    "term": (lambda value: isinstance(value, LossTerm), "a LossTerm(per_token=..., coef=...)"),
     "tensors": (_maps_to(Tensor), 'a mapping from names such as "extras/difficulty" to tensors'),
     "stats": (_maps_to(Stat), "a mapping from names to Stat, such as Stat.of(values, mask)"),
-    "context": (lambda given: isinstance(given, AbstractContextManager), "a context manager"),
+    "context": (lambda value: isinstance(value, AbstractContextManager), "a context manager"),
 }
 
 
 def _pair_tensors(pairs: Sequence[tuple[Any, Any]]) -> Fields:
-    """The tensors of completions, with the sample in their names."""
+    """Return the tensors of completions; names contain the sample."""
     tensors: list[tuple[str, Tensor]] = []
     for request, completion in pairs:
         extras = {"logprobs": completion.logprobs, **completion.token_extras, **completion.prompt_extras}
@@ -358,7 +356,7 @@ def _times(factor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _check(callback: RLCallback, method: str, contribution: Any, seen: Rollout) -> None:
-    """Refuses a tensor of another shape or kind than CONTRIBUTIONS says."""
+    """Raise an error if a contribution's type or shape differs from CONTRIBUTIONS."""
     returns = CONTRIBUTIONS[method].returns
     if returns in PLAIN_RETURNS:
         fits, expected = PLAIN_RETURNS[returns]

@@ -1,4 +1,4 @@
-"""Hooks: which methods of a user's callbacks Lightning calls while a rollout trains, and what messages call them."""
+"""Names and overridden Lightning hooks of user callbacks, for messages."""
 
 from collections.abc import Iterable
 
@@ -18,17 +18,17 @@ OWN = ("lightning", "lightning_rl")
 
 
 def name_of_callback(callback: Callback) -> str:
-    """How messages call it."""
+    """Return the callback's name for messages."""
     return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
 
 
 def is_own(part: object) -> bool:
-    """Whether a class comes with this library or with Lightning."""
+    """Return True if the object's class belongs to this library or to Lightning."""
     return type(part).__module__.partition(".")[0] in OWN
 
 
 def overrides(part: object, hook: str, base: type) -> bool:
-    """Whether an object has another method than its base, be it of its class, of its own, or put into the base."""
+    """Return True if an object's method differs from its base's, on the class, the instance or by patching the base."""
     method = getattr(part, hook)
     function = getattr(method, "__func__", method)
     home = str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
@@ -36,7 +36,7 @@ def overrides(part: object, hook: str, base: type) -> bool:
 
 
 def writers_among(callbacks: Iterable[Callback]) -> list[str]:
-    """The methods of a user's callbacks that run while a rollout is held, so that they could write to it."""
+    """Return the methods of user callbacks that run while a rollout is held and could modify it."""
     names = list[str]()
     for callback in callbacks:
         if is_own(callback):

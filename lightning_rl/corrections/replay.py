@@ -1,4 +1,4 @@
-"""ReplayCorrections: corrections around a finished rollout and a table of log-probabilities instead of the policy."""
+"""ReplayCorrections: corrections for a recorded rollout, without a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ from lightning_rl.rollout import Rollout, RolloutT
 
 
 class ReplayCorrections(Corrections):
-    """Corrections of a rollout that carries what they provided, where no model runs."""
+    """Corrections of a rollout that already contains the provided tensors."""
 
     @override
     def provide(self, rollout: RolloutT) -> RolloutT:
-        """Leaves the rollout as it is."""
+        """Return the rollout unchanged."""
         return rollout
 
     @override
     @contextmanager
     def forward_context(self, rows: Rollout) -> Iterator[None]:
-        """Enters nothing."""
+        """Enter no context."""
         yield

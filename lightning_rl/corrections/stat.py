@@ -1,4 +1,4 @@
-"""Stat: what is known about a population of numbers, mergeable over microbatches and ranks in any split."""
+"""Stat: statistics of a population that merge over microbatches and ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ StatReduction = Literal["mean", "max", "std", "ess", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Count, mean, sum of squared deviations and maximum of a population, and which figure of it is logged.
+    """Count, mean, sum of squared deviations and maximum of a population, and the reduction to log.
 
     Example:
         >>> stat = Stat.of(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
@@ -29,13 +29,13 @@ class Stat:
 
     @staticmethod
     def of(values: Tensor, mask: Tensor | None = None) -> "Stat":
-        """The masked-in values; what lies outside the mask, NaN included, takes no part. Detached."""
+        """Return the statistics of the masked values, detached; values outside the mask are ignored, NaN included."""
         everywhere = torch.ones_like(values, dtype=torch.bool)
         return Stat.many({"": values}, everywhere if mask is None else mask)[""]
 
     @staticmethod
     def many(values: Mapping[str, Tensor], mask: Bool[Tensor, "..."]) -> "dict[str, Stat]":
-        """One Stat for each named tensor over the same mask, in a handful of tensor operations altogether."""
+        """Return one Stat per named tensor over the same mask, with few tensor operations."""
         stacked = torch.stack([tensor.detach().double().flatten() for tensor in values.values()])
         kept = mask.flatten()
         count = kept.sum().double()
@@ -48,7 +48,7 @@ class Stat:
 
     @staticmethod
     def singles(values: Mapping[str, Tensor]) -> "dict[str, Stat]":
-        """A population of one number for each name, or an empty one if the number is not finite."""
+        """Return one Stat of a single number per name, empty if the number is not finite."""
         device = next(iter(values.values())).device
         exact = torch.stack([to_device(value.detach().double(), device) for value in values.values()])
         finite = torch.isfinite(exact)
@@ -58,52 +58,52 @@ class Stat:
 
     @staticmethod
     def numbers(values: Mapping[str, float]) -> "dict[str, Stat]":
-        """The same of plain numbers, on the CPU."""
+        """Return one Stat of a single number per name from Python numbers, on the CPU."""
         rows = [(1.0, x, 0.0, x) if math.isfinite(x) else (0.0, 0.0, 0.0, -math.inf) for x in values.values()]
         moments = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
         return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
 
     @staticmethod
     def single(value: float | Tensor) -> "Stat":
-        """A population of one number."""
+        """Return the statistics of a single number."""
         exact = torch.as_tensor(value, dtype=torch.float64).detach()
         return Stat(torch.stack([torch.ones_like(exact), exact, torch.zeros_like(exact), exact]))
 
     def maximum(self) -> "Stat":
-        """The same population, logging its maximum."""
+        """Return the same population, logged as its maximum."""
         return replace(self, reduction="max")
 
     def std(self) -> "Stat":
-        """The same population, logging its unbiased standard deviation."""
+        """Return the same population, logged as its unbiased standard deviation."""
         return replace(self, reduction="std")
 
     def sum(self) -> "Stat":
-        """The same population, logging its sum."""
+        """Return the same population, logged as its sum."""
         return replace(self, reduction="sum")
 
     def ess(self) -> "Stat":
-        """The same population taken as weights, logging the effective share of samples (sum w)^2 / (n sum w^2)."""
+        """Return the same population of weights, logged as the effective sample fraction (sum w)^2 / (n sum w^2)."""
         return replace(self, reduction="ess")
 
     def value(self) -> float:
-        """The figure that is logged; NaN for an empty population."""
+        """Return the number to log; NaN for an empty population."""
         return reduce_moments(self.moments.tolist(), self.reduction)
 
 
 def stack_moments(stats: Sequence[Stat], device: torch.device | str) -> Float[Tensor, "K 4"]:
-    """The moments of some statistics on one device; what comes from another one is copied together."""
+    """Stack the moments of statistics on one device, with one copy per source device."""
     devices, rows = {stat.moments.device for stat in stats}, dict[int, Tensor]()
     if len(devices) == 1:
         return to_device(torch.stack([stat.moments for stat in stats]), device)
-    for other in devices:
-        places = [place for place, stat in enumerate(stats) if stat.moments.device == other]
-        together = to_device(torch.stack([stats[place].moments for place in places]), device)
-        rows |= dict(zip(places, together.unbind(), strict=True))
-    return torch.stack([rows[place] for place in range(len(stats))])
+    for source in devices:
+        indices = [index for index, stat in enumerate(stats) if stat.moments.device == source]
+        stacked = to_device(torch.stack([stats[index].moments for index in indices]), device)
+        rows |= dict(zip(indices, stacked.unbind(), strict=True))
+    return torch.stack([rows[index] for index in range(len(stats))])
 
 
 def merge_moments(parts: Float[Tensor, "N *K 4"]) -> Float[Tensor, "*K 4"]:
-    """Joins N disjoint populations into one, in the order given.
+    """Merge N disjoint populations into one, in the order of the parts.
 
     Source: Chan, Golub and LeVeque 1983, the multiway form.
     """
@@ -121,24 +121,24 @@ FIGURES: Mapping[StatReduction, Callable[[float, float, float, float], float]] =
     "ess": lambda count, mean, squares, _maximum: 1 / (1 + squares / count / mean**2) if mean**2 > 0 else math.nan,
     "sum": lambda count, mean, _squares, _maximum: mean * count,
 }
-"""What is logged of a population that is not empty, from its count, mean, squared deviations and maximum."""
+"""Logged number of a non-empty population by reduction, from count, mean, squared deviations and maximum."""
 
 
 def reduce_moments(moments: Sequence[float], reduction: StatReduction) -> float:
-    """One figure of a population, given as count, mean, squared deviations and maximum; NaN if it is empty."""
+    """Return the reduction of a population's count, mean, squared deviations and maximum; NaN if it is empty."""
     return FIGURES[reduction](*moments) if moments[0] else math.nan
 
 
 def disjoint(*parts: Mapping[str, Stat]) -> dict[str, Stat]:
-    """Joins statistics.
+    """Merge dicts of statistics.
 
     Raises:
-        ValueError: naming a key that two parts have.
+        ValueError: If two parts have the same key.
     """
     joined: dict[str, Stat] = {}
     for part in parts:
-        twice = joined.keys() & part.keys()
-        if twice:
-            raise ValueError(f"expected each metric from one place, got {sorted(twice)[0]} from two")
+        duplicates = joined.keys() & part.keys()
+        if duplicates:
+            raise ValueError(f"expected each metric from one place, got {sorted(duplicates)[0]} from two")
         joined |= part
     return joined

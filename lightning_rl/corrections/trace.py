@@ -1,4 +1,4 @@
-"""StepTrace: one optimizer step as it was made, for those who look on: outputs, gradients, parameters, figures."""
+"""StepTrace: outputs, gradients, parameters and metrics of one optimizer step, for observers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,21 +12,21 @@ from lightning_rl.corrections.view import LossView
 
 @dataclass(kw_only=True)
 class ParameterTrace:
-    """A few entries of one parameter through a step, [N] each, on a single device.
+    """Sampled entries of one parameter through a step, [N] each, on a single device.
 
     Attributes:
-        summed: gradients of all backward passes added up, float64.
-        magnitude: their sizes added up, which is what rounding goes by; None for that of ``summed``.
-        passes: how many there were.
-        clipped: once all passes were added up and clipped, before the optimizer was called, float64.
-        gradient: what the optimizer got, float64, after the hooks before it and what it did itself.
-        dtype: of the gradient; None without one.
-        before: values before the step.
-        after: values after it.
-        held: whether the optimizer holds the parameter.
-        lr: learning rate.
-        options: further numbers of its parameter group, such as ``weight_decay``, ``beta1``, ``beta2``.
-        state: of the optimizer before the step, by name: entries, and numbers of one element.
+        summed: Sum of the gradients of all backward passes, float64.
+        magnitude: Sum of their absolute values, for rounding bounds; None for that of ``summed``.
+        passes: Number of backward passes.
+        clipped: Gradient after clipping, before the optimizer step, float64.
+        gradient: Gradient that the optimizer used, after its step hooks, float64.
+        dtype: Dtype of the gradient; None without one.
+        before: Values before the step.
+        after: Values after the step.
+        held: True if the optimizer contains the parameter.
+        lr: Learning rate.
+        options: Numeric options of its parameter group, such as ``weight_decay``, ``beta1``, ``beta2``.
+        state: Optimizer state before the step by name: entries, and scalars.
     """
 
     summed: Tensor
@@ -48,10 +48,10 @@ class MicrobatchTrace:
     """One microbatch of a step.
 
     Attributes:
-        view: its rows with what the policy said of them, detached; no rows for a microbatch of padding.
-        gradient: of what was differentiated with respect to ``view.logprobs``, [b, T], times ``StepTrace.scale``.
-        further: the same with respect to ``entropy`` and ``current_values``, as far as the view has them.
-        parts: of the loss, this microbatch's share.
+        view: Rows with the policy's outputs, detached; no rows for a microbatch of padding.
+        gradient: Gradient of the scaled loss with respect to ``view.logprobs``, [b, T].
+        further: Gradients with respect to ``entropy`` and ``current_values``, if the view has them.
+        parts: Shares of this microbatch in the parts of the loss.
     """
 
     view: LossView
@@ -62,19 +62,19 @@ class MicrobatchTrace:
 
 @dataclass(kw_only=True)
 class StepTrace:
-    """What there is to know about one optimizer step of this rank.
+    """One optimizer step of this rank.
 
     Attributes:
-        rollout_number: which rollout it trained on.
-        step: number of the step within the rollout.
-        microbatches: in their order, those of padding included.
-        scale: what the loss was multiplied with before the backward: ranks, and the scale of a gradient scaler.
-        norm: of the gradient before clipping, over all ranks; None for a step without a valid token.
-        clipped_norm: of the gradient that the optimizer got; None on several devices.
-        made: whether the optimizer moved.
-        optimizer: name of its class; empty if nobody follows the parameters.
-        parameters: by name; none on several devices, or if nobody asked for them.
-        logged: statistics by metric, of the rollout, the step and its microbatches, as they were handed to the log.
+        rollout_number: Number of the rollout.
+        step: Number of the step within the rollout.
+        microbatches: Microbatches in order, with those of padding.
+        scale: Factor on the loss before the backward: number of ranks times the scale of a gradient scaler.
+        norm: Gradient norm before clipping, over all ranks; None for a step without a valid token.
+        clipped_norm: Norm of the gradient that the optimizer used; None on several devices.
+        made: True if the optimizer made the step.
+        optimizer: Name of its class; empty if parameters are not traced.
+        parameters: Parameter traces by name; empty on several devices, or if not requested.
+        logged: Moments of the logged statistics by metric, of the rollout, the step and its microbatches.
     """
 
     rollout_number: int
@@ -89,32 +89,32 @@ class StepTrace:
     logged: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def follow(self, view: LossView) -> MicrobatchTrace:
-        """Keeps a microbatch, and its gradient when the backward comes by."""
+        """Add a microbatch, whose gradient is stored during the backward."""
         outputs = {"logprobs": view.logprobs, "entropy": view.entropy, "current_values": view.current_values}
-        followed = {name: output for name, output in outputs.items() if output is not None}
-        gradients = {name: torch.zeros_like(output.detach()) for name, output in followed.items()}
+        present = {name: output for name, output in outputs.items() if output is not None}
+        gradients = {name: torch.zeros_like(output.detach()) for name, output in present.items()}
         trace = MicrobatchTrace(
-            view=view.replace(**{name: output.detach().clone() for name, output in followed.items()}),
+            view=view.replace(**{name: output.detach().clone() for name, output in present.items()}),
             gradient=gradients.pop("logprobs"),
             further=gradients,
         )
-        for name, output in followed.items():
+        for name, output in present.items():
             if output.requires_grad:
                 output.register_hook((trace.gradient if name == "logprobs" else gradients[name]).add_)
         self.microbatches.append(trace)
         return trace
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Every tensor of rows and parameters with its name."""
-        shown: list[tuple[str, Tensor]] = []
+        """Return every tensor of rows and parameters with its name."""
+        named: list[tuple[str, Tensor]] = []
         for number, microbatch in enumerate(self.microbatches):
-            kept = [*microbatch.view.tensors(), ("gradient", microbatch.gradient), *microbatch.parts.items()]
-            shown += [(f"{name} of microbatch {number}", tensor) for name, tensor in kept]
+            tensors = [*microbatch.view.tensors(), ("gradient", microbatch.gradient), *microbatch.parts.items()]
+            named += [(f"{name} of microbatch {number}", tensor) for name, tensor in tensors]
         for name, entries in self.parameters.items():
-            shown.append((f"the gradient of {name}", entries.summed))
-        return shown
+            named.append((f"the gradient of {name}", entries.summed))
+        return named
 
     def log(self, stats: Mapping[str, Stat]) -> None:
-        """Keeps the moments of statistics that are handed to the log."""
+        """Store the moments of logged statistics."""
         for name, stat in stats.items():
             self.logged.setdefault(name, []).append(stat.moments.detach().clone())

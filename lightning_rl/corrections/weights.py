@@ -1,4 +1,4 @@
-"""Weights: who writes to the policy while it is only shown a rollout, by whatever way it is written."""
+"""WeightWatch: detects writes of callbacks to the policy's weights."""
 
 import zlib
 from typing import Any, NamedTuple
@@ -7,27 +7,27 @@ from torch import Tensor, nn
 
 from lightning_rl.edits import WeightEditError, buffer_of
 
-ENDS = 16  # entries on either end of a parameter that are read
+ENDS = 16  # entries at each end of a parameter in the checksum
 
 
 class _Look(NamedTuple):
-    """What the parameters were at a time, one entry for each."""
+    """Snapshot of the parameters, one entry per parameter."""
 
-    places: list[int]  # of their elements in memory; 0 off the CPU
-    versions: list[int]  # counts of writes in place, other than through `.data` or a pointer
-    sums: list[int]  # checksums of some entries; 0 off the CPU
+    places: list[int]  # data pointers; 0 if not on the CPU
+    versions: list[int]  # counts of in-place writes, except through `.data` or a pointer
+    sums: list[int]  # checksums of some entries; 0 if not on the CPU
 
 
 class WeightWatch:
-    """Compares the parameters of a model before and after somebody who has no business with them.
+    """Compare the parameters of a model before and after a call that must not change them.
 
-    Whole tensors that were written to or replaced are noticed by whatever way, on the CPU; single entries in the middle
-    of one, and on an accelerator, only what counts as a write in place. Reading all of a model would cost more than a
-    correction does.
+    On the CPU, writes to a whole tensor and replaced tensors are always detected. Writes to single entries, and writes
+    on an accelerator, are detected if they are in-place operations. A complete comparison would cost more than a
+    correction.
 
     Args:
-        model: whose parameters are looked at, from the first look on.
-        sharded: whether its strategy frees and takes memory of parameters as it goes, so that nobody may hold on to it.
+        model: Model with the parameters.
+        sharded: True if the strategy frees and allocates parameters during the run.
     """
 
     def __init__(self, model: nn.Module, *, sharded: bool = False) -> None:
@@ -37,25 +37,25 @@ class WeightWatch:
         self._places = list[int]()
 
     def look(self) -> _Look:
-        """What the parameters are now."""
+        """Return a snapshot of the parameters."""
         if not self._names:
             named = dict(self._model.named_parameters())
             self._names, self._parameters = list(named), list(named.values())
         readable = [not self._sharded and _readable(parameter) for parameter in self._parameters]
-        places = [one.data_ptr() if reads else 0 for one, reads in zip(self._parameters, readable, strict=True)]
+        places = [p.data_ptr() if reads else 0 for p, reads in zip(self._parameters, readable, strict=True)]
         if places != self._places:
             self._places, self._ends = (
                 places,
-                [_ends_of(one) if reads else (b"", b"") for one, reads in zip(self._parameters, readable, strict=True)],
+                [_ends_of(p) if reads else (b"", b"") for p, reads in zip(self._parameters, readable, strict=True)],
             )
         versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001
         return _Look(places, versions, [zlib.crc32(last, zlib.crc32(first)) for first, last in self._ends])
 
     def refuse(self, who: str, before: _Look, cure: str) -> None:
-        """Raises if the parameters are others than before.
+        """Raise an error if the parameters have changed since a snapshot.
 
         Raises:
-            WeightEditError: naming who, and the first of the parameters.
+            WeightEditError: With the name of the caller and of the first changed parameter.
         """
         after = self.look()
         if after != before:
@@ -66,7 +66,7 @@ class WeightWatch:
 
 
 def _readable(parameter: Tensor) -> bool:
-    """Whether a parameter is here whole, one element behind the other."""
+    """Return True if a parameter is contiguous in CPU memory."""
     return parameter.is_cpu and type(parameter) is nn.Parameter and parameter.is_contiguous()
 
 

@@ -172,7 +172,7 @@ def test_a_wrong_shape_or_type_is_refused_with_method_and_callback(
 
 
 def test_a_weight_with_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight without gradient, but token_weight of leaky carries one"):
+    with pytest.raises(ValueError, match="token_weight of leaky without gradient, got one: detach it"):
         Corrections([callback_of("leaky", token_weight=lambda seen: seen.logprobs.exp())]).policy_factor(view())
 
 
@@ -206,7 +206,7 @@ def test_a_contribution_that_is_no_tensor_names_method_and_callback() -> None:
 
 
 def test_a_name_under_which_the_core_logs_is_refused() -> None:
-    with pytest.raises(ValueError, match='expected another name than "policy"'):
+    with pytest.raises(ValueError, match='expected a name that the core does not log under, got "policy"'):
         Corrections([callback_of("policy")])
 
 
@@ -265,7 +265,7 @@ def test_provided_tensors_are_a_disjoint_union() -> None:
     for taken in ("row", "there"):
         again = callback_of("zulu", provide=lambda seen, taken=taken: {f"extras/{taken}": seen.rewards})
         with pytest.raises(
-            ValueError, match=f'expected "extras/{taken}" from one callback, but zulu provides it as well'
+            ValueError, match=f'expected "extras/{taken}" from one callback, got a second one from zulu'
         ):
             Corrections([alpha, again]).provide(rollout)
 
@@ -312,7 +312,7 @@ def test_a_metric_under_a_name_that_the_core_logs_is_refused(method: str, name: 
 
     callback = callback_of("mine", **{method: right(method, "mine"), metrics: measure})
     with pytest.raises(
-        ValueError, match=f'mine to log under other names than "mine/{name}" in {metrics}, which the core'
+        ValueError, match=f'mine to log names in {metrics} that the core does not log for it, got "mine/{name}"'
     ):
         call(Corrections([callback]), metrics, seen_by(metrics))
 

@@ -219,7 +219,9 @@ def test_nothing_kept_at_all_gives_no_rows() -> None:
 
 def test_a_split_group_is_refused() -> None:
     splitting = Keeping(lambda rollout: rollout.sample_ids != 4)
-    with pytest.raises(ValueError, match="expected keep_groups to decide about whole groups, but it splits group 1"):
+    with pytest.raises(
+        ValueError, match="expected keep_groups to return equal values within a group, got both in group 1"
+    ):
         fill_rollout(sampler_of(splitting), stream().take, 2)
 
 
