@@ -1,10 +1,10 @@
-r"""Dynamic sampling: replace groups whose responses all have the same reward, which have no advantage.
+r"""Dynamic sampling: replace groups whose responses all have the same reward and thus no advantage.
 
 .. math::
     \text{keep group } g \iff \operatorname{std}_{b \in g}(s_b) > \tau
 
 over the responses that have a reward, with the task reward before bonuses. As many new groups are sampled as were
-filtered, for up to ``max_rounds`` rounds; a warning says how many are still missing then. Each rank replaces its own
+filtered, for up to ``max_rounds`` rounds; a warning reports groups that are still missing. Each rank replaces its own
 groups and appends the new ones, so with several minibatches the number of ranks affects which prompts share a step.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.2.

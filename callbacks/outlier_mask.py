@@ -1,4 +1,4 @@
-r"""Outlier mask: mask a response if the ratio of engine and trainer is extreme at any of its tokens (token veto).
+r"""Outlier mask: mask a response if the ratio of trainer to engine is extreme at any of its tokens (token veto).
 
 .. math::
     \text{keep } b \iff \alpha \le \min_t \frac{\pi_{\text{old}}(o_{b,t})}{\pi_{\text{rollout}}(o_{b,t})}

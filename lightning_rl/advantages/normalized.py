@@ -24,9 +24,8 @@ class Normalized(RowEstimator):
     .. math::
         A_i = \frac{s_i - \mu}{\sigma + \epsilon}, \qquad \mu, \sigma\ \text{of the group or the batch, or } 0, 1
 
-    ``mean`` and ``std`` of ``"group"`` and ``"group"`` is GRPO, ``"group"`` and ``"none"`` is Dr. GRPO (RLOO with
-    ``leave_one_out``), and ``"group"`` and ``"batch"`` is LitePPO. Rows outside ``rewarded`` get 0, and so do rows
-    whose group or batch, if used, has equal scores.
+    As (mean, std): (group, group) is GRPO, (group, none) is Dr. GRPO, or RLOO with ``leave_one_out``, and (group,
+    batch) is LitePPO. Rows outside ``rewarded`` get 0, and so do rows whose group or batch, if used, has equal scores.
 
     Source: LitePPO (group mean, batch deviation): Liu et al. 2025, arXiv:2508.08221.
 

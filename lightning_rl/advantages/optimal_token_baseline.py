@@ -28,20 +28,20 @@ class OptimalTokenBaseline(Estimator):
               W_{j,t} = \sum_{s \le t} \big(1 - 2\pi_{j,s} + \textstyle\sum_v \pi_{j,s}(v)^2\big)
 
     The sums run over the rewarded rows of the group that have a step t. The bracket is the squared norm of the gradient
-    of a log-probability with respect to the logits. Tokens of tools and environments are not steps. From a step on at
-    which the remaining rewards of the group are equal, advantages are 0, and so they are for a single row.
+    of a log-probability with respect to the logits. Tokens of tools and environments are not steps. If the rewards
+    of the group from a step on are equal, as they are for a single row, advantages are 0 there.
 
     A row that is not rewarded enters no baseline and has none; it keeps its token rewards, such as a KL, and its
     bonuses.
 
-    Helps with long and few responses per prompt, for which the group mean leaves most of the variance. Needs one more
+    Helps if responses are long and few per prompt, where the group mean leaves most of the variance. Needs one more
     pass through the vocabulary head before the update.
 
     Source: Li et al. 2026 (Optimal Token Baseline), arXiv:2602.07078; the logit-gradient proxy is its approximation.
 
     Args:
-        bare_tail: Use a baseline of 0 for the tokens that only the longest row of a group has, unless all rewards of
-            the group are equal; otherwise their advantage is 0.
+        bare_tail: Give tokens that only the longest row of a group has a baseline of 0 instead of an advantage of 0,
+            unless all rewards of the group are equal.
         importance_cap: Cap on the ratio of the policy to the engine, whose square multiplies the bracket; None for no
             ratio. For use with the weights of :class:`~lightning_rl.callbacks.TruncatedIS`.
 

@@ -66,8 +66,7 @@ class RelativePosition(TraceDecay):
     .. math::
         \lambda = q^{1/(l-1)}
 
-    The step in the middle has weight :math:`\sqrt q`. Helps as :class:`LengthAdaptive` does, and is above 0 for short
-    rows.
+    The step in the middle has weight :math:`\sqrt q`. Unlike :class:`LengthAdaptive`, it is above 0 for short rows.
 
     Source: AReaL, ``areal/trainer/ppo/lambda_fn.py``; after VAPO, arXiv:2504.05118, section 4.2.
 

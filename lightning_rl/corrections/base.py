@@ -97,8 +97,8 @@ class LossTerm:
 class RLCallback(Callback):
     """Base class of corrections. Each overridden method contributes to the training signal and returns a new value.
 
-    Arguments must not be modified: the core detects it and raises an error with the callback's name. Contributions of
-    several callbacks are combined with commutative operations, in the order of their names.
+    Arguments must not be modified in place; the core raises an error that names the callback. Contributions of several
+    callbacks are combined with commutative operations, in the order of their names.
 
     Attributes:
         name: Stem of the callback's file and prefix of its metrics; unique in a run, see :meth:`with_name`.

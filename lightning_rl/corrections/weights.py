@@ -19,7 +19,7 @@ class _Look(NamedTuple):
 
 
 class WeightWatch:
-    """Compare the parameters of a model before and after a call that must not change them.
+    """Comparison of a model's parameters before and after a call that must not change them.
 
     On the CPU, writes to a whole tensor and replaced tensors are always detected. Writes to single entries, and writes
     on an accelerator, are detected if they are in-place operations. A complete comparison would cost more than a

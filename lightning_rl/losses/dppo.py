@@ -16,7 +16,7 @@ from lightning_rl.signal.kl import binary_kl
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO(RatioLoss):
-    r"""Surrogate :math:`-\rho A` masked outside of a trust region, in the direction of the advantage.
+    r"""Surrogate :math:`-\rho A`, masked where the token left a trust region in the direction of its advantage.
 
     .. math::
         \ell = -\rho A\,[\text{inside}], \qquad \rho = \frac{p}{q}, \qquad

@@ -21,10 +21,10 @@ class GSPO(ClippedSurrogate):
 
     .. math:: s_b = \exp\Bigl(\frac{1}{|o_b|} \sum_t \log \frac{\pi_\theta(o_{b,t})}{\pi_{\text{old}}(o_{b,t})}\Bigr)
 
-    With equal advantages along a row, both forms have the same value and the same reduced gradient. The reduction
+    With equal advantages along a row, ``per_token`` changes neither value nor reduced gradient. The reduction
     ``SequenceSumNorm(1)`` instead of ``sequence_mean`` weights each response by its length, which gives LUSPO. With
     ``anchor="rollout"``, one ratio corrects for the update and for the mismatch of engine and trainer. Logs the metrics
-    of ClippedSurrogate, over the tokens.
+    of ClippedSurrogate.
 
     Source: Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 and 7; the form per token: eq. 13 and 14; LUSPO: Liu et
     al. 2026, arXiv:2602.05261; dual clip: Ye et al. 2020, arXiv:1912.09729.
