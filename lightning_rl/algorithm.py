@@ -1,4 +1,4 @@
-"""Algorithm: everything that turns a rollout into advantages, a loss and its gradient, as one value."""
+"""Algorithm: advantages, loss and corrections of a run as one value."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,19 +20,19 @@ from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import Reduction
 
 WeightsOf = Callable[[Reduction], Tensor]
-"""The weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""
+"""Weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""
 
-NEW_TENSOR = "a loss returns a new tensor"
+NEW_TENSOR = "return a new tensor"
 
 
 class LossParts(NamedTuple):
-    """The loss of a microbatch.
+    """Loss of a microbatch.
 
     Attributes:
-        total: what is differentiated: this microbatch's share of the step's loss.
-        parts: this microbatch's share of each logged part, by metric name, detached; terms without their coefficients.
-        stats: statistics of the microbatch.
-        gradients: of the view that it was made of, on which nothing hangs; None if nobody keeps them.
+        total: Share of this microbatch in the step's loss, with gradient.
+        parts: Share of this microbatch in each logged part by metric name, detached and without coefficients.
+        stats: Statistics of the microbatch.
+        gradients: Seal on the gradients of the view; None without one.
     """
 
     total: Float[Tensor, ""]
@@ -43,17 +43,17 @@ class LossParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What bends the signal: the same value trains, is audited, recorded, replayed and tested.
+    """Algorithm of a run, shared by training, audit, recording, replay and tests.
 
-    The loss is the policy loss, the loss terms of the corrections and the value loss, as a sum over microbatches that
-    does not depend on how an optimizer step is cut.
+    The loss is the sum of policy loss, loss terms of the corrections and value loss. It is a sum over microbatches that
+    is independent of how an optimizer step is split.
 
     Args:
-        loss: of the policy; masks and weights of corrections multiply it and nothing else.
-        advantages: from rewards to the advantage of each token.
-        reduction: how tokens are weighed.
-        corrections: the callbacks that contribute.
-        value_loss: what the critic minimizes at each token, with its coefficient.
+        loss: Policy loss; masks and weights of corrections apply to it alone.
+        advantages: Advantage estimator.
+        reduction: Weights of tokens.
+        corrections: Callbacks that contribute.
+        value_loss: Loss of the critic per token, with its coefficient.
     """
 
     loss: PolicyLoss
@@ -63,22 +63,22 @@ class Algorithm:
     value_loss: ValueLoss = field(default_factory=ValueLoss)
 
     def replace(self, **changes: Any) -> "Algorithm":
-        """A copy with other parts."""
+        """Return a copy with other parts."""
         return replace(self, **changes)
 
     @property
     def trains_entropy(self) -> bool:
-        """Whether something trains the entropy, so that the view has to carry its gradient."""
+        """True if a correction needs the gradient of the entropy."""
         return any(callback.trains_entropy for callback in self.corrections.callbacks)
 
     def microbatch_loss(self, view: LossView, weights_of: WeightsOf) -> LossParts:
-        """The loss of one microbatch and everything worth knowing about it."""
+        """Return the loss of one microbatch, its parts and statistics."""
         view = view.sanitize()
         with self.corrections.watching(view) as watch:
             return self._watched_loss(view, weights_of, watch)
 
     def _watched_loss(self, view: LossView, weights_of: WeightsOf, watch: EditWatch) -> LossParts:
-        """The same of a sanitized view, whose fields are compared after everyone who is shown it."""
+        """Return the loss of a sanitized view, and detect modifications of its fields."""
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.corrections.policy_factor(view)
         raw = _checked_loss(f"loss {self.loss.name}", view, partial(self.loss, view), watch)
@@ -99,18 +99,18 @@ class Algorithm:
         parts = {"loss/total": total, **parts}
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
-            ours, by_loss = policy_metrics(view), self.loss.metrics(view)
+            by_core, by_loss = policy_metrics(view), self.loss.metrics(view)
             if type(self.loss).metrics is not PolicyLoss.metrics:
                 watch.after(f"metrics of the loss {self.loss.name}", NEW_TENSOR)
-            measured = ours, by_loss, self.corrections.metrics(view)
-        return LossParts(total, detached, disjoint(stats, *measured), watch.gradients)
+            metrics = by_core, by_loss, self.corrections.metrics(view)
+        return LossParts(total, detached, disjoint(stats, *metrics), watch.gradients)
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:
-    """What the core measures of every microbatch, from untouched inputs and before any clip.
+    """Return the core's metrics of a microbatch, before any clipping.
 
-    ``kl/ref`` is k1; ``kl/old`` and ``kl/rollout`` are exp(d) - 1 - d with d = current - other, unbiased for the KL of
-    the policy that sampled to the current one. Each is logged whenever its field exists.
+    ``kl/ref`` is k1. ``kl/old`` and ``kl/rollout`` are exp(d) - 1 - d with d = current - other, unbiased for the KL of
+    the policy that sampled to the current one. Each is logged if its field is set.
     """
     logprobs, valid = view.logprobs.detach(), view.valid_tokens
     values = {"policy/entropy": view.entropy}
@@ -130,21 +130,21 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
     return stats
 
 
-def _checked_loss(what: str, view: LossView, loss: Callable[[], Tensor], watch: EditWatch) -> Tensor:
-    """What a loss returns, which is a value per token and was made without writing to the view."""
+def _checked_loss(label: str, view: LossView, loss: Callable[[], Tensor], watch: EditWatch) -> Tensor:
+    """Return the output of a loss; raise an error if it has another shape or the loss modified the view."""
     enabled = torch.is_grad_enabled()
     raw = loss()
-    refuse_grad_mode(f"the {what}", enabled=enabled)
-    watch.after(f"the {what}", NEW_TENSOR)
+    refuse_grad_mode(f"the {label}", enabled=enabled)
+    watch.after(f"the {label}", NEW_TENSOR)
     if not isinstance(raw, Tensor) or raw.shape != view.valid_tokens.shape:
         expected, got = list(view.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)
-        raise ValueError(f"expected the {what} to return a value per token {expected}, got {got}")
+        raise ValueError(f"expected the {label} to return a value per token {expected}, got {got}")
     return raw
 
 
 def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
     kept = masked_fill_invalid(factor, valid)
-    return torch.where(kept != 0, per_token, 0.0) * kept  # what is rejected may be infinite
+    return torch.where(kept != 0, per_token, 0.0) * kept  # masked tokens may hold inf, and 0 * inf is NaN
 
 
 def _reduce(per_token: Tensor, weights: Tensor, valid: Tensor) -> Tensor:

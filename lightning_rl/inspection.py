@@ -1,4 +1,4 @@
-"""Inspection: a tool takes what a script gives to its Trainer, and nothing of the run begins."""
+"""Inspection: run a script up to its Trainer call, without training."""
 
 import os
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ INSPECTED = "LIGHTNING_RL_INSPECTED"
 
 
 class StopRecipe(Exception):  # noqa: N818
-    """Ends a script where a tool has seen enough of it.
+    """Exception that ends a script at its Trainer call.
 
     Args:
-        module: that the script gave to its Trainer.
+        module: Module that the script passed to its Trainer.
     """
 
     def __init__(self, module: LightningModule) -> None:
-        super().__init__("a tool has seen enough")
+        super().__init__("the script reached its Trainer call during an inspection")
         self.module, self.callbacks = module, callbacks_of(module.trainer)
 
 
 @contextmanager
 def inspection() -> Iterator[None]:
-    """Inside, a script ends with :class:`StopRecipe` where its module would be trained or evaluated.
+    """End scripts inside of the context with :class:`StopRecipe` where a module would be trained or evaluated.
 
-    Said in the environment, so that processes which a Trainer starts know it too. A Trainer of several ranks starts
-    none if it finds the number of its own rank there.
+    Uses environment variables, which subprocesses of a Trainer inherit. ``LOCAL_RANK`` keeps a Trainer of several ranks
+    from starting subprocesses.
     """
     added = {name: "0" for name in (INSPECTED, "LOCAL_RANK") if name not in os.environ}
     os.environ.update(added)
@@ -40,8 +40,8 @@ def inspection() -> Iterator[None]:
 
 
 def stop_in_inspection(module: LightningModule) -> None:
-    """Raises :class:`StopRecipe` inside of an :func:`inspection`, before anything has been set up."""
+    """Raise :class:`StopRecipe` inside of an :func:`inspection`, before any setup."""
     if INSPECTED in os.environ:
         stop = StopRecipe(module)
-        vars(module.trainer)["callbacks"] = []  # none of them is to take this for a failure of the run
+        vars(module.trainer)["callbacks"] = []  # otherwise on_exception would report a failed run
         raise stop

@@ -1,4 +1,4 @@
-"""Metrics: statistics that merge over microbatches, steps and ranks, the time of each phase, and what logs them."""
+"""Metrics: statistics that merge over microbatches, steps and ranks, phase times, and logging."""
 
 import math
 import time
@@ -18,19 +18,19 @@ from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments, stack_moments
 from lightning_rl.distributed import ALONE, Collectives
 
-ON_THE_BAR = "reward/task"  # more would not fit into a line beside the bar; a `RolloutSummary` says the rest
-LIGHTNINGS_DEFAULT = 50  # log_every_n_steps of a Trainer that was given none
+ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary` shows the rest
+LIGHTNINGS_DEFAULT = 50  # default of log_every_n_steps
 
 
 @dataclass(slots=True)
 class Columns:
-    """What the rows of the moments are, beside the module that holds those: its every attribute is written slowly.
+    """Keys of the moments, outside of the metric module because setting module attributes is slow.
 
     Attributes:
-        keys: of each row.
-        reductions: of each row.
-        published: whether the next update begins anew.
-        restored: whether it comes out of a checkpoint.
+        keys: Key of each row.
+        reductions: Reduction of each row.
+        published: True if the next update resets the metric.
+        restored: True if the state is from a checkpoint.
     """
 
     keys: tuple[str, ...] = ()
@@ -40,9 +40,9 @@ class Columns:
 
 
 class RunningStats(Metric):
-    """Merges statistics with a fixed set of keys. All ranks together hold one ``[K, 4]`` state, one collective to sync.
+    """Metric that merges statistics with fixed keys, with one ``[K, 4]`` state and one collective per sync.
 
-    What has been computed once is dropped at the next update, so a value stays readable until there is a new one.
+    After :meth:`MetricLog.row` values stay readable until the next update, which resets the metric.
     """
 
     full_state_update = False
@@ -55,35 +55,35 @@ class RunningStats(Metric):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the statistics, in their order."""
+        """Keys of the statistics, in order."""
         return self.columns.keys
 
     @override
     def update(self, stats: Mapping[str, Stat]) -> None:
-        """Joins the given populations to those so far."""
+        """Merge the given populations into the state."""
         self.join(stats)
 
     def join(self, stats: Mapping[str, Stat]) -> None:
-        """The same without what torchmetrics wraps around :meth:`update`."""
+        """Merge as :meth:`update` does, without torchmetrics' wrapper."""
         columns, keys = self.columns, tuple(stats)
         new = stack_moments(tuple(stats.values()), self.moments.device)
-        if columns.restored and keys != columns.keys:  # resumed with other corrections: what was not logged is dropped
+        if columns.restored and keys != columns.keys:  # resumed with other corrections: drop unlogged values
             columns.keys = ()
         if columns.keys and keys != columns.keys:
             difference = sorted(set(keys) ^ set(columns.keys))
-            raise ValueError(f"expected the same metrics at every call, but {', '.join(difference)} came or went")
-        fresh = columns.published or not columns.keys
+            raise ValueError(f"expected the same metrics at every call, got a change of {', '.join(difference)}")
+        reset = columns.published or not columns.keys
         columns.keys, columns.reductions = keys, tuple(stat.reduction for stat in stats.values())
         columns.published = columns.restored = False
-        self.moments = new if fresh else merge_moments(torch.stack([self.moments, new]))
+        self.moments = new if reset else merge_moments(torch.stack([self.moments, new]))
 
     @override
     def compute(self) -> Tensor:
-        """The moments of each key over all ranks, shape [K, 4]."""
+        """Return the moments of each key over all ranks, shape [K, 4]."""
         return self.moments
 
     def figures(self) -> dict[str, float]:
-        """The figure of each key that has a population, over all ranks. A collective."""
+        """Return the value of each key with a population, over all ranks. A collective."""
         if self._alone:
             moments = self.moments
         else:
@@ -92,19 +92,19 @@ class RunningStats(Metric):
         return _figures(self.columns, moments)
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on, in plain types."""
+        """Return a checkpointable state of plain types."""
         columns = self.columns
         named = {"keys": list(columns.keys), "reductions": list(columns.reductions), "published": columns.published}
         return {**named, "moments": self.moments.cpu().clone()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
+        """Load a :meth:`state`."""
         self.columns = Columns(tuple(state["keys"]), tuple(state["reductions"]), state["published"], restored=True)
         self.moments = state["moments"].to(self.device)
 
 
 def _figures(columns: Columns, moments: Tensor) -> dict[str, float]:
-    """The figure of each key that has a population."""
+    """Return the value of each key with a population."""
     rows = moments.reshape(-1, 4).tolist()  # torchmetrics squeezes a single row
     values = {
         key: reduce_moments(row, reduction)
@@ -114,70 +114,70 @@ def _figures(columns: Columns, moments: Tensor) -> dict[str, float]:
 
 
 class GrowingStats(RunningStats):
-    """The same for keys that come and go. What is new is empty before, and every rank has to know it at once."""
+    """RunningStats with keys that may change between calls, equally on every rank."""
 
     @override
     def join(self, stats: Mapping[str, Stat]) -> None:
-        """Joins the given populations to those so far."""
+        """Merge the given populations; missing keys get an empty population."""
         columns = self.columns
         absent = [key for key in columns.keys if key not in stats]
         new = [key for key in stats if key not in columns.keys]
-        nobody = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=torch.float64, device=self.device)
+        empty = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=torch.float64, device=self.device)
         if new and columns.keys:
-            self.moments = torch.cat([self.moments.reshape(-1, 4), nobody.expand(len(new), 4)])
+            self.moments = torch.cat([self.moments.reshape(-1, 4), empty.expand(len(new), 4)])
             columns.reductions = (*columns.reductions, *(stats[key].reduction for key in new))
             columns.keys = (*columns.keys, *new)
         order = dict(zip(columns.keys, columns.reductions, strict=True)) or {key: stats[key].reduction for key in new}
-        super().join({key: Stat(nobody, order[key]) if key in absent else stats[key] for key in order})
+        super().join({key: Stat(empty, order[key]) if key in absent else stats[key] for key in order})
 
 
 class MetricLog:
-    """All metrics of a run, by how often they are updated: per rollout, per optimizer step, per microbatch."""
+    """All metrics of a run, grouped by update frequency: rollout, optimizer step, microbatch."""
 
     def __init__(self, device: torch.device | str = "cpu", collectives: Collectives = ALONE) -> None:
         self.groups = {
             name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
         }
-        self.groups["noted"] = GrowingStats(collectives).to(device)  # what rewards and servers log, when they like
-        self.shown: tuple[int, dict[str, float]] = (-1, {})  # epoch, and what Lightning was given in it for the bar
+        self.groups["noted"] = GrowingStats(collectives).to(device)  # logged by rewards and servers at any time
+        self.shown: tuple[int, dict[str, float]] = (-1, {})  # epoch, and the values of Lightning's bar
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
-        """Joins statistics to one group; its keys are the same at every call."""
+        """Merge statistics into one group; its keys are the same at every call, except for ``"noted"``."""
         if stats:
             self.groups[group].join(stats)
 
     def values(self) -> dict[str, float]:
-        """Every metric with a value, over all ranks. A collective."""
+        """Return every metric with a value, over all ranks. A collective."""
         return {name: value for stats in self.groups.values() if stats.keys for name, value in stats.figures().items()}
 
     @property
     def pending(self) -> bool:
-        """Whether anything was added since the last row."""
+        """True if anything was added since the last row."""
         return any(stats.keys and not stats.columns.published for stats in self.groups.values())
 
     def row(self) -> dict[str, float]:
-        """The values, after which every group begins anew with its next update."""
+        """Return the values; every group is reset at its next update."""
         values = self.values()
         for stats in self.groups.values():
             stats.columns.published = True
         return values
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on, in plain types."""
+        """Return a checkpointable state of plain types."""
         return {name: stats.state() for name, stats in self.groups.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
-        for name, own in state.items():
-            self.groups[name].load(own)
+        """Load a :meth:`state`."""
+        for name, group in state.items():
+            self.groups[name].load(group)
 
 
-WAITING = ("wait", "generate")  # phases in which a trainer has nothing to do but to wait for answers
+WAITING = ("wait", "generate")  # phases in which a trainer is idle
 OF_THE_CLOCK = ("time/", "tokens_per_second", "trainer/", "in_flight/", "server/")
 
 
 def is_of_the_clock(metric: str) -> bool:
-    """Whether a metric depends on how fast something was, so that no two runs agree in it.
+    """Return True if a metric depends on speed, so that it differs between runs.
 
     Example:
         >>> is_of_the_clock("time/update"), is_of_the_clock("kl/ref")
@@ -187,7 +187,7 @@ def is_of_the_clock(metric: str) -> bool:
 
 
 class PhaseTimes:
-    """Seconds by phase, collected until they are taken."""
+    """Seconds per phase since the last :meth:`take`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -195,16 +195,16 @@ class PhaseTimes:
         self._waited = 0.0
 
     def start(self) -> None:
-        """Begins the time of an optimizer step, its rollout included; a validation before it does not count."""
+        """Start the time of an optimizer step and its rollout, after a validation."""
         self._started, self._seconds = time.perf_counter(), {}
 
     def seconds(self) -> float:
-        """Seconds since the step began."""
+        """Return the seconds since the step started."""
         return time.perf_counter() - self._started
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Measures what happens inside."""
+        """Measure the time inside of the context."""
         start = time.perf_counter()
         yield
         if device.type == "cuda":
@@ -214,35 +214,35 @@ class PhaseTimes:
         self._waited += seconds if name in WAITING else 0.0
 
     def idle(self) -> Stat:
-        """The share of all time since the last call in which the trainer waited for answers."""
+        """Return the fraction of time since the last call in which the trainer waited for responses."""
         waited, asked = self._waited, self._asked
         self._waited, self._asked = 0.0, time.perf_counter()
         return Stat.single(waited / (self._asked - asked))
 
     def take(self) -> dict[str, Stat]:
-        """``time/<phase>`` of every phase since the last call, in seconds."""
+        """Return ``time/<phase>`` in seconds for every phase since the last call."""
         stats = Stat.numbers({f"time/{name}": seconds for name, seconds in self._seconds.items()})
         self._seconds = {}
         return stats
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The trainer's callbacks; Lightning sets the attribute without declaring it."""
+    """Return the trainer's callbacks, an attribute that Lightning does not declare."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def monitored_keys(trainer: Trainer) -> set[str]:
-    """What checkpoints and early stopping read."""
-    watching = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
-    monitors = {callback.monitor for callback in watching if callback.monitor}
+    """Return the keys monitored by checkpoint and early-stopping callbacks, without those of validation."""
+    callbacks = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
+    monitors = {callback.monitor for callback in callbacks if callback.monitor}
     return {key for key in monitors if not key.startswith("val/")}
 
 
 def global_values(
     stats: Mapping[str, Stat], device: torch.device | str = "cpu", collectives: Collectives = ALONE
 ) -> dict[str, float]:
-    """The figures of some statistics over all ranks, gathered on ``device``. A collective."""
-    if collectives.ranks == 1:  # a torchmetric costs more than all of its figures
+    """Return the values of statistics over all ranks, gathered on ``device``. A collective."""
+    if collectives.ranks == 1:  # faster without a torchmetric
         columns = Columns(tuple(stats), tuple(stat.reduction for stat in stats.values()))
         return _figures(columns, stack_moments(tuple(stats.values()), device))
     running = RunningStats(collectives).to(device)
@@ -251,21 +251,20 @@ def global_values(
 
 
 def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:
-    """Tickets between two rows of metrics; 0 for no rows.
+    """Return the number of optimizer steps between two rows of metrics; 0 for no rows.
 
-    A Trainer that was not told otherwise has ``log_every_n_steps=50``, which would leave one row of 50 rollouts; it
-    gets a row for each rollout.
+    With Lightning's default ``log_every_n_steps=50`` there is one row per rollout.
     """
     default = log_every_n_steps == LIGHTNINGS_DEFAULT
     return min(log_every_n_steps, steps_per_rollout) if default else log_every_n_steps
 
 
 def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int) -> None:
-    """Logs one whole row every ``every`` tickets, straight to every logger; Lightning gets what something reads back.
+    """Log a row every ``every`` steps to every logger; pass monitored keys and the bar's metric to Lightning.
 
-    ``self.log`` would cost half a millisecond for each key and call.
+    ``self.log`` would cost half a millisecond per key and call.
     """
-    known = set(metrics.groups["rollout"].keys)  # Lightning has had these when the rollout was finished
+    known = set(metrics.groups["rollout"].keys)  # logged when the rollout was finished
     if monitored_keys(module.trainer) - known:
         values = metrics.values()
         log_for_monitors(module, {name: value for name, value in values.items() if name not in known})
@@ -273,19 +272,19 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int
         row = metrics.row()
         _write(module.trainer, row, ticket)
         shown = module.current_epoch, {ON_THE_BAR: row[ON_THE_BAR]} if ON_THE_BAR in row else {}
-        if shown != metrics.shown:  # it keeps the last value of each for an epoch
+        if shown != metrics.shown:  # Lightning keeps the last value for an epoch
             module.log_dict(shown[1], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
             metrics.shown = shown
 
 
 def log_rest(trainer: Trainer, metrics: MetricLog, ticket: int) -> None:
-    """Logs what came after the last row of a fit that ends at ``ticket``."""
+    """Log metrics added since the last row of a fit that ends at ``ticket``."""
     if metrics.pending:
         _write(trainer, metrics.row(), ticket)
 
 
 def log_for_monitors(module: LightningModule, values: Mapping[str, float]) -> None:
-    """Gives Lightning the keys that checkpoints and early stopping read back."""
+    """Log the monitored keys to Lightning."""
     chosen = {key: values[key] for key in sorted(monitored_keys(module.trainer) & set(values))}
     if chosen:
         module.log_dict(chosen, logger=False, on_step=True, on_epoch=False, batch_size=1)

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules as callables for ``optimizer=`` and ``lr_scheduler=``."""
+"""Optimizers and learning-rate schedules for ``optimizer=`` and ``lr_scheduler=``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,26 +14,26 @@ SchedulerBuilder = Callable[[Optimizer], LRScheduler]
 
 
 def fused_adamw(parameters: list[dict[str, Any]], lr: float = 1e-6, weight_decay: float = 0.0) -> Optimizer:
-    """AdamW in one kernel, the default: ``RLLightningModule(optimizer=partial(fused_adamw, lr=1e-5))``.
+    """Return fused AdamW, the default optimizer: ``RLLightningModule(optimizer=partial(fused_adamw, lr=1e-5))``.
 
     Args:
-        parameters: groups of them.
-        lr: learning rate.
-        weight_decay: per step, in parts of the learning rate.
+        parameters: Parameter groups.
+        lr: Learning rate.
+        weight_decay: Weight decay coefficient.
     """
     return AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
 
 
 class WarmupThenLinear(LambdaLR):
-    """Linear up over ``warmup`` optimizer steps, then linear down to 0 at step ``total``.
+    """Linear warmup over ``warmup`` optimizer steps, then linear decay to 0 at step ``total``.
 
     Args:
-        optimizer: whose learning rates it sets.
-        warmup: optimizer steps on the way up.
-        total: optimizer steps of the run.
+        optimizer: Wrapped optimizer.
+        warmup: Number of warmup steps.
+        total: Number of optimizer steps of the run.
 
     Raises:
-        ValueError: unless ``0 <= warmup < total``.
+        ValueError: Unless ``0 <= warmup < total``.
     """
 
     def __init__(self, optimizer: Optimizer, warmup: int, total: int) -> None:
@@ -46,10 +46,10 @@ class WarmupThenLinear(LambdaLR):
 
 
 def warmup_then_linear(warmup: int, total: int) -> SchedulerBuilder:
-    """Linear up over ``warmup`` optimizer steps, then linear down to 0 at step ``total``.
+    """Return a builder of :class:`WarmupThenLinear`.
 
     Raises:
-        ValueError: unless ``0 <= warmup < total``.
+        ValueError: Unless ``0 <= warmup < total``.
 
     Example:
         >>> import torch
@@ -67,16 +67,16 @@ def _check_steps(warmup: int, total: int) -> None:
 
 
 def adamw_8bit(lr: float = 1e-6, **options: Any) -> OptimizerBuilder:
-    """AdamW with states of 8 bits, a quarter of the memory: ``RLLightningModule(optimizer=adamw_8bit(lr=1e-6))``.
+    """Return a builder of AdamW with 8-bit states: ``RLLightningModule(optimizer=adamw_8bit(lr=1e-6))``.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, as implemented by bitsandbytes.
 
     Args:
-        lr: learning rate.
-        options: further arguments of ``bitsandbytes.optim.AdamW8bit``.
+        lr: Learning rate.
+        options: Further arguments of ``bitsandbytes.optim.AdamW8bit``.
 
     Raises:
-        ImportError: if bitsandbytes is not installed; the message names the extra.
+        ImportError: If bitsandbytes is not installed.
     """
     try:
         optimizers = import_module("bitsandbytes").optim
@@ -86,7 +86,7 @@ def adamw_8bit(lr: float = 1e-6, **options: Any) -> OptimizerBuilder:
 
 
 def step_or_leave(scheduler: LRScheduler) -> None:
-    """Steps a scheduler; if it raises, scheduler and optimizer are as they were, and it can be stepped once more."""
+    """Step a scheduler; if it raises, restore scheduler and optimizer, so that the step can be repeated."""
     before, groups = scheduler.state_dict(), [_copy_options(group) for group in scheduler.optimizer.param_groups]
     try:
         scheduler.step()
@@ -98,6 +98,6 @@ def step_or_leave(scheduler: LRScheduler) -> None:
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, which a scheduler may write to where they are tensors."""
+    """Return a copy of a parameter group's options, in which a scheduler may write to tensors in place."""
     values = {name: value for name, value in group.items() if name != "params"}
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Presets: the options of published recipes, each a function that only sets options.
+"""Presets: functions that return the options of published recipes.
 
 Example::
 
@@ -6,8 +6,8 @@ Example::
     module = RLLightningModule(policy, rewards, **recipe.options)
     trainer = Trainer(callbacks=[*recipe.callbacks, ModelCheckpoint()])
 
-What a paper leaves to the task is left out: models, sizes, learning rate, epochs. An option is replaced as in any
-mapping, ``**{**recipe.options, "reduction": "prompt_mean"}``, and a correction is switched off by leaving it out.
+Options that depend on the task are not set: models, sizes, learning rate, epochs. Replace an option as in any mapping:
+``**{**recipe.options, "reduction": "prompt_mean"}``. Omit a correction to switch it off.
 """
 
 import inspect
@@ -54,34 +54,34 @@ from lightning_rl.signal.reductions import SequenceSumNorm, sequence_mean, token
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The options of a recipe.
+    """Options of a recipe.
 
     Attributes:
-        options: arguments of :class:`lightning_rl.RLLightningModule`.
-        callbacks: corrections for the Trainer.
+        options: Arguments of :class:`lightning_rl.RLLightningModule`.
+        callbacks: Corrections for the Trainer.
     """
 
     options: Mapping[str, Any]
     callbacks: tuple[RLCallback, ...] = ()
 
     def __post_init__(self) -> None:
-        """Freezes the options."""
+        """Freeze the options."""
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
 
     def __iter__(self) -> Iterator[RLCallback]:
-        """Refuses to be a list of callbacks: a preset is options and callbacks.
+        """Raise an error if a preset is used as a list of callbacks.
 
         Raises:
-            TypeError: saying where each goes.
+            TypeError: Always.
         """
         raise TypeError(
-            "expected callbacks, got a preset, which is options and callbacks: pass **preset.options to the module and "
-            "callbacks=[*preset.callbacks] to the Trainer"
+            "expected callbacks, got a preset: pass **preset.options to the module and callbacks=[*preset.callbacks] "
+            "to the Trainer"
         )
 
 
 def ppo(*, beta: float = 0.05) -> Preset:
-    """A critic, advantages per token, and the KL to the reference in the reward.
+    """Return PPO: a critic, advantages per token, and the KL to the reference in the reward.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593.
     """
@@ -90,7 +90,7 @@ def ppo(*, beta: float = 0.05) -> Preset:
 
 
 def grpo(*, beta: float = 0.04) -> Preset:
-    """Rewards standardised within the group, PPO's clip, a KL in the loss, every response weighing the same.
+    """Return GRPO: rewards standardized per group, PPO's clip, a KL in the loss, equal weights of responses.
 
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300.
     """
@@ -99,7 +99,7 @@ def grpo(*, beta: float = 0.04) -> Preset:
 
 
 def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
-    """GRPO without its two biases: no deviation under the reward, a constant under the length; no KL.
+    """Return Dr. GRPO: GRPO without division by the deviation, a constant instead of the length, no KL.
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
@@ -108,7 +108,7 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
 
 def dapo(*, max_new_tokens: int = 256) -> Preset:
-    """Clip-higher, token mean, groups without spread replaced, soft punishment in the last fifth of the length; no KL.
+    """Return DAPO: clip-higher, token mean, dynamic sampling, overlong penalty in the last fifth of the length; no KL.
 
     Source: Yu et al. 2025, arXiv:2503.14476.
     """
@@ -119,7 +119,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
 
 
 def gspo() -> Preset:
-    """One ratio for a whole response, clipped tightly; no KL.
+    """Return GSPO: one ratio per response, clipped tightly; no KL.
 
     Source: Zheng et al. 2025, arXiv:2507.18071.
     """
@@ -127,7 +127,7 @@ def gspo() -> Preset:
 
 
 def luspo() -> Preset:
-    """GSPO in which a response weighs as many times as it has tokens, so that short ones have no advantage; no KL.
+    """Return LUSPO: GSPO with responses weighted by length, without a bias towards short ones; no KL.
 
     Source: Liu et al. 2026, arXiv:2602.05261.
     """
@@ -135,7 +135,7 @@ def luspo() -> Preset:
 
 
 def vespo() -> Preset:
-    """A smooth weight of whole responses that fades on both sides of 1, for many steps on a rollout; no KL.
+    """Return VESPO: a smooth weight per response that decays on both sides of 1, for many steps per rollout; no KL.
 
     Source: Shen et al. 2026, arXiv:2602.10693.
     """
@@ -143,7 +143,7 @@ def vespo() -> Preset:
 
 
 def cispo() -> Preset:
-    """A clipped weight instead of a clipped objective, so that no token loses its gradient; no KL.
+    """Return CISPO: a clipped weight that keeps the gradient of every token; no KL.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585.
     """
@@ -151,9 +151,9 @@ def cispo() -> Preset:
 
 
 def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
-    """The mean of the other responses as baseline and the plain policy gradient, for one update per rollout.
+    """Return RLOO: the mean of the other responses as baseline, plain policy gradient, for one update per rollout.
 
-    The KL stands in the loss, where the paper puts it into the reward.
+    The KL is in the loss; the paper adds it to the reward.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
@@ -163,7 +163,7 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
 
 
 def reinforce_plus_plus(*, beta: float = 0.01) -> Preset:
-    """Discounted returns whitened over the batch, PPO's clip, the KL in the reward; needs no group.
+    """Return REINFORCE++: discounted returns whitened over the batch, PPO's clip, the KL in the reward; without groups.
 
     Source: Hu et al. 2025, arXiv:2501.03262.
     """
@@ -172,7 +172,7 @@ def reinforce_plus_plus(*, beta: float = 0.01) -> Preset:
 
 
 def reinforce_plus_plus_baseline(*, beta: float = 0.01) -> Preset:
-    """REINFORCE++ with the mean of the group as baseline.
+    """Return REINFORCE++ with the mean of the group as baseline.
 
     Source: Hu et al. 2025, arXiv:2501.03262.
     """
@@ -181,7 +181,7 @@ def reinforce_plus_plus_baseline(*, beta: float = 0.01) -> Preset:
 
 
 def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
-    """A greedy answer as baseline, the plain policy gradient, the KL in the reward; needs no group.
+    """Return ReMax: a greedy answer as baseline, plain policy gradient, the KL in the reward; without groups.
 
     Source: Li et al. 2023, arXiv:2310.10505.
     """
@@ -190,7 +190,7 @@ def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
 
 
 def opo() -> Preset:
-    """A length-weighted baseline and exactly on-policy updates: the plain policy gradient, no KL, no entropy bonus.
+    """Return OPO: a length-weighted baseline, plain policy gradient on policy; no KL, no entropy bonus.
 
     Source: Hao et al. 2025, arXiv:2505.23585.
     """
@@ -198,7 +198,8 @@ def opo() -> Preset:
 
 
 def maxrl() -> Preset:
-    """Rewards relative to their mean, which approximates maximum likelihood; the plain policy gradient, no KL.
+    """Return MaxRL: rewards relative to their mean, which approximates maximum likelihood; plain policy gradient, no
+    KL.
 
     Source: Tajwar et al. 2026, arXiv:2602.02710.
     """
@@ -206,7 +207,7 @@ def maxrl() -> Preset:
 
 
 def sapo() -> Preset:
-    """A soft gate on the ratio instead of a clip; no KL.
+    """Return SAPO: a soft gate on the ratio instead of a clip; no KL.
 
     Source: Gao et al. 2025, arXiv:2511.20347.
     """
@@ -214,7 +215,7 @@ def sapo() -> Preset:
 
 
 def dppo() -> Preset:
-    """A trust region on the probability of each token instead of its ratio, anchored on the engine; no KL.
+    """Return DPPO: a trust region on the probability of each token, anchored on the engine; no KL.
 
     Source: Qi et al. 2026, arXiv:2602.04879.
     """
@@ -222,7 +223,7 @@ def dppo() -> Preset:
 
 
 def gmpo() -> Preset:
-    """The geometric mean of a response's ratios, clipped widely; no KL.
+    """Return GMPO: the geometric mean of a response's ratios, clipped widely; no KL.
 
     Source: Zhao et al. 2025, arXiv:2507.20673.
     """
@@ -230,7 +231,7 @@ def gmpo() -> Preset:
 
 
 def m2po() -> Preset:
-    """Tokens left out until the second moment of the engine's log-ratio is small; for stale rollouts.
+    """Return M2PO: tokens masked until the second moment of the engine's log-ratio is small, for stale rollouts.
 
     Source: Zheng et al. 2025, arXiv:2510.01161.
     """
@@ -239,7 +240,7 @@ def m2po() -> Preset:
 
 
 def clip_cov() -> Preset:
-    """A few tokens of high covariance left out, so that entropy does not collapse; no KL.
+    """Return Clip-Cov: a few tokens of high covariance masked, against entropy collapse; no KL.
 
     Source: Cui et al. 2025, arXiv:2505.22617.
     """
@@ -247,7 +248,7 @@ def clip_cov() -> Preset:
 
 
 def kl_cov() -> Preset:
-    """The drift of a few tokens of high covariance penalised, so that entropy does not collapse; no KL elsewhere.
+    """Return KL-Cov: the drift of a few tokens of high covariance penalized, against entropy collapse; no other KL.
 
     Source: Cui et al. 2025, arXiv:2505.22617.
     """
@@ -255,7 +256,7 @@ def kl_cov() -> Preset:
 
 
 def lite_ppo() -> Preset:
-    """The mean of the group and the deviation of the batch under the reward, token mean, nothing else.
+    """Return LitePPO: rewards minus the group mean, divided by the batch deviation; token mean.
 
     Source: Liu et al. 2025 (Tricks or traps), arXiv:2508.08221.
     """
@@ -264,9 +265,9 @@ def lite_ppo() -> Preset:
 
 
 def vapo() -> Preset:
-    """PPO for long answers: a decay by length, a critic of plain returns, clip-higher, right answers imitated; no KL.
+    """Return VAPO: a decay by length, Monte Carlo returns for the critic, clip-higher, positive NLL; no KL.
 
-    The paper also fits the critic to the first policy beforehand.
+    The paper also pretrains the critic.
 
     Source: Yue et al. 2025, arXiv:2504.05118.
     """
@@ -276,7 +277,7 @@ def vapo() -> Preset:
 
 
 def gpg() -> Preset:
-    """Centred rewards divided by the share of rows that teach, and the plain policy gradient; no KL.
+    """Return GPG: centered rewards divided by the fraction of rows with an advantage, plain policy gradient; no KL.
 
     Source: Chu et al. 2025, arXiv:2504.02546.
     """
@@ -284,7 +285,8 @@ def gpg() -> Preset:
 
 
 def optimal_token_baseline() -> Preset:
-    """A baseline for each step of a group, on policy: one update per rollout, the plain policy gradient, no KL.
+    """Return the optimal token baseline: a baseline per step of a group, one update per rollout, plain policy
+    gradient, no KL.
 
     Source: Li et al. 2026, arXiv:2602.07078.
     """

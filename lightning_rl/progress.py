@@ -1,16 +1,16 @@
-"""Progress: the phase that a run is in, on Lightning's progress bars, and lines above them."""
+"""Progress: the phase of a run on Lightning's progress bars, and lines above them."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
-PHASE_WIDTH = len("generate")  # so that the bar keeps its place
+PHASE_WIDTH = len("generate")  # keeps the bar in place
 
 
 def show_phase(trainer: Trainer, rollout: int, phase: str) -> None:
-    """Writes which rollout it is, and what the run does, before the training bar; another kind of bar is left alone.
+    """Show rollout number and phase before Lightning's tqdm or rich training bar.
 
-    A terminal sees it at once, since no batch ends while answers are generated; a file sees it at the next refresh.
+    A terminal is refreshed at once, since no batch ends during generation; a file at the next refresh.
     """
     bar, text = trainer.progress_bar_callback, f"Rollout {rollout} {phase:<{PHASE_WIDTH}}"
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
@@ -21,7 +21,7 @@ def show_phase(trainer: Trainer, rollout: int, phase: str) -> None:
 
 
 def show_line(trainer: Trainer, text: str) -> None:
-    """Prints a line, or several, on the first rank, above a progress bar if there is one."""
+    """Print text on the first rank, above the progress bar if there is one."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar | RichProgressBar) and bar.is_enabled:
         bar.print(text)

@@ -1,4 +1,4 @@
-"""Rollout: the one data structure, samples of a policy together with all that is known about them."""
+"""Rollout: samples of a policy with their rewards, log-probabilities and advantages."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,26 +19,26 @@ from lightning_rl.transfer import to_device
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
-GREEDY_SCORE = "greedy_score"  # in ``extras``: the score of the greedy answer to a row's prompt
+GREEDY_SCORE = "greedy_score"  # in ``extras``: score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: of the whole vocabulary before a token, by the old policy
-TURNS = "turns"  # in ``token_extras``: which turn drew a token, from 1; 0 for the environment's; :func:`context_starts`
-TURN_REWARDS = "turn_rewards"  # in ``token_extras``: what the environment gave for a turn, at its last drawn token
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: over the vocabulary before a token, under the old policy
+TURNS = "turns"  # in ``token_extras``: turn index of a token from 1; 0 for the environment; see :func:`context_starts`
+TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of a turn at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
 class Finish(IntEnum):
-    """Why a response ended: as its engine said, or as the environment that it talked to."""
+    """Reason why a response ended, from the engine or the environment."""
 
     STOP = 0
     LENGTH = 1
     ABORT = 2
-    TURNS = 3  # the conversation had as many turns as it may
-    FAILED = 4  # the environment could not go on
+    TURNS = 3  # limit of turns in a conversation
+    FAILED = 4  # failure of the environment
 
 
 def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
-    """Metadata of a field: along which axes it runs and what fills its padding."""
+    """Return the metadata of a field: the axes it has and the value of its padding."""
     return {"axes": axes, "pad": pad}
 
 
@@ -46,12 +46,12 @@ def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
 class Rollout:
     """Samples of a policy, right-padded: B rows, P prompt positions, T response positions.
 
-    A value is never edited: :meth:`replace` makes a new one, and select, concatenate, pad, move and save act on every
-    field alike, so that none can be forgotten. Index t of every per-token field belongs to ``response_ids[:, t]``: a
-    log-probability there is that of this token given all before it. ``prompt_extras`` belong to ``prompt_ids``.
+    Immutable: :meth:`replace` returns a new value. Selecting, concatenating, padding, moving and saving apply to every
+    field. Index t of every per-token field belongs to ``response_ids[:, t]``: a log-probability there is that of this
+    token given all previous ones. ``prompt_extras`` belong to ``prompt_ids``.
 
     Raises:
-        ValueError: if a field's shape does not fit the others; the message names the field.
+        ValueError: If the shape of a field does not match; the message names the field.
     """
 
     prompt_ids: Int[Tensor, "B P"] = field(metadata=along(PROMPT))
@@ -79,7 +79,7 @@ class Rollout:
     prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=along(PROMPT))
 
     def __post_init__(self) -> None:
-        """Freezes the dict fields and checks every shape against B, P and T."""
+        """Freeze the dict fields and check every shape against B, P and T."""
         rows = len(self.prompt_lengths)
         sizes = {ROW: (rows,), PROMPT: (rows, self.prompt_ids.shape[-1]), TOKEN: (rows, self.response_ids.shape[-1])}
         for field_name, axes, _, named in _columns(type(self)):
@@ -104,17 +104,17 @@ class Rollout:
         actions: Sequence[Sequence[bool]] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> RolloutT:
-        """Samples that nobody has scored yet: every reward is 0, every row trains that was not aborted.
+        """Return a rollout of samples without rewards, in which all rows train that did not fail.
 
         Args:
-            prompts: token ids of each row's prompt, at least one.
-            responses: token ids of each row's response, EOS included when it was sampled.
-            groups: which prompt each row answers.
-            sample_ids: identity of each row; 0, 1, 2, ... by default.
-            finish: why each response ended; :attr:`Finish.STOP` by default.
-            versions: of the weights that drew each token; 0 by default.
-            actions: whether the policy sampled each token of each response; by default it did.
-            dtype: of the rewards.
+            prompts: Token ids of each row's prompt, at least one.
+            responses: Token ids of each row's response, including EOS if it was sampled.
+            groups: Prompt index of each row.
+            sample_ids: Id of each row; 0, 1, 2, ... by default.
+            finish: Finish reason of each response; :attr:`Finish.STOP` by default.
+            versions: Weight version that sampled each token; 0 by default.
+            actions: Mask of tokens that the policy sampled; all by default.
+            dtype: Dtype of the rewards.
         """
         prompt_ids, prompt_lengths = pad_lists(prompts, torch.int64)
         response_ids, lengths = pad_lists(responses, torch.int64)
@@ -144,55 +144,55 @@ class Rollout:
         )
 
     def __len__(self) -> int:
-        """B, the number of rows, padding included."""
+        """Return B, the number of rows, with padding."""
         return len(self.prompt_lengths)
 
     @property
     def width(self) -> int:
-        """T, the number of response positions."""
+        """Number of response positions T."""
         return self.response_ids.shape[1]
 
     @property
     def real(self) -> Bool[Tensor, " B"]:
-        """Rows that are samples and not padding, shape [B]."""
+        """Rows that are not padding, shape [B]."""
         return self.sample_ids >= 0
 
     @property
     def drawn_lengths(self) -> Int[Tensor, " B"]:
-        """How many tokens of each response the policy drew, shape [B]: all of them unless an environment speaks too."""
+        """Number of sampled tokens of each response, without tokens of an environment, shape [B]."""
         return self.action_mask.sum(-1)
 
     @property
     def cut_off(self) -> Bool[Tensor, " B"]:
-        """Rows that a limit ended, of tokens or of turns, shape [B]."""
+        """Rows that a limit of tokens or turns ended, shape [B]."""
         return (self.finish == Finish.LENGTH) | (self.finish == Finish.TURNS)
 
     @property
     def failures(self) -> Bool[Tensor, " B"]:
-        """Rows that the engine or the environment gave up, which neither train nor count, shape [B]."""
+        """Rows that the engine or the environment failed to finish, which do not train, shape [B]."""
         return (self.finish == Finish.ABORT) | (self.finish == Finish.FAILED)
 
     def require(self, name: str) -> Tensor:
-        """A field that must be there.
+        """Return a field that must not be None.
 
         Raises:
-            ValueError: if it is None.
+            ValueError: If it is None.
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f'expected a rollout with "{name}", got none: name it in `reads`, so that it is provided')
+            raise ValueError(f'expected a rollout with "{name}", got none: add it to `reads`')
         return value
 
     def replace(self: RolloutT, **changes: Any) -> RolloutT:
-        """A new value with some fields changed."""
+        """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
     def map(self: RolloutT, function: Callable[[Tensor, str, float], Tensor]) -> RolloutT:
-        """Applies ``function(tensor, axes, pad)`` to every tensor of every field."""
+        """Return a copy with ``function(tensor, axes, pad)`` applied to every tensor of every field."""
         return type(self)(**_map(self, function))
 
     def select(self: RolloutT, rows: Tensor, *, width: int | None = None) -> RolloutT:
-        """The rows of an index [b] int64 or a mask [B] bool, in that order, with every field; cut to ``width``."""
+        """Return the rows of an index [b] int64 or a mask [B] bool, in that order, cut to ``width``."""
         index = (rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).to(self.groups.device)
 
         def pick(tensor: Tensor, axes: str, pad: float) -> Tensor:
@@ -202,19 +202,19 @@ class Rollout:
         return self.map(pick)
 
     def fit_width(self: RolloutT, width: int) -> RolloutT:
-        """Cuts or pads the response axis to ``width`` positions."""
+        """Return a copy with the response axis cut or padded to ``width`` positions."""
         return self.map(lambda tensor, axes, pad: _resize(tensor, width, pad) if axes == TOKEN else tensor)
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
-        """Every tensor on ``device``."""
+        """Return a copy with every tensor on ``device``."""
         return self.map(lambda tensor, _axes, _pad: to_device(tensor, device))
 
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
-        """``number`` rows of padding with the same set of fields: ids -1, one prompt token, no response."""
+        """Return ``number`` rows of padding with the same fields: ids -1, one prompt token, no response."""
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
 
     def sanitize(self: RolloutT) -> RolloutT:
-        """0 at every invalid token of every float field, so that NaN there reaches neither value nor gradient."""
+        """Return a copy with 0 at invalid tokens of all float fields, so that NaN there has no effect."""
 
         def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
             del pad
@@ -226,23 +226,21 @@ class Rollout:
         return self.map(clean)
 
     def versions(self) -> dict[str, tuple[int, int]]:
-        """Identity and write counter of every tensor, by field: equal before and after exactly if nobody wrote in
-        place.
-        """
+        """Return id and version counter of every tensor by field, which change with in-place writes."""
         return {name: (id(tensor), tensor._version) for name, tensor in self.tensors()}  # noqa: SLF001
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Every tensor with its name, entries of dict fields as ``field/key``."""
+        """Return every tensor with its name; entries of dict fields are named ``field/key``."""
         columns = _columns(type(self))
         return [entry for column in columns for entry in _entries(column, getattr(self, column.name))]
 
     def state(self) -> dict[str, Tensor]:
-        """A flat dict of tensors that loads under ``weights_only=True``."""
+        """Return a flat dict of tensors that loads under ``weights_only=True``."""
         return dict(self.tensors())
 
     @classmethod
     def from_state(cls: type[RolloutT], state: Mapping[str, Tensor]) -> RolloutT:
-        """The inverse of :meth:`state`."""
+        """Return the rollout of a :meth:`state`."""
         values: dict[str, Any] = {}
         for name, tensor in state.items():
             stem, slash, key = name.partition("/")
@@ -253,15 +251,15 @@ class Rollout:
         return cls(**values)
 
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[dict[str, Tensor]]]:
-        """Pickles and copies through :meth:`state`; the read-only mappings do neither by themselves."""
+        """Pickle and copy through :meth:`state`, since read-only mappings support neither."""
         return (type(self).from_state, (self.state(),))
 
 
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
-    """Where a response goes on with a context that its environment has rewritten, shape [B, T].
+    """Return a mask of the tokens where a context rewritten by the environment starts, shape [B, T].
 
-    What comes from there on has read nothing of what is before. Such a context is a prompt within the response: its
-    tokens have minus the number of the turn behind which they follow in ``token_extras["turns"]``.
+    Tokens from there on do not attend to earlier ones. A rewritten context is a prompt within the response; its tokens
+    have minus the index of the preceding turn in ``token_extras["turns"]``.
     """
     if TURNS not in rollout.token_extras:
         return torch.zeros_like(rollout.action_mask)
@@ -270,27 +268,27 @@ def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
-    """A response cut where the speaker changes: whether the policy drew a part, and its token ids."""
+    """Return the spans of a response by turn: True if the policy sampled a span, and its token ids."""
     length = int(rollout.response_lengths[row])
-    ids, drawn = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
-    turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else drawn
+    ids, sampled = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
+    turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else sampled
     spans: list[tuple[bool, list[int]]] = []
-    for place, token in enumerate(ids):
-        if place == 0 or turns[place] != turns[place - 1]:
-            spans.append((drawn[place], []))
+    for position, token in enumerate(ids):
+        if position == 0 or turns[position] != turns[position - 1]:
+            spans.append((sampled[position], []))
         spans[-1][1].append(token)
     return spans
 
 
 def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
-    """Rows [L, ...] of different lengths as one tensor [B, T, ...], filled with 0 on the right, and their lengths."""
+    """Return rows [L, ...] of different lengths as one tensor [B, T, ...], right-padded with 0, and their lengths."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     joined = torch.cat(list(rows)).to(dtype) if rows else torch.zeros(0, dtype=dtype)
     return _pad(joined, lengths), lengths
 
 
 def pad_lists(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
-    """The same of rows [L] of plain numbers, or of tensors of them, as one tensor [B, T]."""
+    """Return lists [L] of numbers or tensors as one tensor [B, T], right-padded with 0, and their lengths."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     joined = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
     return _pad(torch.from_numpy(joined).to(dtype), lengths), lengths
@@ -303,10 +301,10 @@ def _pad(joined: Tensor, lengths: Int[Tensor, " B"]) -> Tensor:
 
 
 def concatenate(parts: Sequence[Rollout]) -> Rollout:
-    """Joins rollouts row by row, padded to the widest prompt and response.
+    """Concatenate rollouts along rows, padded to the widest prompt and response.
 
     Raises:
-        ValueError: if the parts are none or do not carry the same set of fields; the message names the difference.
+        ValueError: If there are no parts or their fields differ; the message names the difference.
     """
     if not parts:
         raise ValueError("expected at least one rollout to concatenate, got none")
@@ -318,7 +316,7 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     def widen(tensor: Tensor, axes: str, pad: float) -> Tensor:
         return tensor if axes == ROW else _resize(tensor, sizes[axes], pad)
 
-    parts = [part for part in parts if len(part)] or parts[:1]  # no rows do not know what their extras look like
+    parts = [part for part in parts if len(part)] or parts[:1]  # extras without rows may lack trailing axes
     columns_of = [_map(part, widen) for part in parts]
     joined: dict[str, Any] = {}
     for name, first in columns_of[0].items():
@@ -335,7 +333,7 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], expected: tu
 
 
 class _Column(NamedTuple):
-    """A field, as its metadata describes it."""
+    """Name and metadata of a field."""
 
     name: str
     axes: str
@@ -369,10 +367,10 @@ def _map(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> 
 
 
 def _resize(tensor: Tensor, width: int, pad: float) -> Tensor:
-    have = tensor.shape[1]
-    if have >= width:
+    current = tensor.shape[1]
+    if current >= width:
         return tensor[:, :width]
-    return torch.cat([tensor, tensor.new_full((len(tensor), width - have, *tensor.shape[2:]), pad)], 1)
+    return torch.cat([tensor, tensor.new_full((len(tensor), width - current, *tensor.shape[2:]), pad)], 1)
 
 
 def _difference(names: list[set[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Generators: one seed for every global source of random numbers, cheap enough for every step."""
+"""Seeds and states of the global random generators."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seeds Python's, NumPy's and torch's global generators, the last on the CPU and on the device."""
+    """Seed the global generators of Python, NumPy and torch, the latter on CPU and device."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack trace for each device: 0.4 ms
@@ -19,7 +19,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
-    """Puts every global generator back to where it was, whoever draws from it inside."""
+    """Restore every global generator on exit."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

@@ -1,4 +1,4 @@
-"""Terminal: text of models and files for a person, its control characters shown and never acted on."""
+"""Text of models and files with visible control characters, safe to print."""
 
 import json
 import re
@@ -6,14 +6,14 @@ import unicodedata
 from typing import Any
 
 BEYOND_ASCII = re.compile(r"[^\x20-\x7e\n]+")
-LINE_ENDS = ("Zl", "Zp")  # U+2028 and U+2029, at which readers of lines of JSON part them
+LINE_ENDS = ("Zl", "Zp")  # U+2028 and U+2029, line ends for some readers of JSON lines
 
 
 def visible(text: str) -> str:
-    r"""A text whose control characters, but line ends, are written out as Python writes them.
+    r"""Return a text with control characters, except line ends, escaped as in Python.
 
-    A model can write whatever it likes, and so can a file from elsewhere: sequences that move the cursor, rename the
-    window, reverse the direction of reading or hide what follows. Unicode's category C holds all of these.
+    Unescaped, text of a model or a file can move the cursor, rename the window, reverse the reading direction or hide
+    text. Unicode's category C contains all such characters.
 
     Example:
         >>> visible("done\x1b[2K\nnext")
@@ -22,18 +22,16 @@ def visible(text: str) -> str:
     return "".join(map(_visible, text))
 
 
-def _visible(mark: str) -> str:
-    return repr(mark)[1:-1] if mark != "\n" and unicodedata.category(mark).startswith("C") else mark
+def _visible(char: str) -> str:
+    return repr(char)[1:-1] if char != "\n" and unicodedata.category(char).startswith("C") else char
 
 
 def dump_visible(value: Any, **options: Any) -> str:
-    r"""JSON that any reader takes for the same values, and that does nothing where it is printed.
-
-    Letters stay as they are; whatever :func:`visible` writes out, and what else ends a line, is an escape of JSON.
+    r"""Return equivalent JSON with the characters that :func:`visible` escapes, and line ends, as JSON escapes.
 
     Args:
-        value: what is written.
-        options: of :func:`json.dumps`.
+        value: Value to serialize.
+        options: Options of :func:`json.dumps`.
 
     Example:
         >>> dump_visible({"text": "漢字\u202e\x9b"})
@@ -47,6 +45,6 @@ def _escape_part(part: re.Match[str]) -> str:
     return text if text.isprintable() else "".join(map(_escape, text))
 
 
-def _escape(mark: str) -> str:
-    category = unicodedata.category(mark)
-    return json.dumps(mark)[1:-1] if category.startswith("C") or category in LINE_ENDS else mark
+def _escape(char: str) -> str:
+    category = unicodedata.category(char)
+    return json.dumps(char)[1:-1] if category.startswith("C") or category in LINE_ENDS else char

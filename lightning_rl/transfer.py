@@ -1,14 +1,14 @@
-"""Transfer: tensors on their way from main memory to an accelerator."""
+"""Copies of tensors from main memory to an accelerator."""
 
 import torch
 from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on ``device``; to a GPU through pinned memory, so that the host does not wait for the copy.
+    """Return the tensor on ``device``; copies to a GPU go through pinned memory and do not block the host.
 
-    What the same stream does with the result is queued behind the copy, and PyTorch gives pinned memory to nobody else
-    before the copy is made. Copies to the host are always waited for: nobody could see that one is not there yet.
+    Later work on the same stream waits for the copy, and PyTorch reuses pinned memory only after it. Copies to the host
+    block.
     """
     target = torch.device(device)
     if target.type != "cuda" or not tensor.is_cpu:

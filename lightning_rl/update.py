@@ -22,26 +22,26 @@ from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
 
 Forward = Callable[[Microbatch], Outputs]
-"""What a policy, or a table in its place, says of a microbatch; with gradient."""
+"""Maps a microbatch to the outputs of a policy or of a table, with gradient."""
 
-KEPT = "whoever kept the view until the backward, such as a callback with on_before_backward,"
-TRACED_ENTRIES = 64  # of each parameter
+KEPT = "code that kept the view until the backward, such as a callback with on_before_backward,"
+TRACED_ENTRIES = 64  # per parameter
 
 
 @dataclass(slots=True)
 class StepWeights:
-    """The weights of every reduction over one optimizer step of all ranks; each is computed once, on demand.
+    """Weights of every reduction over one optimizer step of all ranks, each computed once.
 
-    Every rank asks for the same reductions in the same order, because all have the same number of microbatches.
+    Every rank requests the same reductions in the same order, because all have the same number of microbatches.
     """
 
     rollout: Rollout
     microbatches: tuple[Microbatch, ...]
     global_sum: GlobalSum
-    _weights: dict[int, Tensor] = field(default_factory=dict)  # by identity: a reduction need not be hashable
+    _weights: dict[int, Tensor] = field(default_factory=dict)  # by id, since a reduction may be unhashable
 
     def of(self, reduction: Reduction, microbatch: Microbatch) -> Tensor:
-        """The weights of a microbatch's tokens, shape [b, T]; zeros for padding."""
+        """Return the weights of a microbatch's tokens, shape [b, T]; zeros for padding."""
         if id(reduction) not in self._weights:
             self._weights[id(reduction)] = self._over_step(reduction)
         weights, (rows, width) = self._weights[id(reduction)], microbatch.layout.shape
@@ -50,14 +50,14 @@ class StepWeights:
         return weights[microbatch.index, :width]
 
     def _over_step(self, reduction: Reduction) -> Tensor:
-        here = torch.zeros_like(self.rollout.trained)
+        in_step = torch.zeros_like(self.rollout.trained)
         for microbatch in self.microbatches:
-            here[microbatch.index] = True
-        valid, trained = self.rollout.valid_tokens & here[:, None], self.rollout.trained & here
-        name, shown = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups
-        watch = EditWatch(lambda: [("valid_tokens", valid), ("trained", trained), ("groups", shown)])
-        weights = reduction(valid, trained, shown, self.global_sum)
-        watch.after(f"the reduction {name}", "it returns a new tensor")
+            in_step[microbatch.index] = True
+        valid, trained = self.rollout.valid_tokens & in_step[:, None], self.rollout.trained & in_step
+        name, groups = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups
+        watch = EditWatch(lambda: [("valid_tokens", valid), ("trained", trained), ("groups", groups)])
+        weights = reduction(valid, trained, groups, self.global_sum)
+        watch.after(f"the reduction {name}", NEW_TENSOR)
         watch.close()
         if weights.shape != valid.shape:
             raise ValueError(
@@ -69,13 +69,13 @@ class StepWeights:
 
 @dataclass(slots=True)
 class StepGradient:
-    """What accumulating one optimizer step found out.
+    """Losses and statistics of one optimizer step.
 
     Attributes:
-        parts: of the loss, summed over microbatches.
-        stats: of each microbatch.
-        losses: of each microbatch.
-        exhausted: whether memory ran out on this rank, so that rows are missing.
+        parts: Parts of the loss, summed over microbatches.
+        stats: Statistics of each microbatch.
+        losses: Loss of each microbatch.
+        exhausted: True if this rank ran out of memory and rows are missing.
     """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
@@ -84,21 +84,21 @@ class StepGradient:
     exhausted: bool = False
 
     def add(self, loss: LossParts) -> None:
-        """Adds a microbatch's share."""
+        """Add the loss of a microbatch."""
         self.stats.append(loss.stats)
         self.losses.append(loss.total.detach())
         for name, part in loss.parts.items():
             self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
 
     def joint(self, name: str) -> Tensor:
-        """The moments of a statistic over all microbatches of this rank, shape [4]."""
+        """Return the moments of a statistic over all microbatches of this rank, shape [4]."""
         return merge_moments(torch.stack([stats[name].moments for stats in self.stats]))
 
     def metrics(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
-        """The step's losses over all ranks, its gradient norm, and other numbers of the step.
+        """Return the step's losses over all ranks, its gradient norm, and further numbers.
 
-        Losses are left out on every rank alike if the norm, which all ranks share, is not finite: the mean over the
-        ranks that remain would look like a loss.
+        If the norm, which all ranks share, is not finite, every rank omits its losses: a mean over the remaining ranks
+        would be misleading.
         """
         scale = torch.where(torch.isfinite(norm), float(world_size), torch.nan)  # merging takes the mean over ranks
         values = {name: part * scale for name, part in self.parts.items()}
@@ -109,14 +109,14 @@ class StepGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeStep:
-    """An optimizer step that was made or left out.
+    """An optimizer step that was made or skipped.
 
     Args:
-        trace: for those who observe it.
-        gradient: that it was made with; None if nothing trained.
-        norm: of the gradient before clipping.
-        rates: of learning, one for each parameter group.
-        tokens: of all ranks that trained.
+        trace: Trace for callbacks that observe the step.
+        gradient: Its gradient; None if nothing trained.
+        norm: Gradient norm before clipping.
+        rates: Learning rate of each parameter group.
+        tokens: Number of trained tokens of all ranks.
     """
 
     trace: StepTrace | None
@@ -126,7 +126,7 @@ class MadeStep:
     tokens: int = 0
 
     def outputs(self) -> dict[str, Tensor]:
-        """What callbacks may want to know at the end of the batch."""
+        """Return the outputs of the batch for callbacks."""
         if self.gradient is None:
             return {}
         entropy = {"policy/entropy": self.gradient.joint("policy/entropy")} if torch.isfinite(self.norm) else {}
@@ -145,26 +145,26 @@ def accumulate_gradient(
     trace: StepTrace | None = None,
     notices_exhaustion: bool = False,
 ) -> StepGradient:
-    """Runs forward, loss and backward of every microbatch.
+    """Run forward, loss and backward of every microbatch.
 
-    If memory runs out on one of several ranks, this rank goes on with its other microbatches, so that nobody waits for
-    it in a sum over ranks; only in the backward of the last one, where gradients are exchanged, that cannot be.
+    If one of several ranks runs out of memory, it continues with its other microbatches, so that collectives do not
+    block. It raises only in the backward of the last microbatch, where ranks exchange gradients.
 
     Args:
-        rollout: with its signal.
-        microbatches: of this optimizer step, as many on every rank.
-        forward: what gets the gradient.
-        algorithm: the loss.
-        backward: differentiates a loss.
-        around: context for a microbatch, told whether it is the last.
-        collectives: what the ranks do together.
-        trace: keeps outputs, gradients and parts of the loss; None for nobody.
-        notices_exhaustion: note that memory ran out, instead of raising.
+        rollout: Rollout with advantages.
+        microbatches: Microbatches of this optimizer step, equally many on every rank.
+        forward: Policy that gets the gradient.
+        algorithm: Loss and corrections.
+        backward: Differentiates a loss.
+        around: Context for a microbatch; its argument is True for the last one.
+        collectives: Operations over the ranks.
+        trace: Receives outputs, gradients and parts of the loss; None for no trace.
+        notices_exhaustion: Record that memory ran out instead of raising an error.
 
     Raises:
-        FloatingPointError: if the policy says something that is not finite of a valid token, on an accelerator once all
-            microbatches are through; the message names the sample.
-        torch.OutOfMemoryError: if memory runs out and nobody asked to have it noted, or the ranks exchange gradients.
+        FloatingPointError: If the policy's output is not finite at a valid token, on an accelerator after all
+            microbatches; the message names the sample.
+        torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
     """
     weights, gradient = StepWeights(rollout, microbatches, collectives.sum), StepGradient()
     entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
@@ -178,7 +178,7 @@ def accumulate_gradient(
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:
-        notices_exhaustion = notices_exhaustion and alone  # what is prepared for a microbatch fits no other
+        notices_exhaustion = notices_exhaustion and alone  # prepared values fit one microbatch only
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
             finite.check()
@@ -205,7 +205,7 @@ def accumulate_gradient(
                 if loss is not None:
                     backward(loss.total)
                     if loss.gradients is not None:
-                        loss.gradients.refuse(KEPT, "a view is read while it is shown, and not kept")
+                        loss.gradients.refuse(KEPT, "do not keep a view")
                     gradient.add(loss)
             if gradient.exhausted and alone:
                 break
@@ -214,7 +214,7 @@ def accumulate_gradient(
 
 
 def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectives) -> Sequence[Tensor] | None:
-    """What the loss finds out from a whole step, without writing to it."""
+    """Return the output of the loss's ``prepare``; raise an error if it modified a view."""
     watches = [EditWatch(view.tensors) for view in views]
     prepared = algorithm.loss.prepare(views, collectives.sum, collectives.concat)
     for watch in watches:
@@ -225,7 +225,7 @@ def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectiv
 
 @contextmanager
 def _noting_exhaustion(gradient: StepGradient, *, noted: bool) -> Iterator[None]:
-    """Notes that memory ran out inside, instead of raising."""
+    """Record that memory ran out inside of the context, instead of raising an error."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -235,18 +235,18 @@ def _noting_exhaustion(gradient: StepGradient, *, noted: bool) -> Iterator[None]
 
 
 def _empty(rollout: Rollout) -> Microbatch:
-    """A microbatch without rows, in the place of one that does not fit."""
+    """Return a microbatch without rows, to replace one that does not fit into memory."""
     return plan_of_rows(rollout, [[[]]]).to(rollout.response_ids.device).microbatches()[0]
 
 
 def from_table(outputs: Outputs) -> Forward:
-    """A table [B, T] in the place of a policy: what it says of a microbatch are the rows of its index."""
+    """Return a forward that looks up rows of a table [B, T] instead of running a policy."""
 
     def forward(microbatch: Microbatch) -> Outputs:
         index, (rows, width) = microbatch.index, microbatch.layout.shape
         if not len(index):  # padding still takes part in the backward
-            nothing = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
-            return Outputs(nothing, nothing.detach(), None if outputs.values is None else nothing)
+            zeros = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
+            return Outputs(zeros, zeros.detach(), None if outputs.values is None else zeros)
         logprobs, entropy = outputs.logprobs[index, :width], outputs.entropy[index, :width]
         return Outputs(logprobs, entropy, None if outputs.values is None else outputs.values[index, :width])
 
@@ -254,7 +254,7 @@ def from_table(outputs: Outputs) -> Forward:
 
 
 def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False) -> LossView:
-    """What losses and corrections see; without an old pass the old policy is the step's own, detached."""
+    """Return the view for losses and corrections; missing old log-probabilities are the current ones, detached."""
     values = {spec.name: getattr(rows, spec.name) for spec in fields(rows)}
     if rows.old_logprobs is None:
         values["old_logprobs"] = outputs.logprobs.detach()
@@ -263,12 +263,12 @@ def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False
 
 
 class ParameterTracer:
-    """Follows a few entries of every trained parameter through one optimizer step, for a :class:`StepTrace`.
+    """Tracer of sampled entries of every trained parameter through one optimizer step, for a :class:`StepTrace`.
 
     Args:
-        model: whose parameters are all here.
-        trace: where the entries are kept.
-        optimizer: of the step; what it keeps of each parameter is taken now, before anything of the step has run.
+        model: Unsharded model.
+        trace: Trace to write to.
+        optimizer: Optimizer of the step; its state is copied now, before the step.
     """
 
     def __init__(self, model: nn.Module, trace: StepTrace, optimizer: torch.optim.Optimizer) -> None:
@@ -286,12 +286,12 @@ class ParameterTracer:
             self._follow(name, parameter)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters as they are now, each under its first name; its modules are those of the beginning."""
+        """Return the current parameters of the initial modules, each under its first name."""
         names = dict[nn.Parameter, str]()
-        for place, module in self._modules:
-            for name, parameter in module._parameters.items():  # noqa: SLF001  what named_parameters reads, and slowly
+        for prefix, module in self._modules:
+            for name, parameter in module._parameters.items():  # noqa: SLF001  named_parameters is slow
                 if parameter is not None:
-                    names.setdefault(parameter, f"{place}.{name}" if place else name)
+                    names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
         return {name: parameter for parameter, name in names.items()}
 
     def _follow(self, name: str, parameter: nn.Parameter) -> None:
@@ -301,20 +301,20 @@ class ParameterTracer:
             parts.append(_entries(gradient).clone())
 
         handle = parameter.register_hook(add)
-        hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order, of which ours has to be the first
-        others = [place for place in hooks if place != handle.id]
-        for place in others:
-            hooks[place] = hooks.pop(place)
+        hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order; ours has to be the first
+        others = [key for key in hooks if key != handle.id]
+        for key in others:
+            hooks[key] = hooks.pop(key)
         self._handles.append(handle)
 
     def after_clipping(self) -> None:
-        """Once the gradient is complete, before the optimizer is called, which may never look at hooks."""
+        """Record the complete gradient before the optimizer is called, since an optimizer may ignore hooks."""
         self.before_step(self.optimizer)
         for trace in self.trace.parameters.values():
             trace.clipped = trace.gradient
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Within the optimizer, after the hooks before its step."""
+        """Record gradients and options inside of the optimizer, after the hooks before its step."""
         numbers = {
             id(parameter): numbers
             for group in optimizer.param_groups
@@ -334,65 +334,65 @@ class ParameterTracer:
         self.trace.clipped_norm = float(nn.utils.get_total_norm(exact))
 
     def _add_up(self) -> None:
-        """The gradients of all backward passes so far."""
+        """Sum the gradients of all backward passes so far."""
         for name, parts in self._parts.items():
             trace = self.trace.parameters[name]
-            if len(parts) == 1:  # no sum, as in most steps of a small model
+            if len(parts) == 1:
                 trace.summed, trace.passes = parts[0].double(), 1
             elif parts:
                 stacked = torch.stack(parts).double()
                 trace.summed, trace.magnitude, trace.passes = stacked.sum(0), stacked.abs().sum(0), len(parts)
 
     def after_step(self) -> None:
-        """Once the optimizer has moved."""
+        """Record the parameters after the optimizer step."""
         parameters = self._parameters().items()
         for name, after in _copies({name: one for name, one in parameters if name in self.trace.parameters}).items():
             self.trace.parameters[name].after = after
         self.release()
 
     def release(self) -> None:
-        """Follows no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def _entries(parameter: Tensor) -> Tensor:
-    """Some entries, from all over the tensor."""
+    """Return entries sampled evenly from a tensor."""
     number, flat = parameter.numel(), parameter.detach()
     stride, flat = max(number // TRACED_ENTRIES, 1), flat if flat.is_contiguous() else flat.flatten()
     return flat.as_strided((min(number, TRACED_ENTRIES),), (stride,))
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """The options of a parameter group that are numbers."""
+    """Return the numeric options of a parameter group."""
     numbers = {name: float(value) for name, value in group.items() if isinstance(value, bool | int | float)}
-    numbers["lr"] = float(group.get("lr", 0.0))  # which may be a tensor
+    numbers["lr"] = float(group.get("lr", 0.0))  # may be a tensor
     betas = group.get("betas")
     return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of some entries of each tensor, made together: one for each is slow where there are many small ones."""
-    copies, alike = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-    for name, tensor in tensors.items():  # an optimizer may count its steps on the CPU
-        alike.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
-    for entries in alike.values():
+    """Copy sampled entries of each tensor with few operations, which is fast for many small tensors."""
+    copies, by_kind = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
+    for name, tensor in tensors.items():  # optimizers may keep step counts on the CPU
+        by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
+    for entries in by_kind.values():
         whole = torch.cat(list(entries.values()))
         copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
     return copies
 
 
 def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What the optimizer keeps of each parameter: entries of what has its shape, and single numbers."""
-    kept = {
+    """Return copies of the optimizer state of each parameter: entries of tensors of its shape, and scalars."""
+    tensors = {
         f"{key} {name}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
     }
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for place, copied in _copies(kept).items():
-        key, _, name = place.partition(" ")
-        states[name][key] = copied
+    for label, entries in _copies(tensors).items():
+        key, _, name = label.partition(" ")
+        states[name][key] = entries
     return states

@@ -89,7 +89,7 @@ def test_a_value_loss_that_is_not_per_token_is_refused_by_its_name() -> None:
 
 
 def test_a_value_loss_that_writes_in_place_is_refused_by_its_name() -> None:
-    with pytest.raises(RuntimeError, match="the value loss Writing wrote in place to returns: a loss returns a new"):
+    with pytest.raises(RuntimeError, match="the value loss Writing wrote in place to returns: return a new"):
         run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=Writing())
 
 

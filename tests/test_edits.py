@@ -156,7 +156,7 @@ def test_a_loss_that_edits_the_view_is_named(edit: Edit) -> None:
             return torch.zeros_like(view.logprobs)
 
     rows = a_view()
-    with pytest.raises(EditError, match=rf"^the loss Careful wrote in place to {FIELD}: a loss returns a new tensor"):
+    with pytest.raises(EditError, match=rf"^the loss Careful wrote in place to {FIELD}: return a new tensor"):
         an_algorithm(loss=Careful()).microbatch_loss(
             rows, lambda weigh: weigh(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         )
@@ -250,7 +250,7 @@ def test_a_loss_that_hangs_a_hook_on_a_gradient_is_named() -> None:
             view.logprobs.register_hook(lambda gradient: gradient * 0.5)
             return super().__call__(view)
 
-    with pytest.raises(EditError, match=r"^the loss Halving .*the gradient of logprobs.*: a loss returns a new tensor"):
+    with pytest.raises(EditError, match=r"^the loss Halving .*the gradient of logprobs.*: return a new tensor"):
         loss_of_view(a_view_with_gradients(), loss=Halving())
 
 
@@ -290,7 +290,7 @@ def test_a_hook_that_is_hung_when_the_loss_is_made_already_is_noticed_too() -> N
         kept[-1].logprobs.register_hook(scaled_in_place)
         loss.backward()
 
-    with pytest.raises(EditError, match=r"^whoever kept the view until the backward, .*the gradient of logprobs"):
+    with pytest.raises(EditError, match=r"^code that kept the view until the backward, .*the gradient of logprobs"):
         accumulate_gradient(
             rollout,
             plan.step(0),
@@ -337,7 +337,7 @@ def test_a_reduction_that_edits_what_it_sees_is_named() -> None:
 
     rollout = finite_rollout()
     microbatches = make_plan(rollout, minibatches=1, token_budget=4096).step(0)
-    with pytest.raises(EditError, match=r"^the reduction sorting wrote in place to groups: it returns a new tensor"):
+    with pytest.raises(EditError, match=r"^the reduction sorting wrote in place to groups: return a new tensor"):
         StepWeights(rollout, microbatches, local_sum).of(sorting, microbatches[0])
 
 
@@ -596,9 +596,9 @@ def test_on_a_device_edits_are_compared_once_at_the_end() -> None:
     watch = EditWatch(lambda: [("rewards", tensor), ("groups", other)])
     watch.after("the loss w", "it was not this one")
     tensor.data[1] = 1.0
-    watch.after("the loss x", "a loss returns a new tensor")
+    watch.after("the loss x", "return a new tensor")
     watch.after("the loss y", "nor this one")
-    with pytest.raises(EditError, match=r"^the loss x wrote in place to rewards: a loss returns a new tensor"):
+    with pytest.raises(EditError, match=r"^the loss x wrote in place to rewards: return a new tensor"):
         watch.close()
     watch.close()
 

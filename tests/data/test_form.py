@@ -284,9 +284,7 @@ def test_options_beside_a_prompt_dataset_are_refused() -> None:
     "name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
 )
 def test_a_column_that_would_take_the_place_of_what_rewards_are_given_is_refused(name: str) -> None:
-    message = (
-        rf'which rewards are given beside them, got "{name}" in .*: rename, as in columns=\{{"my_{name}": "{name}"'
-    )
+    message = rf'which are arguments of rewards, got "{name}" in .*: rename, as in columns=\{{"my_{name}": "{name}"'
     rows = [{"prompt": "a", name: [7]}]
     with pytest.raises(ValueError, match=message):
         PromptDataModule(rows, 1).setup("fit")
