@@ -15,7 +15,7 @@ class DataParallel(Parallel):
 
     @property
     def copies_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether gradients are reduced in buckets of their own, and are not views of the buckets."""
+        """True if gradients are copied to buckets, and are not views of them."""
         return not cast(Any, self.strategy)._ddp_kwargs.get("gradient_as_bucket_view")  # noqa: SLF001
 
     @override
