@@ -264,10 +264,8 @@ def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]
     factors = [known.get(name, 1) for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")]
     scale = prod(factors) / known.get("logits_scaling", 1)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
-    return {
-        "temperature": temperature / scale,
-        "soft_cap": None if cap is None else cap / scale,
-    }  # scaled before capped
+    soft_cap = None if cap is None else cap / scale  # models that have both scale before they cap
+    return {"temperature": temperature / scale, "soft_cap": soft_cap}
 
 
 def carries_state(model: PreTrainedModel) -> bool:

@@ -188,6 +188,8 @@ TEXT: dict[str, dict[str, Any]] = {
         "sliding_window_size": 3,
         "unpadded_vocab_size": VOCABULARY - 2,
     },
+    "muse_glimmer": {"final_logit_softcapping": 1.0},  # low, so that it shows whether logits are scaled before it
+    "muse_spark": {"final_logit_softcapping": 1.0},
     "nemotron_h_omni": {
         "ssm_state_size": 8,
         "mamba_num_heads": 4,
