@@ -166,7 +166,7 @@ class Group:
             first = self._first.result()
             work = first if connects else broadcast()
         except RuntimeError as error:
-            raise self._ended(str(error)) from error
+            raise self._end_error(str(error)) from error
         self._under_way.append((work, tensor))
 
     def _wait(self, *, leave: int = 0) -> None:
@@ -180,17 +180,17 @@ class Group:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._ended(str(error)) from error
+            raise self._end_error(str(error)) from error
 
     def _await(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + STALL
         while not done():
             if self._broken.wait(POLL):
-                raise self._ended("a member has left it")
+                raise self._end_error("a member has left it")
             if time.monotonic() > end:
-                raise self._ended(f"no bucket in {STALL:g} s")
+                raise self._end_error(f"no bucket in {STALL:g} s")
 
-    def _ended(self, why: str) -> GroupError:
+    def _end_error(self, why: str) -> GroupError:
         return GroupError(f"group {self.name} is no more: {why}")
 
     def _connect(self) -> None:

@@ -214,10 +214,10 @@ def _target_of(model: Any, tensors: Collection[str], name: str) -> tuple[str, in
         if name.endswith(f".experts{suffix}"):
             stem = name.removesuffix(suffix)
             return next((other for other in tensors if other.startswith(stem) and other.endswith(end)), name), 1
-    return _mapped(model, tensors, "", name)
+    return _map_name(model, tensors, "", name)
 
 
-def _mapped(module: Any, tensors: Collection[str], path: str, name: str) -> tuple[str, int] | None:
+def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tuple[str, int] | None:
     """Return the name after the mapper of a module, and then that of the module in it that loads its weights itself.
 
     Args:
@@ -235,7 +235,7 @@ def _mapped(module: Any, tensors: Collection[str], path: str, name: str) -> tupl
     for number, part in enumerate(parts[:-1] if path + name not in tensors else (), 1):
         inner = getattr(inner, part, None)
         if callable(getattr(inner, "load_weights", None)):
-            return _mapped(inner, tensors, f"{path}{'.'.join(parts[:number])}.", ".".join(parts[number:]))
+            return _map_name(inner, tensors, f"{path}{'.'.join(parts[:number])}.", ".".join(parts[number:]))
     return path + name, len(shards) if isinstance(shards, list) else 1
 
 
