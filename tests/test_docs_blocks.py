@@ -34,9 +34,6 @@ SUBSTITUTIONS = {
     "max_turn_tokens=64": "max_turn_tokens=2",
     "max_turn_tokens=128": "max_turn_tokens=2",
     "prompts_per_rollout=32))": "prompts_per_rollout=2))",
-    "sorting_prompts(1600, seed=0), prompts_per_rollout=2": "sorting_prompts(2, seed=0), prompts_per_rollout=2",
-    "partial(warm_started_policy, 0)": "partial(untrained_policy, 0)",
-    "sorting_tokenizer, warm_started_policy": "sorting_tokenizer, untrained_policy",
 }
 
 # Pages that say that their blocks go on from one another; every other block stands alone.
