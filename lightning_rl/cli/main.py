@@ -25,15 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line()
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
-    asked = parser.parse_args(words[:cut])
-    if asked.version:
+    parsed = parser.parse_args(words[:cut])
+    if parsed.version:
         from lightning_rl.configuration import versions  # imports torch
 
         sys.stdout.writelines(f"{name} {number}\n" for name, number in versions().items())
         sys.exit(0)
-    if asked.command is None:
+    if parsed.command is None:
         parser.error(f"expected a command out of {', '.join(MODULES)}, got none")
-    for script in (getattr(asked, name, None) for name in SCRIPTS):
+    for script in (getattr(parsed, name, None) for name in SCRIPTS):
         if script is not None:
             check_script(script)
-    sys.exit(import_module(MODULES[asked.command]).run(asked, words[cut + 1 :]))
+    sys.exit(import_module(MODULES[parsed.command]).run(parsed, words[cut + 1 :]))

@@ -52,8 +52,8 @@ def check_plan(backbone: PreTrainedModel, size: int) -> None:
         f"{size} ranks do not divide {', '.join(uneven)}": bool(uneven),
         "it has adapters with DoRA": any("lora_magnitude" in parameter for parameter, _ in backbone.named_parameters()),
     }
-    for obstacle, found in obstacles.items():
-        if found:
+    for obstacle, present in obstacles.items():
+        if present:
             raise ValueError(f'expected a model that tensor parallelism can split, got {name}: {obstacle}; use "fsdp2"')
 
 

@@ -33,12 +33,12 @@ class ZeRO(Parallel):
     def check(self, max_grad_norm: float | None) -> None:
         super().check(max_grad_norm)
         config = cast(dict[str, Any], cast(DeepSpeedStrategy, self.strategy).config)
-        wanted = 0.0 if max_grad_norm is None else max_grad_norm
-        found = config.setdefault("gradient_clipping", wanted)
-        if found != wanted:
+        expected = 0.0 if max_grad_norm is None else max_grad_norm
+        configured = config.setdefault("gradient_clipping", expected)
+        if configured != expected:
             raise ValueError(
                 f'expected one bound of the gradient norm, got max_grad_norm={max_grad_norm} and "gradient_clipping": '
-                f"{found} in DeepSpeed's config: leave the latter out"
+                f"{configured} in DeepSpeed's config: leave the latter out"
             )
         if config.get("gradient_accumulation_steps", 1) != 1:
             raise ValueError(

@@ -68,11 +68,11 @@ class EvaluationRun:
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generate this rank's share of a batch in one call of the engine, score it, and update the tallies."""
         shares = [part[self.rank :: self.collectives.ranks] for part in batch.parts]
-        asked = [
+        requests = [
             questions.requests(prompts if self.collectives.generates else [], self.seed, number)
             for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True))
         ]
-        samples = sampler.generate_parts(asked)
+        samples = sampler.generate_parts(requests)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
             self.outcomes[number] += samples[number].outcomes

@@ -48,9 +48,9 @@ def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient:
 def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tuple[list[int], str]:
     microbatches, rollout = current.plan.step(step), current.rollout
     step_rows = sorted(row for microbatch in microbatches for row in microbatch.index.tolist())
-    own = [row for row in step_rows if row in set(_nonfinite_rows(rollout))]
-    if own:
-        return own, "hold a number that is not finite"
+    nonfinite = [row for row in step_rows if row in set(_nonfinite_rows(rollout))]
+    if nonfinite:
+        return nonfinite, "hold a number that is not finite"
     pairs = zip(microbatches, gradient.losses, strict=False)
     lost = sorted(row for microbatch, loss in pairs if not torch.isfinite(loss) for row in microbatch.index.tolist())
     return (lost, "have a loss that is not finite") if lost else (step_rows, "were trained in this step")

@@ -64,16 +64,16 @@ class Script:
 
 
 @dataclass(slots=True)
-class Held:
+class Outcome:
     """Results of a conversation.
 
     Attributes:
-        said: Results of the reset and of each step.
+        results: Results of the reset and of each step.
         raised: Error that ended it, or None.
         where: Call that raised, or the last one.
     """
 
-    said: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     raised: BaseException | None = None
     where: str = "reset"
 
@@ -123,75 +123,79 @@ def _findings(
     yield from ((finding, nothing) for finding in _close(made))
     scripts = list(_scripts(made, answers))
     for script in scripts:
-        held = hold(factory, row, script, seed)
-        if finding := _judge(held):
+        outcome = run_conversation(factory, row, script, seed)
+        if finding := _judge(outcome):
             yield finding, script
             return
-        again = hold(factory, row, script, seed)
-        if repr(again.said) != repr(held.said):
+        again = run_conversation(factory, row, script, seed)
+        if repr(again.results) != repr(outcome.results):
             yield (
-                _differs("environment_repeats", held, again, "use random.Random(seed), and keep no state"),
+                _differs("environment_repeats", outcome, again, "use random.Random(seed), and keep no state"),
                 script,
             )
             return
-        beside = _hold_beside(factory, row, script, scripts[-1], seed)
-        if repr(beside.said) != repr(held.said):
+        interleaved = _run_interleaved(factory, row, script, scripts[-1], seed)
+        if repr(interleaved.results) != repr(outcome.results):
             cure = "keep state in the object, not in its class or module"
-            yield _differs("environment_isolation", held, beside, cure), script
+            yield _differs("environment_isolation", outcome, interleaved, cure), script
             return
-        yield from ((finding, script) for finding in _ship(factory, held, words=words))
+        yield from ((finding, script) for finding in _ship(factory, outcome, words=words))
 
 
-def hold(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> Held:
+def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> Outcome:
     """Run one conversation."""
-    held = Held()
-    for _ in _moves(factory, row, script, seed, held):
+    outcome = Outcome()
+    for _ in _moves(factory, row, script, seed, outcome):
         pass
-    return held
+    return outcome
 
 
-def _hold_beside(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int) -> Held:
+def _run_interleaved(
+    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int
+) -> Outcome:
     """Run a conversation, interleaved with another one."""
-    held, beside = Held(), Held()
-    ours, theirs = _moves(factory, row, script, seed, held), _moves(factory, row, other, seed + 1, beside)
+    outcome, interleaved = Outcome(), Outcome()
+    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, interleaved)
     more = True
     while more:
         more = next(ours, None) is not None
         next(theirs, None)
     for _ in theirs:
         pass
-    return held
+    return outcome
 
 
-def _moves(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, held: Held) -> Iterator[str]:
-    """Run a conversation call by call; its results are added to ``held``."""
+def _moves(
+    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, outcome: Outcome
+) -> Iterator[str]:
+    """Run a conversation call by call; its results are added to ``outcome``."""
     try:
         with refuse_draws(_name_of(factory)):
             made: Any = environment_of(factory())
-            held.said.append(_copy(check_reset(made, made.reset(dict(row), seed))))
+            outcome.results.append(_copy(check_reset(made, made.reset(dict(row), seed))))
         yield "reset"
-        done, held.where = False, "step"
+        done, outcome.where = False, "step"
         for number, answer in enumerate(script.answers):
             finish = script.finish if number == len(script.answers) - 1 else Finish.STOP
             with refuse_draws(_name_of(factory)):
                 step = check_step(made, made.step(*_arguments(made, answer, finish, number)))
-            held.said.append(_copy((list(step.messages), step.reward, step.done, dict(step.metrics))))
-            held.said.append(_copy(list(getattr(step, "token_ids", ()))))
+            outcome.results.append(_copy((list(step.messages), step.reward, step.done, dict(step.metrics))))
+            outcome.results.append(_copy(list(getattr(step, "token_ids", ()))))
             done = bool(step.done)
             yield "step"
             if done:
                 break
-        held.where = "reward"
+        outcome.where = "reward"
         if not done:
             with refuse_draws(_name_of(factory)):
                 score = getattr(made, "reward", lambda: None)()
                 check_figures(score, {})
-                held.said.append(score)
-        held.where = "close"
+                outcome.results.append(score)
+        outcome.where = "close"
         with refuse_draws(_name_of(factory)):
             made.close()
     except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
-        held.raised = raised
+        outcome.raised = raised
 
 
 def _arguments(made: Environment | TokenEnvironment, answer: Any, finish: Finish, turn: int) -> tuple[Any, ...]:
@@ -227,20 +231,20 @@ def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> It
         yield Script(name="an unreadable call", answers=[Answer(text="", errors=["no JSON"])] * TURNS)
 
 
-def _judge(held: Held) -> Finding | None:
+def _judge(outcome: Outcome) -> Finding | None:
     """Return the finding about an error in a conversation, or None."""
-    raised = held.raised
+    raised = outcome.raised
     if raised is None:
         return None
     if isinstance(raised, GeneratorError):
         return _generators(raised)
-    if held.where == "close":
+    if outcome.where == "close":
         return _finding_of("environment_closes", "an environment that can be closed", raised, "close only what is open")
     if _is_ours(raised):
         cure = "return Step(messages=[...]) or Step(done=True), with finite metrics"
-        return _finding_of("environment_steps", f"a valid result of {held.where}", raised, cure)
+        return _finding_of("environment_steps", f"a valid result of {outcome.where}", raised, cure)
     cure = "describe the error in a message, or end with Step(done=True)"
-    return _finding_of("environment_accepts", f"a result of {held.where} for any answer", raised, cure)
+    return _finding_of("environment_accepts", f"a result of {outcome.where} for any answer", raised, cure)
 
 
 def _is_ours(raised: BaseException) -> bool:
@@ -260,7 +264,7 @@ def _close(made: Environment | TokenEnvironment) -> Iterator[Finding]:
         yield _finding_of("environment_closes", "an environment that can be closed before it is reset", raised, cure)
 
 
-def _ship(factory: Callable[[], Any], held: Held, *, words: bool) -> Iterator[Finding]:
+def _ship(factory: Callable[[], Any], outcome: Outcome, *, words: bool) -> Iterator[Finding]:
     """Yield a finding if the environment cannot be pickled, or if its results are not plain data."""
     try:
         cloudpickle.loads(cloudpickle.dumps(factory))
@@ -269,7 +273,7 @@ def _ship(factory: Callable[[], Any], held: Held, *, words: bool) -> Iterator[Fi
         yield _finding_of("environment_ships", "a class or function that can be pickled by cloudpickle", raised, cure)
         return
     try:
-        plain(held.said)
+        plain(outcome.results)
     except TypeError as raised:
         cure = f"return {'messages' if words else 'token ids'} of plain values: numbers, lists and mappings"
         yield _finding_of("environment_ships", "plain values", raised, cure)
@@ -284,9 +288,9 @@ def _copy(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else value
 
 
-def _differs(check: str, held: Held, other: Held, cure: str) -> Finding:
-    pairs = zip(held.said, other.said, strict=False)
-    place = next((pair for pair in pairs if repr(pair[0]) != repr(pair[1])), (len(held.said), len(other.said)))
+def _differs(check: str, outcome: Outcome, other: Outcome, cure: str) -> Finding:
+    pairs = zip(outcome.results, other.results, strict=False)
+    place = next((pair for pair in pairs if repr(pair[0]) != repr(pair[1])), (len(outcome.results), len(other.results)))
     return _finding(check, f"the same, {place[0]!r:.200}", f"{place[1]!r:.200}", cure)
 
 

@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
     ),
     "engine": (
         lambda: found(module_of(engine=Elsewhere())), "error", "engine", "differ by 1 nats",
-        "the engine must have taken the synced weights",
+        "check that the engine loads synced weights",
     ),
     "refused": (
         lambda: found(trainer=trainer_of(Refusing())), "error", "setup", "ValueError: expected a teacher, got none",
@@ -437,7 +437,7 @@ def test_the_command_exits_with_1_if_there_is_an_error(tmp_path: Path, capsys: p
         main(["doctor", str(recipe)])
     said = capsys.readouterr().out
     assert ended.value.code == 1
-    assert "ERROR: 4 prompts do not divide" in said
+    assert "ERROR: 4 prompts are not divisible" in said
     assert "fix: prompts_per_rollout=3 or 6" in said
 
 

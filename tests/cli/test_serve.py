@@ -183,7 +183,7 @@ def test_the_storage_is_told_to_the_server(folder: Path, ran: Ran, tmp_path: Pat
         (["--data-parallel-external-lb"], "start a server for each engine"),
         (["-dp", "2"], "start a server for each engine"),
         (["--worker-extension-cls", "a.B"], "serve sets it"),
-        (["--uds", "/tmp/x"], "the engine asks servers at a host and a port"),
+        (["--uds", "/tmp/x"], "the engine connects to a host and a port"),
     ],
 )
 def test_options_that_undo_what_a_server_promises_are_refused(
@@ -230,6 +230,6 @@ def test_a_key_that_the_network_could_read_comes_with_a_warning(
     run_serve(str(folder), *arguments)
     printed = capsys.readouterr()
     assert f"serving {folder} at {url}\n" in printed.out
-    assert ("sends the key and every answer as they are" in printed.err) is warned
+    assert ("sends the key and all completions unencrypted" in printed.err) is warned
     given = flags(ran[0][0])
     assert given["--host"] == host and (given.get("--ssl-certfile") == str(folder / "certfile")) is encrypted

@@ -64,7 +64,7 @@ def test_a_broken_line_is_named(text: bytes, message: str, tmp_path: Path) -> No
         ),
         (
             '{"prompt": "a"}\n{"prompt": "b"}',
-            r"one JSON list of rows, got an error \(Extra data: line 2 column 1 .*\): a file with one value on each",
+            r"one JSON list of rows, got an error \(Extra data: line 2 column 1 .*\): rename a file with one value",
         ),
     ],
     ids=["columns", "number", "broken", "json-lines"],

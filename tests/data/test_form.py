@@ -237,7 +237,10 @@ def failing(row: Any) -> Any:
             id="preprocess",
         ),
         pytest.param(
-            {"preprocess": dict}, {"y": 1}, r'got none in prompt 0, which has "y": say', id="preprocess-to-no-prompt"
+            {"preprocess": dict},
+            {"y": 1},
+            r'got none in prompt 0, which has "y": name the prompt column',
+            id="preprocess-to-no-prompt",
         ),
     ],
 )

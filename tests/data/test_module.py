@@ -105,7 +105,7 @@ def test_json_lines_are_split_at_newlines_only(tmp_path: Path, character: str) -
             [[2], {"question": "a"}],
             1,
             {},
-            'got none in prompt 1, .* as columns={"prompt": "question"}',
+            'got none in prompt 1, .* by columns={"prompt": "question"}',
             id="a-row-without-prompt",
         ),
     ],

@@ -196,7 +196,7 @@ def test_what_is_no_source_is_refused_with_what_to_pass(source: Any, message: st
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     for source in (tmp_path / "rows.jsonl", str(tmp_path / "rows.csv"), tmp_path / "folder"):
-        with pytest.raises(FileNotFoundError, match=rf"expected a file .*, got {source}.*: look at"):
+        with pytest.raises(FileNotFoundError, match=rf"expected a file .*, got {source}.*: check"):
             PromptDataset(source)
 
 
@@ -226,7 +226,7 @@ def test_a_table_stays_in_its_file(tmp_path: Path) -> None:
 
 def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'which reads some/name: pip install "lightning-rl\[data\]"'):
+    with pytest.raises(ImportError, match=r'to read some/name, got none: pip install "lightning-rl\[data\]"'):
         PromptDataset("some/name", split="train")
     assert len(PromptDataset(json_lines(tmp_path))) == 3
 

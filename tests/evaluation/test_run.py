@@ -182,7 +182,7 @@ def test_early_stopping_ends_a_run_at_a_figure_that_is_nan(tmp_path: Path) -> No
     stopping = EarlyStopping("val/e/pass@1", mode="max", patience=9, check_on_train_epoch_end=False)
     module = tiny_module(evaluation=Evaluation("e", [[2], [3]], rewards=judge))
     failed = pytest.warns(UserWarning, match=r"judge failed on 2\. First, reward judge raised.*the judge is down")
-    with failed, pytest.warns(UserWarning, match=r"measured for val/e/pass@1, .* check_finite=False"):
+    with failed, pytest.warns(UserWarning, match=r"got NaN for val/e/pass@1, .* check_finite=False"):
         trainer = fit(module, callbacks=[stopping], val_check_interval=1, default_root_dir=tmp_path)
     assert trainer.global_step == 1 and trainer.callback_metrics["val/e/reward/failed"] == 2
 

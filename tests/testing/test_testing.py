@@ -305,9 +305,11 @@ def test_a_failure_says_what_is_broken_and_shows_the_smallest_batch() -> None:
     with pytest.raises(AssertionError) as raised:
         check_reward(by_row)
     said = str(raised.value)
-    assert said.startswith("reward by_row breaks the property reward_order.\nThe reward of a completion depends on")
+    assert said.startswith(
+        "reward by_row breaks the property reward_order.\nThe reward of a completion does not depend on"
+    )
     assert said.count("'completion': ") == 2, "two rows are the fewest that show it"
-    assert "What to do: score each row by itself" in said
+    assert "What to do: score each row from its own arguments" in said
 
 
 def test_without_hypothesis_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

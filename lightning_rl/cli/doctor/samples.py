@@ -90,10 +90,10 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
         return
     plan = make_plan(rollout, minibatches=1, token_budget=module.token_budget, packed=module.packing)
     with module.trainer.precision_plugin.forward_context():
-        own = add_logprobs(
+        scored = add_logprobs(
             rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
         )
-    gap = (own.require("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]
+    gap = (scored.require("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]
     mean, largest = float(gap.double().mean()), float(gap.max())
     yield fact("engine", f"log-probabilities differ from the trainer's by {mean:.2g} nats, {largest:.2g} at most")
     exact = str(module.trainer.precision) in ("32-true", "64-true")
